@@ -1,0 +1,64 @@
+"""The command line of every script here: flags from a dataclass, and errors in one line.
+
+A script declares its options as a dataclass, one commented line per field (the comment is the
+flag's help text), and ends in
+
+    if __name__ == "__main__":
+        cli.run(main)
+
+A mistake that the user can mend is raised as a `UserError`; `run` prints it as one line,
+`error: got ..., needed ..., do ...`, and leaves with status 2. Anything else keeps its traceback.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import sys
+
+import tyro
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. The text says what was got, what was needed, what to do."""
+
+
+def nearest(name, known):
+    """The hint that names the entry of `known` closest to `name`, or lists them all."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+
+
+def parse(config_class, args=None, default=None):
+    """An instance of the dataclass `config_class` from the command line; `default` sets its defaults.
+
+    Raises UserError for an unknown flag (with the nearest known one) or a value of the wrong type.
+    """
+    console = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(console):
+            kwargs = {} if default is None else {"default": default}
+            config, unknown = tyro.cli(config_class, args=args, return_unknown_args=True, **kwargs)
+    except SystemExit as leaving:
+        if not leaving.code:  # --help has been printed
+            raise
+        # tyro draws a box around its message: the message stands above the box's inner rule
+        box = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
+        message = " ".join(box[1 : box.index("", 1)]).strip(" .")
+        raise UserError(f"got {' '.join(args or sys.argv[1:])}, needed flags as in --help: {message}") from None
+    if unknown:
+        flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
+        got = unknown[0].split("=")[0]
+        raise UserError(f"got {got}, needed a flag that exists, {nearest(got, flags)}")
+    return config
+
+
+def run(main):
+    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and status 2."""
+    try:
+        main()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
