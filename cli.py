@@ -1,4 +1,4 @@
-"""The command line of every script here: flags from a dataclass, and errors in one line.
+"""What every script here does alike: flags from a dataclass, errors in one line, files written whole.
 
 A script declares its options as a dataclass, one commented line per field (the comment is the
 flag's help text), and ends in
@@ -8,6 +8,7 @@ flag's help text), and ends in
 
 A mistake that the user can mend is raised as a `UserError`; `run` prints it as one line,
 `error: got ..., needed ..., do ...`, and leaves with status 2. Anything else keeps its traceback.
+Files that must never be seen half-written are opened by `atomic_write`.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import difflib
 import io
 import os
 import sys
+from pathlib import Path
 
 import tyro
 
@@ -62,3 +64,29 @@ def run(main):
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def atomic_write(path, mode="wb", **kwargs):
+    """Open `path` for writing so that it appears whole or not at all: a reader never sees half a file.
+
+    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. When anything
+    fails, what stood at `path` before stands there still; a full disk, a file-size limit or a
+    read-only folder is a UserError.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, mode, **kwargs) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"got '{error.strerror or error}' while writing {path}, needed a folder with room that "
+                "may be written, make room (earlier files are whole) and run the same command again"
+            ) from error
+        raise
