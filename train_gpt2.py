@@ -1,0 +1,1362 @@
+"""Train GPT-2 from scratch: one file, read it from top to bottom.
+
+    python train_gpt2.py --preset quickstart                      # a laptop: three minutes, no network
+    python fineweb.py                                             # then the real thing, GPT-2 124M:
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py        # on 8 GPUs (on one: python train_gpt2.py)
+
+Every flag is a field of `TrainConfig`; --preset chooses the defaults. A run lives in --out-dir: log.txt
+(`step stream value` per line), run.txt (what was run, where), model_<step>.pt (checkpoints) and, when it
+has ended, hf/ (the model as Hugging Face transformers reads it). The same command again continues a run
+that was stopped, killed or crashed, on any number of GPUs, as if nothing had happened.
+
+Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
+the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import json
+import math
+import os
+import pickle
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+# subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning
+# threads on a core that is also wanted elsewhere can make a small training step 20 times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils.checkpoint
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import cli
+import hellaswag
+import tokenizer
+from cli import UserError
+
+# ----------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass
+class TrainConfig:
+    """Train GPT-2 from scratch. Each --preset sets its own defaults for the flags below."""
+
+    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, speedrun or quickstart
+    # the run
+    data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py writes them
+    out_dir: str = "log"  # where the run lives
+    init_from: str = ""  # start from these weights: a GPT-2 name, a Hugging Face folder, a checkpoint or run
+    resume: bool = True  # continue the run in out_dir; --no-resume sets it aside and starts afresh
+    seed: int = 1337  # of the initial weights, the data order and the samples
+    device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations; weights stay float32
+    compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
+    # the model: GPT-2 124M
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads per block
+    n_embd: int = 768  # channels of the residual stream
+    block_size: int = 1024  # longest sequence: the number of position embeddings
+    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's, rounded up to a multiple of 64
+    activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
+    # the batch: total_batch_size = batch_size * sequence_length * ranks * gradient accumulation steps
+    batch_size: int = 64  # B, sequences per rank and micro-step: as many as fit, the losses don't depend on it
+    sequence_length: int = 1024  # T, tokens per sequence
+    total_batch_size: int = 2**19  # tokens per step over all ranks: GPT-3's 0.5M
+    batch_ramp: int = 0  # tokens over which the batch grows linearly from 32K to full (GPT-3: 4e9); 0: none
+    shuffle: bool = True  # visit the training windows in a seeded random order; --no-shuffle: in file order
+    # the schedule
+    max_steps: int = 19073  # 10B tokens / 0.5M per step: one epoch of FineWeb-Edu 10B
+    warmup_steps: int = 715  # GPT-3's 375M tokens / 0.5M per step
+    max_lr: float = 6e-4  # peak learning rate: GPT-3 Small's
+    min_lr: float = 6e-5  # a tenth of the peak, where the cosine ends
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm up, stay, decay linearly to zero
+    decay_fraction: float = 0.5  # wsd: the share of max_steps that decays
+    # the optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
+    weight_decay: float = 0.1  # on tensors with 2 or more dimensions
+    beta1: float = 0.9  # AdamW's decay of the mean gradient
+    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
+    grad_clip: float = 1.0  # largest norm of the gradient
+    muon_lr: float = 0.02  # muon's peak learning rate; it follows the same schedule
+    muon_momentum: float = 0.95  # reached over the first 300 steps, from 0.85
+    muon_weight_decay: float = 0.01  # on muon's matrices
+    # evaluation and output; 0 switches an -every off, all happen after the last step too
+    val_every: int = 250  # steps between validations
+    val_tokens: int = 10 * 2**20  # of the validation split, the same tokens each time
+    hellaswag_every: int = 250  # steps between HellaSwag scores
+    hellaswag_limit: int = 0  # examples to score; 0: all
+    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # downloaded if it is not there
+    sample_every: int = 250  # steps between samples
+    sample_prompt: str = "Hello, I'm a language model,"  # what the samples continue
+    checkpoint_every: int = 500  # steps between checkpoints
+    keep_checkpoints: int = 2  # the newest ones stay
+
+
+# GPT-2's four sizes with GPT-3's learning rates; B is for 80 GB and is halved where it doesn't fit
+PRESETS = {
+    "gpt2": TrainConfig(),
+    "gpt2-medium": TrainConfig(
+        preset="gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5
+    ),
+    "gpt2-large": TrainConfig(
+        preset="gpt2-large", n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5
+    ),
+    "gpt2-xl": TrainConfig(
+        preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5
+    ),
+    "quickstart": TrainConfig(
+        preset="quickstart", data="python_docs", out_dir="log_quickstart", compile=False,
+        n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
+        total_batch_size=2048, max_steps=1000, warmup_steps=50, max_lr=3e-3, min_lr=3e-4,
+        val_every=200, val_tokens=2**16, hellaswag_every=0, sample_every=500, sample_prompt="The ",
+        checkpoint_every=250,
+    ),
+}  # fmt: skip
+
+# what may differ between two stretches of one run: nothing here changes what the model learns
+FREE_TO_CHANGE = {
+    "out_dir", "resume", "device", "compile", "activation_checkpointing", "batch_size", "data",
+    "val_every", "hellaswag_every", "hellaswag_limit", "hellaswag_data", "sample_every", "sample_prompt",
+    "checkpoint_every", "keep_checkpoints",
+}  # fmt: skip
+
+
+def parse_args(args=None):
+    """The TrainConfig of a command line: the preset's defaults, then one flag per field."""
+    args = sys.argv[1:] if args is None else list(args)
+    preset = "gpt2"
+    for flag, value in zip(args, args[1:] + [""]):
+        if flag.split("=")[0] == "--preset":
+            preset = flag.split("=")[1] if "=" in flag else value
+    if preset not in PRESETS:
+        raise UserError(f"got --preset {preset}, needed one that exists, {cli.nearest(preset, PRESETS)}")
+    return cli.parse(TrainConfig, args, default=PRESETS[preset])
+
+
+def check_config(config, world_size):
+    """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
+    wrong = []
+    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
+    for name in [*positive.split(), "val_tokens", "keep_checkpoints"]:
+        if getattr(config, name) <= 0:
+            wrong.append(f"got {name} {getattr(config, name)}, needed more than 0")
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            wrong.append(f"got {setting.name} {value}, needed 0 or more")
+    if wrong:  # the checks below divide
+        raise UserError("; ".join(dict.fromkeys(wrong)))
+
+    B, T, total = config.batch_size, config.sequence_length, config.total_batch_size
+    if config.n_embd % config.n_head:
+        wrong.append(
+            f"got n_embd {config.n_embd} and n_head {config.n_head}, needed a multiple, "
+            f"try --n-embd {config.n_head * max(1, round(config.n_embd / config.n_head))}"
+        )
+    if T > config.block_size:
+        wrong.append(
+            f"got sequence_length {T}, needed at most the model's block size {config.block_size}, "
+            f"try --sequence-length {config.block_size} or a larger --block-size"
+        )
+    micro_batch = B * T * world_size
+    if total % micro_batch:
+        nearest = micro_batch * max(1, round(total / micro_batch))
+        wrong.append(
+            f"got total_batch_size {total:,}, needed a multiple of batch_size {B} * sequence_length {T} * "
+            f"{world_size} ranks = {micro_batch:,}, try --total-batch-size {nearest}"
+        )
+    if config.batch_ramp and (total % 2**15 or 2**15 % (T * world_size)):
+        wrong.append(
+            f"got batch_ramp with total_batch_size {total:,} and T {T} on {world_size} ranks, needed steps "
+            "of 32,768 tokens that divide among the ranks, change one of them"
+        )
+    if config.decay_fraction > 1:
+        wrong.append(f"got decay_fraction {config.decay_fraction}, needed a share of max_steps from 0 to 1")
+    if wrong:
+        raise UserError("; ".join(wrong))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Model
+
+
+@dataclass
+class GPTConfig:
+    """The five numbers that make a GPT-2."""
+
+    block_size: int = 1024  # longest sequence
+    vocab_size: int = 50304  # 50,257 tokens padded to a multiple of 128: even tiles for the largest matmul
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention over the past (Vaswani et al. 2017, section 3.2).
+
+    Shapes: B sequences, T tokens, C channels = nh heads * hs channels each; S >= T tokens to attend to.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, attn_mask=None, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        if cache is not None:
+            k, v = cache.append(self, k, v)  # (B, nh, S, hs)
+        # subtle: with a cache T is 1 (the newest token sees all) or S (the prompt: plain causal)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Two layers, four times as wide in between, with GPT-2's tanh approximation of GELU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: GPT-2 moved LayerNorm to the input of each part."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, attn_mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), attn_mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for generating one token at a time.
+
+    Room for `max_len` tokens of `batch_size` sequences; `length` tokens are in.
+    """
+
+    def __init__(self, model, batch_size, max_len):
+        self.length = 0
+        self.room = (batch_size, model.config.n_head, max_len, model.config.n_embd // model.config.n_head)
+        self.keys_values = {}  # attention layer -> two tensors (B, nh, max_len, hs)
+
+    def append(self, layer, k, v):
+        """Store k, v (B, nh, T, hs) of one layer behind those of the past; return both with their past."""
+        if layer not in self.keys_values:
+            self.keys_values[layer] = k.new_empty(self.room), v.new_empty(self.room)
+        end = self.length + k.size(2)
+        for store, new in zip(self.keys_values[layer], (k, v)):
+            store[:, :, self.length : end] = new
+        return [store[:, :, :end] for store in self.keys_values[layer]]
+
+
+IGNORE = -100  # a target that is no target: cross_entropy's default
+
+
+class GPT(nn.Module):
+    """GPT-2 with the names of OpenAI's checkpoint, so that weights go in and out key by key."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # one matrix reads and writes tokens
+
+        # GPT-2's initialisation; its positions had std 0.01, the field settled on 0.02 for both embeddings
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("c_proj.weight"):
+                # 2 * n_layer projections add up in the residual stream: keep its variance (GPT-2, section 2.3)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def hidden_states(self, idx, pos=None, attn_mask=None, cache=None):
+        """Token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
+
+        pos: position ids (B, T), default 0, 1, 2, ...; attn_mask: (B, 1, T, T), True where a token may look,
+        default causal; cache: a KVCache, idx then continues what is in it.
+        """
+        if pos is None:
+            start = cache.length if cache else 0
+            pos = torch.arange(start, start + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for block in self.transformer.h:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, attn_mask, cache)
+        if cache:
+            cache.length += idx.size(1)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None, return_logits=True):
+        """Token ids (B, T) to (logits, loss): logits (B, T, vocabulary), loss the mean over the targets.
+
+        Targets (B, T) that are IGNORE don't count. return_logits=False leaves the logits out (None): whoever
+        only wants the loss then never has them written to memory.
+        """
+        logits = self.lm_head(self.hidden_states(idx))
+        if targets is None:
+            return logits, None
+        # in float32: a bfloat16 loss near 11 knows steps of 0.06 only. The count may be 0, hence no mean
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+        loss = loss / (targets != IGNORE).sum().clamp(min=1)
+        return logits if return_logits else None, loss
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+        """Continue the token ids (B, T): yield one (B,) tensor of next ids at a time.
+
+        temperature 0 is greedy; top_k > 0 keeps the k likeliest ids, top_p < 1 the likeliest that together
+        have that probability (Holtzman et al. 2020). Ids from vocab_size on, the padding of the vocabulary,
+        are never chosen. Beyond the block size the model sees the last block_size tokens.
+        """
+        block_size = self.config.block_size
+        cache = KVCache(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens))
+        for _ in range(max_new_tokens):
+            if idx.size(1) <= block_size:
+                x = self.hidden_states(idx[:, cache.length :], cache=cache)
+            else:  # every token has moved to another position: nothing cached is right any more
+                x = self.hidden_states(idx[:, -block_size:])
+            logits = self.lm_head(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
+            if temperature == 0:
+                next_ids = logits.argmax(-1)
+            else:
+                logits /= temperature
+                if top_k:
+                    kth = logits.topk(min(top_k, vocab_size)).values[:, -1:]
+                    logits[logits < kth] = -math.inf
+                probs = logits.softmax(-1)
+                if top_p < 1:
+                    ordered, order = probs.sort(descending=True)
+                    probs.scatter_(1, order, ordered.where(ordered.cumsum(1) - ordered < top_p, 0))
+                next_ids = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            idx = torch.cat([idx, next_ids[:, None]], 1)
+            yield next_ids
+
+    def resize(self, block_size=None, vocab_size=None):
+        """Cut the positions to the first block_size and fill the vocabulary up to vocab_size rows.
+
+        New rows are the mean of the old: a row of zeros would have logit 0, far above what a trained model
+        gives to most tokens.
+        """
+        wte, wpe = self.transformer.wte, self.transformer.wpe
+        block_size, vocab_size = block_size or self.config.block_size, vocab_size or self.config.vocab_size
+        new_rows = wte.weight.mean(0).expand(vocab_size - len(wte.weight), -1)
+        self.lm_head.weight = wte.weight = nn.Parameter(torch.cat([wte.weight, new_rows]).detach())
+        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
+        wte.num_embeddings = self.lm_head.out_features = vocab_size
+        wpe.num_embeddings = block_size
+        self.config = dataclasses.replace(self.config, block_size=block_size, vocab_size=vocab_size)
+
+    @classmethod
+    def from_pretrained(cls, name_or_directory):
+        """The GPT with the weights of a GPT-2 from the hub or of a folder in Hugging Face format."""
+        from transformers import GPT2LMHeadModel  # takes seconds, and only this needs it
+
+        try:
+            hf = GPT2LMHeadModel.from_pretrained(name_or_directory)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"got no GPT-2 from {name_or_directory} ({str(error).splitlines()[0]}), needed a name on the "
+                "Hugging Face hub and a network, or a folder with config.json and model.safetensors"
+            ) from error
+        c = hf.config
+        if c.activation_function not in ("gelu_new", "gelu_pytorch_tanh") or c.n_inner not in (None, 4 * c.n_embd):
+            raise UserError(f"got a variant of GPT-2 in {name_or_directory}, needed GPT-2's own GELU and MLP width")
+        model = cls(GPTConfig(c.n_positions, c.vocab_size, c.n_layer, c.n_head, c.n_embd))
+        weights = hf.state_dict()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # transformers keeps OpenAI's Conv1D layout, (in, out), for the four matrices of a block
+                transposed = name.endswith(HF_TRANSPOSED)
+                parameter.copy_(weights[name].T if transposed else weights[name])
+        return model
+
+
+HF_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def export_huggingface(model, enc, directory):
+    """Write `model` to `directory` as transformers' GPT2LMHeadModel and AutoTokenizer read it.
+
+    The vocabulary is cut to the tokenizer's. The folder appears whole or not at all.
+    """
+    from safetensors.torch import save_file
+
+    weights = {name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()}
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: enc.n_vocab]
+    for name in weights:
+        weights[name] = (weights[name].T if name.endswith(HF_TRANSPOSED) else weights[name]).contiguous()
+    c = model.config
+    hf_config = dict(
+        architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new",
+        n_positions=c.block_size, n_ctx=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
+        vocab_size=enc.n_vocab, layer_norm_epsilon=1e-5, tie_word_embeddings=True, dtype="float32",
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=enc.eot_token, eos_token_id=enc.eot_token,
+    )  # fmt: skip
+    directory = Path(directory)
+    part = directory.with_name(directory.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        (part / "config.json").write_text(json.dumps(hf_config, indent=2))
+        generation = dict(bos_token_id=enc.eot_token, eos_token_id=enc.eot_token)
+        (part / "generation_config.json").write_text(json.dumps(generation, indent=2))
+        tokenizer.export_huggingface(enc, part)
+        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+        shutil.rmtree(directory, ignore_errors=True)
+        part.rename(directory)
+    except OSError as error:
+        raise UserError(f"got '{error}' while writing {directory}, needed room, make some and try again") from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_tokens(path):
+    """The token ids of a shard as a one-dimensional, memory-mapped uint16 array.
+
+    Reads .npy and llm.c's .bin: 256 int32 of header (20240520, version 1, number of tokens), then uint16.
+    """
+    try:
+        if path.suffix == ".bin":
+            magic, version, length = np.fromfile(path, np.int32, 3)
+            if (magic, version) != (20240520, 1):
+                raise ValueError(f"header {magic}, {version}")
+            tokens = np.memmap(path, np.uint16, "r", offset=256 * 4)
+            if len(tokens) != length:
+                raise ValueError(f"{len(tokens)} tokens where the header says {length}")
+        else:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise UserError(f"got a damaged shard {path} ({error}), needed a whole one, delete it and make it again")
+    if tokens.dtype != np.uint16 or tokens.ndim != 1:
+        raise UserError(f"got {tokens.dtype} of {tokens.ndim} dimensions in {path}, needed one-dimensional uint16")
+    return tokens
+
+
+def find_shards(folder, split):
+    """The paths of a split's shards in order. Raises UserError, with the remedy, where there are none."""
+    paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
+    if not paths:
+        raise UserError(
+            f"got no {split} shards in {folder}, needed files like edufineweb_{split}_000000.npy, make them with "
+            "`python fineweb.py` (or --pretokenized, or --input for your own text) and name the folder by --data"
+        )
+    return paths
+
+
+def permute(index, n, keys):
+    """Where a seeded random permutation of range(n) sends each number of the array `index`.
+
+    Computed, not stored: a Feistel network over the next power of four permutes whatever its round function
+    (Luby and Rackoff 1988); what lands outside range(n) goes through again until it is inside (cycle walking).
+    keys: one uint64 per round.
+    """
+    half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
+    mask = np.uint64((1 << int(half)) - 1)
+    index = index.astype(np.uint64)
+    outside = np.ones(len(index), bool)
+    while outside.any():
+        left, right = index[outside] >> half, index[outside] & mask
+        for key in keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the high bits are well mixed
+            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(32)
+            left, right = right, left ^ (mixed & mask)
+        index[outside] = left << half | right
+        outside = index >= n
+    return index.astype(np.int64)
+
+
+class DataLoaderLite:
+    """Batches of token windows, the same for any B and any number of ranks.
+
+    The shards of a split are cut into windows of T tokens at multiples of T (a shard's tail shorter than T is
+    not used). One global order visits all windows, epoch after epoch: file order, or a permutation by seed and
+    epoch. A call takes the next B * world_size windows of that order, rank r the B at r * B: whatever the
+    layout, a step consumes the same windows, and one number, `position`, says how far the run has read.
+    """
+
+    def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
+        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
+        self.seed, self.shuffle, self.device = seed, shuffle, device
+        self.paths = find_shards(folder, split)
+        self.shards = [load_tokens(path) for path in self.paths]
+        masks = [path.with_suffix(".mask") for path in self.paths]
+        self.masks = [np.load(m, mmap_mode="r", allow_pickle=False) for m in masks] if masks[0].exists() else None
+        windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
+        self.first_window = np.cumsum([0, *windows])  # of each shard
+        self.num_windows = int(self.first_window[-1])
+        if not self.num_windows:
+            raise UserError(f"got only shards shorter than T + 1 = {T + 1} in {folder}, needed more text")
+        self.reader = ThreadPoolExecutor(1)
+        self.reset()
+
+    def reset(self):
+        self.position = 0  # in windows of the global order
+        self.next = None  # the batch that is being read
+
+    def locate(self, positions):
+        """Positions of the global order to (shard numbers, offsets of the windows' first tokens)."""
+        epochs, windows = np.divmod(positions, self.num_windows)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                keys = np.random.SeedSequence([self.seed, int(epoch)]).generate_state(4, np.uint64)
+                here = epochs == epoch
+                windows[here] = permute(windows[here], self.num_windows, keys)
+        shards = np.searchsorted(self.first_window, windows, side="right") - 1
+        return shards, (windows - self.first_window[shards]) * self.T
+
+    def gather(self, arrays, positions):
+        """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
+        rows = zip(*self.locate(positions))
+        return np.stack([arrays[shard][offset : offset + self.T + 1] for shard, offset in rows])
+
+    def read(self, position):
+        """This rank's batch at `position` on the host: tokens (B, T + 1), and their mask or None."""
+        positions = position + self.rank * self.B + np.arange(self.B)
+        batch = [self.gather(self.shards, positions)]
+        if self.masks:
+            batch.append(self.gather(self.masks, positions))
+        batch = [torch.from_numpy(rows) for rows in batch]
+        # from pinned memory the copy to the GPU runs while the GPU computes
+        return [rows.pin_memory() for rows in batch] if self.device.startswith("cuda") else batch
+
+    def next_batch(self):
+        """x, y of shape (B, T), int64 on the device: y is x moved on by one, IGNORE where the mask is 0."""
+        batch = (self.next or self.reader.submit(self.read, self.position)).result()
+        self.position += self.B * self.world_size
+        self.next = self.reader.submit(self.read, self.position)  # while the device works on this one
+        # ids travel as uint16 and are widened on the device: a quarter of the bytes
+        tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
+        x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+        return (x, y.masked_fill(mask[0][:, 1:] == 0, IGNORE)) if mask else (x, y)
+
+    def count_targets(self, num_windows):
+        """How many targets the next num_windows windows of the global order hold, over all ranks."""
+        if not self.masks:
+            return num_windows * self.T
+        return max(1, int(self.gather(self.masks, self.position + np.arange(num_windows))[:, 1:].sum()))
+
+    def check_ids(self, enc):
+        """Raise UserError where a shard can't be of this tokenizer; the first million ids of each are looked at."""
+        for path, tokens in zip(self.paths, self.shards):
+            largest = int(tokens[: 2**20].max(initial=0))
+            if largest >= enc.n_vocab:
+                raise UserError(
+                    f"got token id {largest} in {path}, needed ids under {enc.n_vocab}, the vocabulary of tokenizer "
+                    f"{enc.name}: make the shards again with it"
+                )
+
+    def state_dict(self):
+        return {"position": self.position, "num_windows": self.num_windows, "T": self.T}
+
+    def load_state_dict(self, state):
+        got = {"num_windows": self.num_windows, "T": self.T}
+        if any(state[name] != value for name, value in got.items()):
+            raise UserError(f"got data of {got}, needed those of the run, {state}, name its folder by --data")
+        self.reset()
+        self.position = state["position"]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Schedules
+
+
+def get_lr(step, config):
+    """The learning rate of a step, in three phases: linear warm-up, then cosine, or constant and linear."""
+    # 1) up to max_lr; step 0 already learns
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    # 2) nothing below the end of the schedule
+    if step >= config.max_steps:
+        return config.min_lr if config.schedule == "cosine" else 0.0
+    if config.schedule == "wsd":
+        # 3a) constant, then down to zero over the last decay_fraction of the run (Hu et al. 2024, section 4)
+        decay_steps = max(1, config.decay_fraction * config.max_steps)
+        return config.max_lr * min(1.0, (config.max_steps - step) / decay_steps)
+    # 3b) half a cosine from max_lr to min_lr
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+def get_batch_size(tokens_seen, config):
+    """Tokens of the next step: total_batch_size, or on the way to it, linearly in steps of 32K (GPT-3, 2.3)."""
+    if tokens_seen >= config.batch_ramp:
+        return config.total_batch_size
+    grown = config.total_batch_size * tokens_seen / config.batch_ramp
+    return max(1, int(grown / 2**15)) * 2**15
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+@torch.no_grad()
+def orthogonalize(G):
+    """Matrices (n, rows, cols) to about the nearest orthogonal ones: all singular values near 1.
+
+    Five steps of a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al.
+    2024). bfloat16 suffices on GPUs; CPUs keep float32.
+    """
+    X = G.to(torch.bfloat16) if G.is_cuda else G
+    tall = G.size(1) > G.size(2)
+    X = X.mT if tall else X  # the Gram matrix of the short side
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalized (Jordan et al. 2024), for the matrices inside the blocks.
+
+    Not for embeddings, the output layer or vectors. A parameter group holds matrices of one shape, which are
+    orthogonalized as one batch, divided over the ranks; `split` says how many matrices each stacks (3 for the
+    fused query, key and value).
+    """
+
+    def __init__(self, groups, lr, momentum, weight_decay):
+        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = group["params"]
+            for p in params:
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            grads = [p.grad for p in params]
+            momenta = [self.state[p]["momentum"] for p in params]
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's look ahead
+            rows, cols = params[0].size(0) // group["split"], params[0].size(1)
+            updates = self.orthogonalize_over_ranks(torch.stack(updates).view(-1, rows, cols))
+            # a matrix of r rows and c columns with singular values 1 moves its outputs by sqrt(r / c) of the input
+            lr = group["lr"] * max(1, rows / cols) ** 0.5
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates.view(len(params), -1, cols)), alpha=-lr)
+
+    @staticmethod
+    def orthogonalize_over_ranks(matrices):
+        if not dist.is_initialized():
+            return orthogonalize(matrices)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        share = math.ceil(len(matrices) / world_size)
+        padded = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - len(matrices)))
+        mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
+        everyones = mine.new_empty(padded.shape)
+        dist.all_gather_into_tensor(everyones, mine)
+        return everyones[: len(matrices)].to(matrices.dtype)
+
+
+def configure_optimizers(model, config, device_type):
+    """The optimizers of a run, in a list: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
+
+    Each parameter group has `peak_lr`: its learning rate where the schedule is at its peak.
+    """
+    parameters = dict(model.named_parameters())  # tied weights once
+    optimizers = []
+    if config.optimizer == "muon":
+        groups = []
+        for name in HF_TRANSPOSED:  # the four matrices of a block
+            matrices = [parameters.pop(n) for n in list(parameters) if n.endswith(name)]
+            groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1, "peak_lr": config.muon_lr})
+        optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
+    # matrices and embeddings decay, biases and norms don't
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    for group in groups:
+        group["peak_lr"] = config.max_lr
+    betas, fused = (config.beta1, config.beta2), device_type in ("cuda", "cpu")
+    optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
+    return optimizers
+
+
+def set_schedules(optimizers, step, config):
+    """Set what changes from step to step in the optimizers; return the learning rate."""
+    lr = get_lr(step, config)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = lr * group["peak_lr"] / config.max_lr
+        if "momentum" in group:  # a young average has little to average
+            group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / 300)
+    return lr
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Distributed
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among those of the run; torchrun says so in the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: str  # cpu, mps or cuda:<local_rank>
+
+    @property
+    def is_master(self):
+        return self.rank == 0
+
+    @property
+    def device_type(self):
+        return self.device.split(":")[0]
+
+    def sum(self, tensor):
+        """Sum over the ranks, in place. A mean is this over world_size: gloo knows no average."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag):
+        """Whether `flag` is true on any rank: what all ranks must do alike is decided with this."""
+        return bool(self.sum(torch.tensor(float(bool(flag)), device=self.device)))
+
+    def on_master(self, action, *args):
+        """What action(*args) returns on rank 0, on every rank; a UserError there is raised everywhere."""
+        outcome = [None, None]
+        if self.is_master:
+            try:
+                outcome[0] = action(*args)
+            except UserError as error:
+                outcome[1] = error
+        if self.world_size > 1:
+            dist.broadcast_object_list(outcome)
+        if outcome[1]:
+            raise outcome[1]
+        return outcome[0]
+
+
+def choose_device(config):
+    """The device type of --device, or the best there is. Raises UserError where this machine lacks it."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(d for d in here if here[d]) if config.device == "auto" else config.device
+    if device.split(":")[0] not in here:
+        raise UserError(f"got --device {device}, needed one that exists, {cli.nearest(device, here)}")
+    if not here[device.split(":")[0]]:
+        raise UserError(f"got --device {device}, needed one of this machine: {', '.join(d for d in here if here[d])}")
+    return device
+
+
+def choose_dtype(config, device_type):
+    """The torch dtype of --dtype, or what the device does well."""
+    if config.dtype != "auto":
+        if config.dtype == "bfloat16" and device_type == "cuda" and not torch.cuda.is_bf16_supported(False):
+            raise UserError("got --dtype bfloat16, needed a GPU that has it (Ampere or newer), try --dtype float16")
+        return getattr(torch, config.dtype)
+    if device_type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.float32
+
+
+def setup_distributed(config):
+    """Join the processes that torchrun started, or stand alone; check what this rank needs."""
+    rank, local_rank, world_size = (int(os.environ.get(name, d)) for name, d in
+                                    [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # fmt: skip
+    device = choose_device(config)
+    choose_dtype(config, device.split(":")[0])
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device == "cuda" and local_ranks > gpus:
+        raise UserError(f"got {local_ranks} ranks on a machine of {gpus} GPUs, needed a GPU each, lower --nproc_per_node")
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return Distributed(rank, local_rank, world_size, device)
+
+
+def print0(*args):
+    """Print on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*args, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def evaluate_val_loss(model, loader, num_windows, ddp, autocast):
+    """The mean loss over the first num_windows windows of the validation split, on all ranks."""
+    loader.reset()
+    sums = torch.zeros(2, device=ddp.device)  # loss, targets
+    for first in range(0, num_windows, loader.B * ddp.world_size):
+        x, y = loader.next_batch()
+        # the last batch is as large as the others, and compiled for it: rows past the end just don't count
+        y[max(0, num_windows - first - ddp.rank * loader.B) :] = IGNORE
+        with autocast:
+            _, loss = model(x, y, return_logits=False)
+        targets = (y != IGNORE).sum()
+        sums += torch.stack([loss * targets, targets])
+    loss, targets = ddp.sum(sums).tolist()
+    return loss / targets
+
+
+def evaluate_hellaswag(raw_model, examples, enc, ddp, autocast):
+    """HellaSwag's counts over all ranks, each of which scores its share of the rendered examples."""
+    with autocast:
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, rank=ddp.rank, world_size=ddp.world_size)
+    totals = ddp.sum(torch.tensor(counts, device=ddp.device))
+    return hellaswag.Counts(*totals.tolist())
+
+
+def print_samples(raw_model, enc, config, step, device, autocast):
+    """Print four continuations of the prompt. Their own generator leaves training's random state alone."""
+    generator = torch.Generator(device=device).manual_seed(config.seed)
+    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt)] * 4, device=device)
+    with autocast:
+        rows = torch.stack(list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator)), 1)
+    for row in rows.tolist():
+        print(f"step {step:5d} | sample | {config.sample_prompt}{enc.decode(row)!r}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Checkpoints and logs
+
+
+def to_cpu(state):
+    """A copy on the CPU of the tensors in nested dicts and lists: what training does next can't change it."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: to_cpu(value) for name, value in state.items()}
+    return [to_cpu(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def write_checkpoint(path, checkpoint, keep):
+    """Write a checkpoint so that it is whole or not there, then delete all but the newest `keep`."""
+    try:
+        with cli.atomic_write(path) as file:
+            torch.save(checkpoint, file)
+    except RuntimeError as error:  # how torch's writer reports a write that failed
+        raise UserError(f"got '{error}' while writing {path}, needed room, make some and run the same command again")
+    for old in sorted(path.parent.glob("model_*.pt"))[:-keep]:
+        old.unlink()
+
+
+class CheckpointWriter:
+    """Writes checkpoints while training goes on: the copy takes the loop's time, the disk does not."""
+
+    def __init__(self, out_dir, keep):
+        self.out_dir, self.keep = Path(out_dir), keep
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+        self.seconds = 0.0  # of the loop's time spent here
+
+    def write(self, checkpoint):
+        start = time.perf_counter()
+        self.wait()
+        checkpoint = to_cpu(checkpoint)
+        # the tied weights are one tensor in the file, too
+        checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
+        path = self.out_dir / f"model_{checkpoint['step']:05d}.pt"
+        self.writing = self.thread.submit(write_checkpoint, path, checkpoint, self.keep)
+        self.seconds += time.perf_counter() - start
+
+    def wait(self):
+        """Until the checkpoint is on disk; raises what went wrong there."""
+        if self.writing:
+            self.writing.result()
+            self.writing = None
+
+
+def load_checkpoint(path):
+    """A checkpoint's dict, on the CPU. Loads tensors and plain data only: no file can run code."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"model", "config", "step", "tokenizer"} - set(checkpoint)
+    except pickle.UnpicklingError:
+        raise UserError(f"got {path}, which is no checkpoint or holds code, needed one of train_gpt2.py, take another")
+    except (OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "empty"
+        raise UserError(f"got {path}, which does not load ({reason}), needed a whole checkpoint, take another")
+    if missing:
+        raise UserError(f"got {path} without {', '.join(sorted(missing))}, needed a checkpoint of train_gpt2.py")
+    return checkpoint
+
+
+def newest_checkpoint(folder):
+    """The newest whole checkpoint of a folder, as a dict, or None. Says which damaged ones it skips."""
+    paths = sorted(Path(folder).glob("model_*.pt"), reverse=True)
+    for path in paths:
+        try:
+            return load_checkpoint(path)
+        except UserError as error:
+            print(f"skipping a damaged checkpoint: {error}", flush=True)
+    if paths:
+        raise UserError(f"got no whole checkpoint in {folder}, needed one, start afresh with --no-resume")
+    return None
+
+
+def model_from_checkpoint(checkpoint):
+    """The GPT and the tokenizer of a checkpoint's dict."""
+    shape = {f.name: checkpoint["config"][f.name] for f in dataclasses.fields(GPTConfig)}
+    model = GPT(GPTConfig(**shape))
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise UserError(f"got a checkpoint with weights of another shape ({reason}), needed those of {shape}")
+    text = checkpoint["tokenizer_file"]
+    return model, tokenizer.loads(text) if text else tokenizer.get_encoding(checkpoint["tokenizer"])
+
+
+def load_model(source):
+    """(GPT, tokenizer) of a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's folder (its newest)."""
+    path = Path(source)
+    openai = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    if path.is_file():
+        return model_from_checkpoint(load_checkpoint(path))
+    if (path / "config.json").exists() or source in openai:
+        trained = path / "tokenizer.tiktoken"  # export_huggingface leaves it there
+        return GPT.from_pretrained(source), tokenizer.get_encoding(str(trained) if trained.exists() else "gpt2")
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
+        kinds = "a checkpoint, the folder of a run or of a model in Hugging Face format"
+        raise UserError(f"got {source}, needed {kinds}, or a GPT-2, {cli.nearest(source, openai)}")
+    return model_from_checkpoint(checkpoint)
+
+
+def describe_run(config):
+    """What run.txt records of a start: command, configuration, versions, machine, commit."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    lines = {
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "config": json.dumps(dataclasses.asdict(config)),
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
+        "ranks": os.environ.get("WORLD_SIZE", "1"),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+    }
+    return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
+
+
+def find_run(config):
+    """The newest whole checkpoint of the run that out_dir holds, or None where there is nothing to go on with.
+
+    Refuses a folder that holds a different run, naming what differs. Changes nothing.
+    """
+    out_dir = Path(config.out_dir)
+    if not config.resume or not out_dir.exists():
+        return None
+    if (out_dir / "run.txt").exists():
+        text = (out_dir / "run.txt").read_text()
+        old = json.loads(next(x for x in text.splitlines() if x.startswith("config: ")).removeprefix("config: "))
+        new = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+        different = [f"{name} {old.get(name)} there, {new[name]} here" for name in new if new[name] != old.get(name)]
+        if different:
+            raise UserError(
+                f"got {out_dir}, which holds a different run ({', '.join(different)}), needed the same run, "
+                "choose another --out-dir, or --no-resume to set that run aside"
+            )
+    elif any(out_dir.glob("model_*.pt")) or (out_dir / "log.txt").exists():
+        raise UserError(
+            f"got {out_dir} with a log or checkpoints of some other program, needed an empty folder or a run of "
+            "train_gpt2.py, choose another --out-dir, or --no-resume to set it aside"
+        )
+    return newest_checkpoint(out_dir)
+
+
+def start_run(config):
+    """Make out_dir the folder of this run, an old run set aside if so asked, and note the start in run.txt."""
+    out_dir = Path(config.out_dir)
+    try:
+        if not config.resume and out_dir.exists() and any(out_dir.iterdir()):
+            aside = next(path for n in range(1, 10**6) if not (path := Path(f"{out_dir}.{n}")).exists())
+            out_dir.rename(aside)
+            print(f"the run that was in {out_dir} is now in {aside}", flush=True)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in out_dir.glob("*.part"):  # of a process killed while it wrote
+            leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
+    except OSError as error:
+        raise UserError(f"got '{error}' for the run's folder, needed one that may be written, choose another --out-dir")
+    history = (out_dir / "run.txt").read_text() if (out_dir / "run.txt").exists() else ""
+    with cli.atomic_write(out_dir / "run.txt", "w") as file:
+        file.write(history + describe_run(config))
+
+
+def open_log(out_dir, step):
+    """log.txt open for appending, cut back to what came before `step`; a line torn by a crash goes too."""
+    path = Path(out_dir) / "log.txt"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    with cli.atomic_write(path, "w") as file:
+        file.writelines(line for line in lines if line.endswith("\n") and int(line.split()[0]) < step)
+    return open(path, "a")
+
+
+def report(log, step, text, streams):
+    """Print a line about a step and log its `step stream value` lines, in one write. Rank 0 has the log."""
+    if log is None:
+        return
+    print(f"step {step:5d} | {text}", flush=True)
+    try:
+        log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
+        log.flush()
+    except OSError as error:
+        raise UserError(
+            f"got '{error.strerror}' while writing {log.name}, needed room, make some and run the same command "
+            "again: it goes on from the newest checkpoint"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Training
+
+
+# dense bf16 peaks in FLOP/s from the vendors' datasheets, by what the device's name contains
+PEAK_FLOPS = {
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165.2e12, "3090": 71e12, "V100": 125e12,
+}  # fmt: skip
+
+
+def flops_per_token(c, T):
+    """Training FLOPs per token: 6 per weight of every matmul, and 12 * L * T * C for attention.
+
+    The convention of PaLM (Chowdhery et al. 2022, appendix B): attention counts the full square of scores.
+    """
+    return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
+
+
+def peak_flops(ddp):
+    """The bf16 peak of all ranks in FLOP/s, or None where this device's is not known."""
+    name = torch.cuda.get_device_name() if ddp.device_type == "cuda" else ""
+    return next((peak * ddp.world_size for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def is_due(step, every, max_steps):
+    """Whether what happens every so many steps happens now: 0 is never, the last step always counts."""
+    return every > 0 and (step % every == 0 or step == max_steps)
+
+
+def train_step(model, loader, optimizers, scaler, num_windows, config, ddp, autocast):
+    """One update from the next num_windows windows; (loss, gradient norm), the same on all ranks.
+
+    The loss is the mean over all targets of the step, whatever micro-step or rank they fall on. Raises
+    FloatingPointError, on all ranks and before the update, where the loss or the norm is not finite.
+    """
+    position, num_targets = loader.position, loader.count_targets(num_windows)
+    grad_accum_steps = num_windows // (loader.B * ddp.world_size)
+    losses = []
+    for micro_step in range(grad_accum_steps):
+        x, y = loader.next_batch()
+        # gradients are summed over the ranks once, behind the last micro-step; DDP asks before the forward pass
+        last = micro_step == grad_accum_steps - 1
+        with contextlib.nullcontext() if last or ddp.world_size == 1 else model.no_sync():
+            with autocast:
+                _, loss = model(x, y, return_logits=False)
+            # from the mean over these targets to their part in the mean over the step's; DDP will average
+            # over the ranks, hence the world size
+            loss = loss * ((y != IGNORE).sum() * ddp.world_size / num_targets)
+            scaler.scale(loss).backward()
+        losses.append(loss.detach())
+
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    # the one wait for the device in a step
+    loss, norm = torch.stack([ddp.sum(torch.stack(losses).sum()) / ddp.world_size, norm]).tolist()
+    overflow = scaler.get_scale() > 1 and scaler.is_enabled()  # float16: the scaler skips the step and scales less
+    if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        # a table of the micro-steps (rows) and ranks (columns) that went wrong reads in the global order
+        bad = torch.zeros(grad_accum_steps, ddp.world_size, device=ddp.device)
+        bad[:, ddp.rank] = (~torch.stack(losses).isfinite()).float()
+        bad = ddp.sum(bad).flatten().cpu().numpy() > 0
+        windows = position + np.arange(num_windows).reshape(-1, loader.B)[bad if bad.any() else ~bad].ravel()
+        where = [f"{loader.paths[shard].name} token {offset}" for shard, offset in zip(*loader.locate(windows[:4]))]
+        raise FloatingPointError(f"loss {loss}, gradient norm {norm} after windows at {', '.join(where)}, ...")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return loss, norm
+
+
+def fit_to_machine(raw_model, config, ddp, autocast):
+    """Try a micro-step and its validation before step 0, and step back from what this machine can't do.
+
+    Out of memory: B is halved, which leaves the losses as they are. A compiler or an attention kernel that
+    fails: one warning, and on without it. All ranks decide alike. Returns the model to train and B.
+    """
+    B, T, compiled, fused_attention = config.batch_size, config.sequence_length, config.compile, True
+    while True:
+        model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
+        trouble = ""
+        try:
+            # the optimizer's state is not there yet, but will be: two numbers per weight
+            reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
+            idx = torch.randint(raw_model.config.vocab_size, (B, T), device=ddp.device)
+            with autocast:
+                model(idx, idx, return_logits=False)[1].backward()
+            with torch.no_grad(), autocast:
+                model(idx, idx, return_logits=False)
+        except torch.OutOfMemoryError:
+            trouble = "out of memory"
+        except Exception as error:  # compilers fail in many ways. What is not theirs comes again, and is raised
+            if not compiled and not fused_attention:
+                raise
+            trouble = f"{type(error).__name__}: {error}".splitlines()[0]
+        idx = reserved = None
+        raw_model.zero_grad(set_to_none=True)
+        if ddp.any(trouble == "out of memory"):
+            gc.collect()
+            if ddp.device_type == "cuda":
+                torch.cuda.empty_cache()
+            if B == 1:
+                raise UserError("got too little memory for one sequence, needed a larger device, try a smaller "
+                                "--sequence-length, or --activation-checkpointing")  # fmt: skip
+            windows = config.total_batch_size // (T * ddp.world_size)
+            B = max(b for b in range(1, B // 2 + 1) if windows % b == 0)
+            print0(f"out of memory: going on with --batch-size {B} and more accumulation, the losses stay the same")
+        elif ddp.any(trouble) and compiled:
+            print0(f"warning: going on without torch.compile, which failed: {trouble or 'on another rank'}")
+            compiled = False
+        elif ddp.any(trouble):
+            print0(f"warning: going on without fused attention, as this failed: {trouble or 'on another rank'}")
+            fused_attention = False
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+        else:
+            return model, B
+
+
+def catch_signals():
+    """A list to which SIGTERM and SIGINT are added, for the step to end first. A second SIGINT leaves at once."""
+    received = []
+
+    def remember(number, frame):
+        if number == signal.SIGINT and signal.SIGINT in received:
+            os._exit(128 + signal.SIGINT)
+        received.append(number)
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+def prepare(config, ddp):
+    """The data, tokenizer, evaluation set and model of a run: fetched, checked, nothing written to out_dir.
+
+    Returns train_loader, val_loader, enc, examples, raw_model, checkpoint (None for a new run).
+    """
+    T = config.sequence_length
+    if config.preset == "quickstart" and not Path(config.data).exists():
+        import fineweb  # only this preset makes its own data
+
+        ddp.on_master(fineweb.prepare, fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data))
+    layout = dict(B=config.batch_size, T=T, rank=ddp.rank, world_size=ddp.world_size, device=ddp.device)
+    train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
+    val_loader = DataLoaderLite(config.data, "val", **layout)
+    if train_loader.num_windows * T < config.total_batch_size:
+        raise UserError(
+            f"got {train_loader.num_windows * T:,} training tokens in {config.data}, needed a step's "
+            f"{config.total_batch_size:,}, make more shards or lower --total-batch-size"
+        )
+    enc = tokenizer.folder_encoding(config.data)
+    train_loader.check_ids(enc)
+    val_loader.check_ids(enc)
+
+    examples = []
+    if config.hellaswag_every:
+        if not Path(config.hellaswag_data).exists():
+            ddp.on_master(hellaswag.download, config.hellaswag_data)
+        examples = list(hellaswag.iterate_examples(config.hellaswag_data))[: config.hellaswag_limit or None]
+        examples = [hellaswag.render_example(example, enc) for example in examples]
+
+    checkpoint = ddp.on_master(find_run, config)
+    padded_vocab_size = math.ceil(enc.n_vocab / 64) * 64  # 50,257 tokens, 50,304 rows: even tiles for the largest matmul
+    if checkpoint:
+        raw_model, model_enc = model_from_checkpoint(checkpoint)
+    elif config.init_from:
+        raw_model, model_enc = ddp.on_master(load_model, config.init_from)
+        raw_model.resize(config.block_size, max(config.vocab_size, padded_vocab_size))
+        if T > raw_model.config.block_size:
+            raise UserError(f"got --sequence-length {T}, needed at most {config.init_from}'s block size, "
+                            f"{raw_model.config.block_size}")  # fmt: skip
+    else:
+        vocab_size = config.vocab_size or padded_vocab_size
+        raw_model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
+        model_enc = enc
+    if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
+        raise UserError(
+            f"got shards of tokenizer {enc.name} in {config.data}, needed the model's tokenizer {model_enc.name}, "
+            "make the shards with that one"
+        )
+    if raw_model.config.vocab_size < enc.n_vocab:
+        raise UserError(f"got --vocab-size {raw_model.config.vocab_size}, needed at least the tokenizer's {enc.n_vocab}")
+    return train_loader, val_loader, enc, examples, raw_model, checkpoint
+
+
+def print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers, start_step):
+    """Say what is about to run, in numbers that can be checked."""
+    S = config.total_batch_size
+    device = torch.cuda.get_device_name() if ddp.device_type == "cuda" else ddp.device
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    groups = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
+    accumulation = S // (B * config.sequence_length * ddp.world_size)
+    print0(f"model: {sum(p.numel() for p in raw_model.parameters()):,} parameters on {ddp.world_size} x {device}, {dtype}")
+    print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
+           f"shards, tokenizer {enc.name}")  # fmt: skip
+    print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * {accumulation} micro-steps")
+    print0(f"optimizer: {config.optimizer} on groups of {groups} parameters")
+    print0(f"run: {config.out_dir}, from step {start_step} to {config.max_steps}")
+
+
+def train(config, ddp):
+    """Train, or go on with, the run that `config` describes. Returns the process's exit status."""
+    torch.manual_seed(config.seed)
+    dtype = choose_dtype(config, ddp.device_type)
+    autocast = torch.autocast(ddp.device_type, dtype, enabled=dtype != torch.float32)
+    if ddp.device_type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where matmuls are float32
+
+    train_loader, val_loader, enc, examples, raw_model, checkpoint = prepare(config, ddp)
+    out_dir, T, max_steps = Path(config.out_dir), config.sequence_length, config.max_steps
+    start_step = checkpoint["step"] if checkpoint else 0
+    if start_step == max_steps and (out_dir / "hf").exists():
+        print0(f"the run in {out_dir} is finished: {max_steps} steps, its model is in {out_dir / 'hf'}")
+        return 0
+
+    # raw_model is what is saved, sampled and scored; `model` is it compiled and wrapped, for the one shape (B, T)
+    raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
+    model, B = fit_to_machine(raw_model, config, ddp, autocast)
+    train_loader.B = val_loader.B = B
+    if ddp.world_size > 1:
+        model = DDP(model, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
+    optimizers = configure_optimizers(raw_model, config, ddp.device_type)
+    scaler = torch.amp.GradScaler(ddp.device_type, enabled=dtype == torch.float16)
+    val_loss = None
+    if checkpoint:
+        for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
+            optimizer.load_state_dict(state)
+        scaler.load_state_dict(checkpoint["scaler"])
+        train_loader.load_state_dict(checkpoint["loader"])
+        torch.set_rng_state(checkpoint["rng"])
+        val_loss, checkpoint = checkpoint["val_loss"], None  # let go of gigabytes
+
+    ddp.on_master(start_run, config)
+    log = open_log(out_dir, start_step) if ddp.is_master else None
+    writer = CheckpointWriter(out_dir, config.keep_checkpoints)
+    print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers, start_step)
+    peak = peak_flops(ddp)
+    state = {
+        "config": {**dataclasses.asdict(config), **dataclasses.asdict(raw_model.config)},
+        "tokenizer": enc.name,
+        "tokenizer_file": tokenizer.dumps(enc) if enc.name.removesuffix("+chat") not in ("gpt2", "bytes") else None,
+    }
+    signals, stopping, started = catch_signals(), False, time.perf_counter()
+    gc.collect()
+    gc.freeze()  # what lives now lives on: the collector need not look at it again
+
+    for step in range(start_step, max_steps + 1):
+        last_step = step == max_steps
+        # every evaluation of step N sees the weights after N updates, the last update included
+        if is_due(step, config.val_every, max_steps) and not stopping:
+            val_loss = evaluate_val_loss(model, val_loader, config.val_tokens // T, ddp, autocast)
+            report(log, step, f"val loss {val_loss:.6f}", {"val": val_loss})
+        if is_due(step, config.hellaswag_every, max_steps) and not stopping:
+            counts = evaluate_hellaswag(raw_model, examples, enc, ddp, autocast)
+            accuracy = counts.acc_norm / counts.n
+            report(log, step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
+        if is_due(step, config.sample_every, max_steps) and not stopping and ddp.is_master:
+            print_samples(raw_model, enc, config, step, ddp.device, autocast)
+        if (is_due(step, config.checkpoint_every, max_steps) or last_step or stopping) and step > start_step and log:
+            writer.write({
+                "model": raw_model.state_dict(), "optimizer": [o.state_dict() for o in optimizers],
+                "scaler": scaler.state_dict(), "loader": train_loader.state_dict(), "rng": torch.get_rng_state(),
+                "step": step, "val_loss": val_loss, **state,
+            })  # fmt: skip
+        if last_step or stopping:
+            break
+
+        start = time.perf_counter()
+        lr = set_schedules(optimizers, step, config)
+        num_windows = get_batch_size(train_loader.position * T, config) // T
+        try:
+            loss, norm = train_step(model, train_loader, optimizers, scaler, num_windows, config, ddp, autocast)
+        except FloatingPointError as error:
+            writer.wait()
+            raise UserError(f"got {error} in step {step}, needed finite numbers, nothing was updated: start again from "
+                            f"the newest checkpoint in {out_dir} with a lower --max-lr or other --dtype")  # fmt: skip
+        seconds = time.perf_counter() - start
+        tok_per_s = num_windows * T / seconds
+        mfu = f" | {tok_per_s * flops_per_token(raw_model.config, T) / peak:5.1%} MFU" if peak else ""
+        left = datetime.timedelta(seconds=round(seconds * (max_steps - step - 1)))
+        line = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {tok_per_s:9,.0f} tok/s"
+        report(log, step, f"{line}{mfu} | {left} left", {"train": loss, "lr": lr, "norm": norm, "tok/s": tok_per_s})
+        stopping = ddp.any(signals)
+
+    writer.wait()
+    if stopping:
+        print0(f"stopped after {step} steps, the checkpoint is written: the same command goes on from here")
+        return 128 + signal.SIGINT if signal.SIGINT in signals else 0
+    if ddp.is_master:
+        export_huggingface(raw_model, enc, out_dir / "hf")
+        minutes = (time.perf_counter() - started) / 60
+        memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most" if ddp.device_type == "cuda" else ""
+        print(f"done in {minutes:.1f} minutes{memory}, {writer.seconds:.1f} s of it for checkpoints; {out_dir}/hf has the model")
+    return 0
+
+
+def main(args=None):
+    config = parse_args(args)
+    check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
+    ddp = setup_distributed(config)
+    try:
+        status = train(config, ddp)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    cli.run(main)
