@@ -18,8 +18,12 @@ import base64
 import binascii
 import glob
 import hashlib
+import itertools
 import json
 import os
+import tempfile
+import time
+from dataclasses import dataclass
 
 import tiktoken
 
@@ -30,6 +34,18 @@ EOT = "<|endoftext|>"  # stands before every document
 # padding in the model's embedding: GPT-2's 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
+
+# How text is split before merging: no token crosses a split. GPT-2's as in OpenAI's release, and
+# GPT-4's, which lets any one sign stand before a word and takes digits by three.
+PATTERNS = {
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+    "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+# tiktoken's spelling of GPT-2's, the same splits in less time; Hugging Face's regex engine reads
+# `$` differently and must be given the one above
+FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+BYTES = r"(?s:.{1,64})"  # no merge crosses anything, so any split will do: this was the fastest
 
 # -----------------------------------------------------------------------------
 # Opening a tokenizer
@@ -75,8 +91,7 @@ def bytes_encoding():
     """Ids 0..255 are the bytes of UTF-8, 256 is <|endoftext|>: BPE without a single merge."""
     return tiktoken.Encoding(
         "bytes",
-        # no merge crosses anything, so any split will do: 64 characters at a time was the fastest
-        pat_str=r"(?s:.{1,64})",
+        pat_str=BYTES,
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={EOT: 256},
     )
@@ -135,3 +150,159 @@ def loads(text):
     return tiktoken.Encoding(
         head["name"], pat_str=head["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
     )
+
+
+# -----------------------------------------------------------------------------
+# Hugging Face's `tokenizers`: it trains, and it is what others read
+
+
+def byte_chars():
+    """GPT-2's spelling of the 256 bytes as printable characters: itself, or one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def huggingface_model(pat_str, vocab=None, merges=None):
+    """A byte-level BPE `tokenizers.Tokenizer` that splits by `pat_str`; untrained without vocab and merges."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # slow to import, rarely used
+
+    model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if pat_str != BYTES:
+        plain = PATTERNS["gpt2"] if pat_str == FAST_GPT2 else pat_str
+        steps.insert(0, pre_tokenizers.Split(Regex(plain), "isolated"))
+    model.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
+    """Train byte-level BPE on an iterable of strings; `vocab_size` counts the special tokens, <|endoftext|> first.
+
+    The result's name ends in a digest of all that it is made of, so that two tokenizers of one
+    name are one tokenizer. It has fewer than `vocab_size` ids if the text runs out of pairs.
+    """
+    from tokenizers import pre_tokenizers, trainers
+
+    pat_str = {"gpt2": FAST_GPT2}.get(pattern, PATTERNS[pattern])
+    special_tokens = [EOT, *special_tokens]
+    model = huggingface_model(pat_str)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256, seen or not: any text can be encoded
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    char_bytes = {char: byte for byte, char in byte_chars().items()}
+    ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in model.get_vocab().items()}
+    special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
+    parts = {"pat_str": pat_str, "mergeable_ranks": ranks, "special_tokens": special}
+    text = dumps(tiktoken.Encoding("", **parts))
+    return tiktoken.Encoding(f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", **parts)
+
+
+def last_merge(token, ranks):
+    """The two tokens that `token` is merged from: b"the" -> (b"t", b"he") if "he" came before "th"."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
+        i = pairs.index(min(pairs))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def export_huggingface(enc, directory):
+    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids."""
+    from tokenizers import AddedToken
+
+    chars = byte_chars()
+    ranks = sorted(enc._mergeable_ranks.items(), key=lambda item: item[1])
+    spell = {token: "".join(chars[byte] for byte in token) for token, _ in ranks}
+    merges = [last_merge(token, enc._mergeable_ranks) for token, _ in ranks if len(token) > 1]
+    model = huggingface_model(
+        enc._pat_str, {spell[token]: rank for token, rank in ranks}, [(spell[a], spell[b]) for a, b in merges]
+    )
+    special = sorted(enc._special_tokens, key=enc._special_tokens.get)
+    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOT,
+        "eos_token": EOT,
+        "unk_token": EOT,
+        "clean_up_tokenization_spaces": False,
+    }
+    os.makedirs(directory, exist_ok=True)
+    texts = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config), "tokenizer.tiktoken": dumps(enc)}
+    for name, text in texts.items():
+        with cli.atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+@dataclass
+class Options:
+    input: tuple[str, ...] = ()  # files, globs or URLs to learn from: .parquet, .jsonl, .txt, the last two also .gz, .zst
+    out: str = ""  # where to write the tokenizer, a .tiktoken file
+    vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
+    pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
+    special_tokens: tuple[str, ...] = ()  # further special tokens beside <|endoftext|>
+    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    compare: tuple[str, ...] = ()  # text not trained on, to measure compression beside GPT-2's
+
+
+def read_texts(patterns, text_column):
+    """The text of all that `patterns` mean."""
+    import fineweb  # imports this file
+
+    sources = fineweb.list_inputs(patterns)
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in fineweb.read_batches(sources, fineweb.Options(text_column=text_column), folder, ""):
+            yield from (piece.text for piece in batch.pieces if piece.text)
+
+
+def main():
+    options = cli.parse(Options)
+    least = 257 + len(options.special_tokens)
+    complaints = []
+    if not options.input:
+        complaints.append("got no --input, needed files to learn from, do give some")
+    if not options.out.endswith(".tiktoken") or os.path.exists(options.out):
+        complaints.append(f"got --out {options.out or 'nothing'}, needed a new file that ends in .tiktoken, do give another")
+    if not least <= options.vocab_size <= MAX_VOCAB:
+        complaints.append(
+            f"got --vocab-size {options.vocab_size}, needed {least} (the bytes and the special tokens) to {MAX_VOCAB} "
+            "(shards are uint16), do choose one between"
+        )
+    if options.pattern not in PATTERNS:
+        complaints.append(f"got --pattern {options.pattern}, needed a known one, {cli.nearest(options.pattern, list(PATTERNS))}")
+    if len({EOT, *options.special_tokens}) <= len(options.special_tokens) or "" in options.special_tokens:
+        complaints.append(f"got --special-tokens {' '.join(options.special_tokens)}, needed each once and none {EOT} or empty")
+    if complaints:
+        raise cli.UserError("; ".join(complaints))
+
+    start = time.perf_counter()
+    texts = read_texts(options.input, options.text_column)
+    first = next(texts, None)
+    if first is None:
+        raise cli.UserError("got --input without any text, needed some to learn from, do give other files")
+    stem = os.path.basename(options.out).removesuffix(".tiktoken")
+    with cli.atomic_write(options.out, "w", encoding="ascii") as file:
+        enc = train(itertools.chain([first], texts), options.vocab_size, stem, options.pattern, options.special_tokens)
+        file.write(dumps(enc))
+    print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
+    if enc.n_vocab < options.vocab_size:
+        print(f"fewer than --vocab-size {options.vocab_size}: the text has no more pairs to merge")
+    if options.compare:
+        texts = list(read_texts(options.compare, options.text_column))
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        for other in (enc, gpt2_encoding()):
+            num_tokens = sum(len(other.encode_ordinary(text)) for text in texts)
+            print(f"{other.name}: {size / num_tokens:.3f} bytes per token on {size:,} bytes")
+
+
+if __name__ == "__main__":
+    cli.run(main)
