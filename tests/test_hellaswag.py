@@ -1,0 +1,326 @@
+"""hellaswag.py: what is scored, who wins, how it is spread over ranks, and what bad input does."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import hellaswag
+import tokenizer
+from cli import UserError
+from hellaswag import Counts, evaluate, fit, harness_text, iterate_examples, pack, predict, render_example, score
+from train_gpt2 import GPT, GPTConfig, export_huggingface
+
+ROOT = Path(__file__).parent.parent
+REAL = ROOT.parent / "shared" / "data" / "hellaswag_val.jsonl"
+ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
+
+# unequal lengths, a tie, text beyond ASCII, a context of one letter
+EXAMPLES = [
+    {"activity_label": "Roofing", "ctx": "A man is on a roof. he", "label": 3,
+     "endings": ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "starts pulling up the roofing on a roof."]},
+    {"activity_label": "Café", "ctx": "Zoë orders a café crème. she", "label": 0,
+     "endings": ["says “merci”.", "naïvely asks for 寿司 and waits for a very long time.", "flies.", "flies."]},
+    {"activity_label": "X", "ctx": "x", "label": 1, "endings": ["a", "bb", "ccc", "dddd"]},
+]  # fmt: skip
+
+
+class Planted(nn.Module):
+    """A bigram model with known probabilities: 1/2 for the planted successor of a byte, 1/512 for each other.
+
+    Every prediction then costs 1 or 9 bits. Columns from 257 on are the vocabulary's padding.
+    """
+
+    def __init__(self, successors, padding=0.0, block_size=1024):
+        super().__init__()
+        self.config = GPTConfig(block_size=block_size, vocab_size=320)
+        table = torch.zeros(257, 320)
+        for pair in successors:
+            before, after = pair.encode("latin-1")
+            table[before, after] = np.log(256)  # 256 / (256 + 256 others) = 1/2
+        table[:, 257:] = padding
+        self.table = nn.Parameter(table)
+
+    def hidden_states(self, idx, pos=None, attn_mask=None):
+        return nn.functional.one_hot(idx, 257).float()
+
+    def lm_head(self, hidden):
+        return hidden @ self.table
+
+
+# "\xc3\xa9" are the bytes of "é"
+SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
+# in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; a tie with the first
+WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", "éééé", "aaab", "b"]}
+
+
+def small_gpt(seed=0, **shape):
+    """A random GPT over bytes whose predictions are far from uniform."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{"block_size": 1024, "vocab_size": 320, "n_layer": 2, "n_head": 2, "n_embd": 32, **shape}))
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    return model
+
+
+@torch.no_grad()
+def four_rows(model, examples):
+    """The independent way: every ending behind its own copy of the context. Sums (examples, 4)."""
+    sums = []
+    for example in examples:
+        for ending in example.endings:
+            row = torch.tensor([example.context + ending])
+            log_probs = model(row[:, :-1])[0][0, :, : ENC.n_vocab].log_softmax(-1)
+            picked = log_probs.gather(1, row[0, 1:, None])[:, 0]
+            sums.append(picked[len(example.context) - 1 :].sum().item())
+    return np.array(sums).reshape(-1, 4)
+
+
+def test_a_row_holds_the_context_once_and_hides_the_endings_from_one_another():
+    rows = [([10, 11, 12], [[20, 21, 22], [30, 31], [40], [50, 51]])]
+    idx, pos, attn_mask, places, targets = pack(rows, 16)
+    assert idx[0].tolist() == [10, 11, 12, 20, 21, 30, 50] + [0] * 9
+    assert pos[0].tolist() == [0, 1, 2, 3, 4, 3, 3] + [0] * 9
+    sees = attn_mask[0, 0]
+    assert sees[4].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert sees[5].nonzero().flatten().tolist() == [0, 1, 2, 5]
+    assert sees[6].nonzero().flatten().tolist() == [0, 1, 2, 6]
+    assert sees.any(1).all()  # a row of the mask without any True would be NaN
+
+
+def test_endings_are_scored_and_nothing_else():
+    rows = [([10, 11, 12], [[20, 21, 22], [30, 31], [40], [50, 51]]), ([1], [[2], [3], [4], [5]])]
+    idx, _, _, places, targets = pack(rows, 16)
+    assert targets.tolist() == [20, 21, 22, 30, 31, 40, 50, 51, 2, 3, 4, 5]
+    # each is predicted from the token before it
+    assert idx.flatten()[places].tolist() == [12, 20, 21, 12, 30, 12, 12, 50, 1, 1, 1, 1]
+
+
+def test_winners_computed_by_hand():
+    """Sum: "b" with 10 bits, the first of two equals. Mean over tokens: "éééé" with 17/9. Over characters: "aaab" with 13/4."""
+    example = render_example(WINNERS, ENC)
+    total, mean = score(Planted(SUCCESSORS), [example], ENC.n_vocab)
+    assert total[0] / -np.log(2) == pytest.approx([10, 17, 13, 10], rel=1e-5)
+    assert mean[0] / -np.log(2) == pytest.approx([10 / 2, 17 / 9, 13 / 5, 10 / 2], rel=1e-5)
+    assert predict(Planted(SUCCESSORS), [example], ENC.n_vocab).tolist() == [[0, 1, 2]]
+    assert evaluate(Planted(SUCCESSORS), [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
+
+
+def test_the_vocabularys_padding_takes_no_probability():
+    examples = [render_example(example, ENC) for example in (WINNERS, *EXAMPLES)]
+    plain = score(Planted(SUCCESSORS), examples, ENC.n_vocab)
+    assert np.array_equal(plain, score(Planted(SUCCESSORS, padding=100.0), examples, ENC.n_vocab))
+
+
+def test_scores_equal_four_independent_rows():
+    examples = [render_example(example, ENC, harness) for example in EXAMPLES for harness in (False, True)]
+    model = small_gpt()
+    assert score(model, examples, ENC.n_vocab)[0] == pytest.approx(four_rows(model, examples), abs=2e-3)
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="needs the real examples in ../shared")
+def test_predictions_on_300_real_examples_equal_four_independent_rows():
+    examples = [render_example(example, ENC) for example, _ in zip(iterate_examples(REAL), range(300))]
+    model = small_gpt()
+    expected = four_rows(model, examples)
+    total, mean = score(model, examples, ENC.n_vocab)
+    lengths = np.array([[len(ending) for ending in example.endings] for example in examples])
+    for ours, reference in ((total, expected), (mean, expected / lengths)):
+        first, second = np.sort(reference, 1)[:, :-3:-1].T
+        clear = first - second > 1e-3 * abs(first)  # the others are ties, which rounding decides
+        assert clear.sum() > 280
+        assert (ours.argmax(1) == reference.argmax(1))[clear].all()
+
+
+def test_the_batch_budget_changes_nothing():
+    examples = [render_example(example, ENC) for example in EXAMPLES * 5]
+    model = small_gpt()
+    expected = predict(model, examples, ENC.n_vocab).tolist()
+    for batch_tokens in (1, 300, 10**6):
+        assert predict(model, examples, ENC.n_vocab, batch_tokens).tolist() == expected
+
+
+def test_ranks_score_each_example_once():
+    examples = [render_example(example, ENC) for example in (WINNERS, *EXAMPLES, *EXAMPLES)]
+    model = small_gpt()
+    whole = evaluate(model, examples, ENC.n_vocab)
+    assert whole.n == 7
+    for world_size in (2, 3, 9):  # with 9 two ranks have nothing to do
+        parts = [evaluate(model, examples, ENC.n_vocab, rank=rank, world_size=world_size) for rank in range(world_size)]
+        assert Counts(*map(sum, zip(*parts))) == whole
+
+
+def test_too_long_contexts_lose_their_oldest_tokens():
+    context, endings = fit(hellaswag.Rendered([1, 2, 3, 4, 5], [[6, 7, 8], [6], [6], [6]], 0, [1] * 4), block_size=4)
+    assert (context, endings[0]) == ([4, 5], [6, 7, 8])  # reads 4 5 6 7 and predicts 8
+    context, endings = fit(hellaswag.Rendered([1, 2], [[3, 4, 5, 6, 7, 8]] * 4, 0, [1] * 4), block_size=4)
+    assert (context, endings[0]) == ([2], [3, 4, 5, 6])
+    model = small_gpt(block_size=16)
+    assert np.isfinite(score(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)[0]).all()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads memory from /proc")
+def test_memory_stays_flat():
+    def resident_pages():
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    examples = [render_example(example, ENC) for example in EXAMPLES * 70]
+    model = small_gpt()
+    evaluate(model, examples, ENC.n_vocab)
+    before = resident_pages()
+    for _ in range(5):
+        evaluate(model, examples, ENC.n_vocab)
+    assert (resident_pages() - before) * 4096 < 20e6
+
+
+def test_an_ending_begins_with_the_space_that_joins_it():
+    example = render_example(EXAMPLES[0], ENC)
+    assert ENC.decode(example.context) == "A man is on a roof. he"
+    assert ENC.decode(example.endings[0]) == " is using wrap."
+    assert example.label == 3 and example.characters[0] == len("is using wrap.")
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        # the begun sentence is capitalized, and so lower-cased otherwise
+        ({"ctx_a": "A boy runs.", "ctx_b": "the boy in the USA"}, "High jump: A boy runs. The boy in the usa"),
+        ({"ctx_a": "[header] How to jump [title] Run. [step] Run fast.", "ctx_b": ""}, "High jump: How to jump. Run. Run fast."),
+        # without ctx_a and ctx_b
+        ({"ctx": "A boy runs. It is hot! the boy"}, "High jump: A boy runs. It is hot! The boy"),
+        ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
+        ({"ctx": "a boy"}, "High jump: a boy"),
+    ],
+)  # fmt: skip
+def test_text_of_the_harness(fields, expected):
+    context, endings = harness_text({"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields})
+    assert context == expected
+    assert endings[0] == " Leap. High."
+
+
+def serve(replies):
+    """A server on the loopback that gives each (status, body, announced length) once, the last for ever; its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body, length = replies.pop(0) if len(replies) > 1 else replies[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/val.jsonl"
+
+
+BODY = b'{"ind": 1}\n{"ind": 2}\n'
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [(200, BODY, len(BODY))],
+        [(503, b"", 0), (200, BODY, len(BODY))],
+        [(200, BODY[:5], len(BODY)), (200, BODY, len(BODY))],  # cut short, as the length says
+        [(200, BODY[:11], 11), (200, BODY, len(BODY))],  # cut short, as only the number of lines says
+    ],
+)
+def test_download_gets_through(tmp_path, replies):
+    path = str(tmp_path / "new" / "val.jsonl")
+    assert hellaswag.download(path, serve(replies), num_lines=2, wait=0.01) == path
+    assert Path(path).read_bytes() == BODY
+    assert os.listdir(tmp_path / "new") == ["val.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "replies, reason",
+    [
+        ([(404, b"", 0)], "status 404"),
+        ([(200, BODY[:5], len(BODY))], "5 bytes read"),
+        ([(200, BODY[:11], 11)], "1 lines instead of 2"),
+    ],
+)
+def test_download_that_fails_leaves_nothing(tmp_path, replies, reason):
+    with pytest.raises(UserError, match=reason):
+        hellaswag.download(str(tmp_path / "val.jsonl"), serve(replies), num_lines=2, attempts=2, wait=0.01)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_there_is_not_fetched_again(tmp_path):
+    path = tmp_path / "val.jsonl"
+    path.write_bytes(BODY)
+    assert hellaswag.download(str(path), "http://127.0.0.1:9/", num_lines=2) == str(path)
+    with pytest.raises(UserError, match="2 lines, needed 10042"):
+        hellaswag.download(str(path), "http://127.0.0.1:9/")
+
+
+GOOD = json.dumps(EXAMPLES[0])
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "empty"),
+        (GOOD + "\n{broken\n", "line 2: Expecting property name"),
+        (GOOD + "\n[1]\n", "line 2: no JSON object"),
+        (GOOD.replace('"label"', '"lable"'), "line 1: no label"),
+        (GOOD.replace('"label": 3', '"label": 4'), "label 4"),
+        (GOOD.replace('"is using wrap.", ', ""), "not four"),
+        (GOOD.replace('"is using wrap."', "7"), "text that is none"),
+    ],
+)
+def test_bad_examples_name_file_and_line(tmp_path, text, reason):
+    (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=f"bad.jsonl.*{reason}"):
+        list(iterate_examples(tmp_path / "bad.jsonl"))
+
+
+def test_a_missing_file_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        list(iterate_examples(tmp_path / "nowhere.jsonl"))
+
+
+def run(*args):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "hellaswag.py"), *map(str, args)], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl")])
+def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
+    (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
+    done = run(*[tmp_path / arg if arg == "bad.jsonl" else arg for arg in args])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: got ") and done.stderr.count("\n") == 1
+
+
+def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path):
+    model = small_gpt()
+    export_huggingface(model, ENC, tmp_path / "hf")
+    data, predictions = tmp_path / "val.jsonl", tmp_path / "predictions.jsonl"
+    data.write_text("".join(json.dumps({"ind": 7 + i, **example}) + "\n" for i, example in enumerate(EXAMPLES)))
+    done = run("-m", tmp_path / "hf", "-d", "cpu", "--data", data, "--predictions", predictions)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "lm-evaluation-harness" in lines[0] and "build-nanogpt" in lines[2]
+    counts = evaluate(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)
+    assert lines[3] == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_norm / 3:.4f}"
+    counts = evaluate(model, [render_example(example, ENC, harness=True) for example in EXAMPLES], ENC.n_vocab)
+    assert lines[1].startswith(f"3 acc: {counts.acc / 3:.4f}") and f"acc_norm: {counts.acc_char / 3:.4f}" in lines[1]
+    written = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert [line["ind"] for line in written] == [7, 8, 9] and [line["label"] for line in written] == [3, 0, 1]
+    chosen = predict(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)
+    assert [[line["pred"], line["pred_norm"]] for line in written] == chosen[:, :2].tolist()
