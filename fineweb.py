@@ -18,6 +18,7 @@ bytes, whenever it was killed and on however many cores it runs.
 import ast
 import collections
 import errno
+import fnmatch
 import glob
 import hashlib
 import io
@@ -62,12 +63,14 @@ class Options:
     num_proc: int = 0  # cores to tokenize on; 0 = all; changes nothing but the speed
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
     pretokenized: int = 0  # fetch so many ready-made training shards of FineWeb-Edu instead
+    contamination: str = ""  # report which examples of this HellaSwag file stand in the shards of --out-dir
 
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER, EDU_TOKENS = "HuggingFaceFW/fineweb-edu", "sample/10BT", 9_953_989_344
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 RETRY_SECONDS = 1.0  # before the second attempt; it doubles with each
 BATCH_CHARS = 2**19  # text handed to a core at a time: 0.1 s of work, so that the overhead disappears
 
@@ -262,31 +265,37 @@ def background(function, *args):
 
 
 def retry(name, function, attempts=6):
-    """`function()`, again after 1, 2, 4 ... seconds if the network fails it; `name` is what it fetches."""
+    """`function()`, again after 1, 2, 4 ... seconds where the network fails it; `name` is what it fetches."""
     for attempt in range(attempts):
         try:
             return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
-            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
-            if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+            if isinstance(error, UserError):
                 raise
-            if status in (401, 403, 404) or attempt == attempts - 1:
+            if getattr(error, "errno", None) in DISK_ERRORS:
+                raise UserError(
+                    f"got '{os.strerror(error.errno)}' while downloading {name}, needed room for it, do make room and run again"
+                ) from None
+            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+            reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
+            if status in (401, 403, 404):  # asking again would not help
                 break
-            time.sleep(RETRY_SECONDS * 2**attempt)
+            if attempt < attempts - 1:
+                time.sleep(RETRY_SECONDS * 2**attempt)
     raise UserError(
-        f"got {status or type(error).__name__} for {name} ({str(error).splitlines()[0][:200] if str(error) else 'no answer'}), "
-        "needed a network that reaches it, do run the same command again later, or work without one: "
-        "--dataset python-docs, or --input with files of yours"
-    ) from None
+        f"got {reason} for {name}, needed a network that reaches it, do run the same command again later, "
+        "or work without one: --dataset python-docs, or --input with files of yours"
+    )
 
 
 def fetch_url(url, path):
     """Download `url` to `path`, whole or not at all."""
-    with urllib.request.urlopen(url, timeout=60) as response, cli.atomic_write(path) as file:
+    with urllib.request.urlopen(url, timeout=60) as response, open(path + ".part", "wb") as file:
         shutil.copyfileobj(response, file, 2**20)
         expected = int(response.headers.get("Content-Length") or file.tell())
         if file.tell() != expected:
-            raise ConnectionError(f"{file.tell():,} bytes came of {expected:,}")
+            raise ConnectionError(f"{file.tell():,} bytes of {expected:,}")
+    os.replace(path + ".part", path)
 
 
 def fetch(source, folder, revision):
@@ -294,11 +303,9 @@ def fetch(source, folder, revision):
     if revision:
         import huggingface_hub  # slow to import
 
-        download = huggingface_hub.hf_hub_download
-        return retry(
-            source.name,
-            lambda: download(EDU_REPO, source.name, repo_type="dataset", revision=revision, local_dir=folder),
-        )
+        get = huggingface_hub.hf_hub_download
+        args = {"repo_type": "dataset", "revision": revision, "local_dir": folder}
+        return retry(source.name, lambda: get(EDU_REPO, source.name, **args))
     if not is_url(source.name):
         return source.name
     os.makedirs(folder, exist_ok=True)
@@ -313,11 +320,9 @@ def list_hub():
 
     api = huggingface_hub.HfApi()
     revision = retry(EDU_REPO, lambda: api.dataset_info(EDU_REPO).sha)
-    tree = retry(
-        EDU_REPO, lambda: list(api.list_repo_tree(EDU_REPO, EDU_FOLDER, repo_type="dataset", revision=revision))
-    )
-    files = [Source(file.path, file.size) for file in tree if file.path.endswith(".parquet")]
-    return sorted(files), revision
+    args = {"repo_type": "dataset", "revision": revision}
+    tree = retry(EDU_REPO, lambda: list(api.list_repo_tree(EDU_REPO, EDU_FOLDER, **args)))
+    return sorted(Source(file.path, file.size) for file in tree if file.path.endswith(".parquet")), revision
 
 
 # -----------------------------------------------------------------------------
@@ -422,11 +427,89 @@ def encode_all(enc, batches, num_proc):
 # Shards
 
 
-def save_shard(path, tokens):
-    """np.save, whole or not at all. Written by Python, as numpy's own writer hides why a disk refuses."""
-    with cli.atomic_write(path) as file:
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
-        file.write(tokens.data)
+def pack(stream, shard_size, limit=math.inf, skip=0, progress=None):
+    """Cut a stream of `Tokens` into shards, `skip` tokens left out in front, `limit` in all.
+
+    Yields (tokens, end): `end` = [source, piece, token] is where in the input the next shard
+    starts, None after the last. Documents of 3, 5 and 1 tokens in shards of 4:
+
+        aaab | bbbb | c     with the ends [0, 1, 1], [0, 2, 0], None
+    """
+    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+    for batch, tokens, ends in stream:
+        at, skip = skip, 0
+        while at < len(tokens) and limit > 0:
+            if filled == shard_size:  # only now that a token follows is it known not to be the last
+                piece = int(np.searchsorted(ends, at, side="right"))
+                yield shard, [batch.source, batch.first + piece, at - int(ends[piece - 1] if piece else 0)]
+                shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+            n = int(min(len(tokens) - at, shard_size - filled, limit))
+            shard[filled : filled + n] = tokens[at : at + n]
+            at, filled, limit = at + n, filled + n, limit - n
+            if progress:
+                progress(n)
+        if limit <= 0:
+            break
+    yield shard[:filled], None
+
+
+class Writer:
+    """Writes shards and the meta.json that goes with them."""
+
+    def __init__(self, folder, stem, part, num_parts, meta, enc):
+        self.folder, self.stem, self.part, self.num_parts = folder, stem, part, num_parts
+        self.path = meta_path(folder, part, num_parts)
+        self.meta, self.enc = meta, enc
+
+    def keep(self):
+        """Go on after the last shard that is there and whole: where in the input that is."""
+        meta, files = self.meta, list(self.meta["shards"])
+        whole = [is_whole(os.path.join(self.folder, file), meta["shards"][file]) for file in files] + [False]
+        if meta["complete"] and whole.index(False) == len(files):
+            return None
+        files = [file for file in files[: whole.index(False)] if file in meta["ends"]]
+        *end, meta["documents"] = meta["ends"][files[-1]] if files else (0, 0, 0, 0)
+        meta["shards"] = {file: meta["shards"][file] for file in files}
+        meta["tokens"], meta["complete"] = sum(meta["shards"].values()), False
+        return end
+
+    def write(self, tokens, end):
+        """One shard, then meta.json: killed in between, the same shard is made again."""
+        if not self.meta["shards"]:
+            self.save()
+            tokenizer.save_beside(self.enc, self.folder)
+        number = len(self.meta["shards"]) * self.num_parts + self.part  # no two parts have one in common
+        file = f"{self.stem}_{'train' if number else 'val'}_{number:06d}.npy"
+        with cli.atomic_write(os.path.join(self.folder, file)) as out:
+            # np.save in two steps, as numpy's own writing of the data hides why a disk refuses
+            np.lib.format.write_array_header_1_0(out, np.lib.format.header_data_from_array_1_0(tokens))
+            out.write(tokens.data)
+        self.meta["shards"][file] = len(tokens)
+        self.meta["tokens"] += len(tokens)
+        self.meta["documents"] += int(np.count_nonzero(tokens == self.enc.eot_token))
+        if end:
+            self.meta["ends"][file] = [*end, self.meta["documents"]]
+            self.save()
+
+    def save(self):
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"got --out-dir {self.folder} ({error.strerror}), needed a folder to write to, do give another") from None
+        with cli.atomic_write(self.path, "w", encoding="utf-8") as file:
+            json.dump(self.meta, file, indent=1)
+
+    def finish(self):
+        self.meta["complete"] = True
+        self.save()
+        print(
+            f"{self.folder}: {self.meta['tokens']:,} tokens, {self.meta['documents']:,} documents, "
+            f"{len(self.meta['shards'])} shards (the last one is meant to be short)"
+        )
+
+
+def meta_path(folder, part, num_parts):
+    return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
 
 
 def is_whole(path, num_tokens):
@@ -439,47 +522,47 @@ def is_whole(path, num_tokens):
         return False
 
 
-def save_meta(path, meta):
-    with cli.atomic_write(path, "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1)
-
-
-def load_meta(folder, meta, path):
-    """The meta.json at `path` if it is of the run that `meta` describes; `meta` if `folder` is free.
-
-    Anything else in the folder is somebody's data set, and refused.
-    """
+def read_metas(folder):
+    """{path: contents} of the meta.json, or one per part, in `folder`; refuses a folder that cannot be ours."""
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise UserError(f"got --out-dir {folder}, needed a folder, do give another")
-    found = meta
-    metas = glob.glob(os.path.join(glob.escape(folder), "meta*.json"))
-    for other in metas:
+        raise UserError(f"got --out-dir {folder} that is a file, needed a folder, do give another")
+    metas, listing = {}, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    for file in fnmatch.filter(listing, "meta*.json"):
+        path = os.path.join(folder, file)
         try:
-            with open(other, encoding="utf-8") as file:
-                old = json.load(file)
-            pairs = [(key, old[key], meta[key]) for key in ("dataset", "tokenizer")]
-            if other == path:
-                # the files that are not read to the end yet may change: that is how bad lines are mended
-                known = list(old["ends"].values())[-1][0] if old["ends"] and not old["complete"] else None
-                names = [[source[0] for source in one["made_from"]["sources"]] for one in (old, meta)]
-                sources = [one["made_from"]["sources"][:known] for one in (old, meta)]
-                pairs += [("input", *names), ("input", *sources)]
-                keys = [key for key in meta["made_from"] if key != "sources"]
-                pairs += [(key, old["made_from"][key], meta["made_from"][key]) for key in keys]
-                found = old
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
-            raise UserError(f"got {other} that is no meta.json of ours, needed a free folder, do give another --out-dir")
-        for key, was, now in pairs:
-            if was != now:
-                was, now = [str(value) if len(str(value)) < 80 else "other files" for value in (was, now)]
-                raise UserError(
-                    f"got {folder} that holds another data set ({key} {was}, now {now}), "
-                    "needed a free folder or the same options, do give another --out-dir"
-                )
-    shards = [file for file in glob.glob(os.path.join(glob.escape(folder), "*_*_*")) if file.endswith((".npy", ".bin"))]
-    if shards and not metas:
+            with open(path, encoding="utf-8") as opened:
+                metas[path] = json.load(opened)
+            _ = metas[path]["dataset"], metas[path]["made_from"]["sources"], metas[path]["ends"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"got {path} that fineweb.py did not write, needed a free folder, do give another --out-dir") from None
+    if not metas and any(re.search(r"_(train|val)_.*\.(npy|bin)$", file) for file in listing):
         raise UserError(f"got {folder} with shards and no meta.json, needed a free folder, do give another --out-dir")
-    return found
+    return metas
+
+
+def same_data(folder, metas, path, meta):
+    """What `metas` holds at `path` if it continues `meta`, or `meta` itself; refuses another data set's folder."""
+    differing = [(key, old[key], meta[key]) for old in metas.values() for key in ("dataset", "tokenizer") if old[key] != meta[key]]
+    if path in metas:
+        old, new = metas[path]["made_from"], meta["made_from"]
+        differing += [(key, old.get(key), new[key]) for key in new if key != "sources" and old.get(key) != new[key]]
+        # files that are not read to their end yet may have changed: so are bad lines mended
+        ends = list(metas[path]["ends"].values())
+        read = len(new["sources"]) if metas[path]["complete"] else ends[-1][0] if ends else 0
+        changed = [
+            (f"input {i}", was, now)
+            for i, (was, now) in enumerate(itertools.zip_longest(old["sources"], new["sources"]))
+            if was != now and (i < read or not was or not now or was[0] != now[0])
+        ]
+        differing += changed[:1]
+    if differing:
+        what = "; ".join(f"{key} {was}, now {now}" for key, was, now in differing)
+        raise UserError(f"got {folder} that holds another data set ({what}), needed a free folder, do give another --out-dir")
+    return metas.get(path, meta)
+
+
+# -----------------------------------------------------------------------------
+# The whole way
 
 
 def prepare(options=Options()):
@@ -491,174 +574,126 @@ def prepare(options=Options()):
     if enc.n_vocab > tokenizer.MAX_VOCAB:
         raise UserError(f"got a tokenizer of {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), do train a smaller one")
     part, num_parts = parse_part(options.part)
-    num_proc = options.num_proc or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count()))
-    shard_size = options.shard_size
+    num_proc = options.num_proc or num_cores()
 
     # what there is to read, and where it goes
-    revision = ""
+    dataset, revision = options.dataset, ""
+    folder, stem = DATASETS[dataset]
+    folder = options.out_dir or folder
     if options.input:
-        sources = list_inputs(options.input)
-        dataset = "input"
-        folder = options.out_dir or re.sub(r"\..*", "", os.path.basename(sources[0].name)) or "shards"
+        dataset, sources = "input", list_inputs(options.input)
+        folder = options.out_dir or os.path.basename(sources[0].name).split(".")[0]
         stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    else:
-        dataset, (folder, stem) = options.dataset, DATASETS[options.dataset]
-        folder = options.out_dir or folder
-        sources, revision = list_hub() if dataset == "fineweb-edu" else ([Source(PYTHON_DOCS, 0)], "")
-    if num_parts > len(sources):
-        raise UserError(f"got --part {options.part} of {len(sources)} input files, needed a file for each part, do make fewer")
-    sources = sources[part::num_parts]
-    suffix = f".part-{part}-of-{num_parts}" if num_parts > 1 else ""
-    meta_path, downloads = os.path.join(folder, f"meta{suffix}.json"), os.path.join(folder, f"download{suffix}")
-    names = [[source.name if is_url(source.name) else os.path.basename(source.name), source.size] for source in sources]
+    metas, path = read_metas(folder), meta_path(folder, part, num_parts)
+    if dataset == "python-docs":
+        sources = [Source(PYTHON_DOCS, 0)]
+    elif dataset == "fineweb-edu" and path in metas:  # what was begun is continued with the same files
+        revision, sources = metas[path]["made_from"]["revision"], [Source(*s) for s in metas[path]["made_from"]["sources"]]
+    elif dataset == "fineweb-edu":
+        sources, revision = list_hub()
+    if path not in metas or dataset != "fineweb-edu":
+        if num_parts > len(sources):
+            raise UserError(f"got --part {options.part} of {len(sources)} input files, needed a file for each part, do make fewer")
+        sources = sources[part::num_parts]
     made_from = {
         "text_column": options.text_column,
-        "shard_size": shard_size,
+        "shard_size": options.shard_size,
         "max_tokens": options.max_tokens,
-        "part": f"{part}/{num_parts}",
         "revision": revision,
-        "sources": names,
+        "sources": [[s.name if revision or is_url(s.name) else os.path.basename(s.name), s.size] for s in sources],
     }
     meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
-    # ends: where in the input each shard ends, and the documents so far
     meta |= {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
-    meta = load_meta(folder, meta, meta_path)
+    meta = same_data(folder, metas, path, meta)
 
-    # the shards that are there and whole are kept, up to the first that is not
-    kept = list(
-        itertools.takewhile(lambda file: is_whole(os.path.join(folder, file), meta["shards"][file]), meta["shards"])
-    )
-    if meta["complete"] and len(kept) == len(meta["shards"]):
-        print(f"{folder} is complete: {meta['tokens']:,} tokens in {len(kept)} shards")
+    # go on where an earlier run ended
+    writer = Writer(folder, stem, part, num_parts, meta, enc)
+    if not (start := writer.keep()):
+        print(f"{folder} is complete: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
         return folder
-    kept = [file for file in kept if file in meta["ends"]]
-    source, skip, skip_tokens, meta["documents"] = meta["ends"][kept[-1]] if kept else (0, 0, 0, 0)
-    meta["shards"] = {file: meta["shards"][file] for file in kept}
-    meta["tokens"], meta["complete"] = sum(meta["shards"].values()), False
-
-    def shard_path(index):
-        number = index * num_parts + part  # no two parts have a number in common
-        return os.path.join(folder, f"{stem}_{'train' if number else 'val'}_{number:06d}.npy")
-
-    def write(path, tokens, end):
-        """Shard, then meta.json: killed in between, the shard is made again, of the same bytes."""
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"got --out-dir {folder} ({error.strerror}), needed a folder to write to, do give another") from None
-        if not meta["shards"]:
-            save_meta(meta_path, meta)
-            base = options.tokenizer.removesuffix("+chat")
-            if base not in ("gpt2", "bytes"):
-                enc_base = tokenizer.get_encoding(base)
-                with cli.atomic_write(os.path.join(folder, enc_base.name + ".tiktoken"), "w") as file:
-                    file.write(tokenizer.dumps(enc_base))
-        save_shard(path, tokens)
-        meta["shards"][os.path.basename(path)] = len(tokens)
-        meta["tokens"] += len(tokens)
-        meta["documents"] += int(np.count_nonzero(tokens == enc.eot_token))
-        if end:
-            meta["ends"][os.path.basename(path)] = [*end, meta["documents"]]
-            save_meta(meta_path, meta)
-
-    total = None
-    if dataset == "fineweb-edu":
-        total = min(options.max_tokens or EDU_TOKENS, EDU_TOKENS) // num_parts
-        left = max(total - meta["tokens"], 0)
-        need_disk(folder, 2 * left + 2 * max(source.size for source in sources))
-        print(
-            f"{left / 1e9:.1f}B tokens of FineWeb-Edu to {folder}: about {left / num_proc / 60e6:.0f} minutes on "
-            f"{num_proc} cores, a million tokens a second each, while {sum(s.size for s in sources) / 1e9:.0f} GB come in"
-        )
+    source, piece, skip = start
     limit = (options.max_tokens or math.inf) - meta["tokens"]
-    index, buffer, filled, writing = len(kept), np.empty(shard_size, dtype=np.uint16), 0, None
-    bar = tqdm(total=total, initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder)
-    batches = read_batches(sources, options, downloads, revision, source, skip)
-    stream = encode_all(enc, batches, num_proc)
-    try:
-        for batch, tokens, ends in stream:
-            at, skip_tokens = skip_tokens, 0
-            while at < len(tokens) and limit > 0:
-                # a full shard is written when there is a token after it, so that one is left to train on
-                if filled == shard_size:
-                    piece = int(np.searchsorted(ends, at, side="right"))
-                    end = [batch.source, batch.first + piece, at - int(ends[piece - 1] if piece else 0)]
-                    if writing:
-                        writing.result()
-                    writing = background(write, shard_path(index), buffer, end)  # while the next one fills
-                    index, buffer, filled = index + 1, np.empty(shard_size, dtype=np.uint16), 0
-                n = int(min(len(tokens) - at, shard_size - filled, limit))
-                buffer[filled : filled + n] = tokens[at : at + n]
-                at, filled, limit = at + n, filled + n, limit - n
-                bar.update(n)
-            if limit <= 0:
-                break
-    finally:
-        stream.close()
-        batches.close()
-        bar.close()
-        if writing:
-            writing.result()
-    # the last shard, or a small corpus
-    rest = buffer[:filled]
-    if not index and (rest == enc.eot_token).all():
-        raise UserError(f"got an empty corpus ({len(rest)} documents without text), needed text, do check the input")
-    if index or part:
-        write(shard_path(index), rest, None)
-    else:
-        for i, start in enumerate(range(0, filled, tenth := -(-filled // 10))):
-            write(shard_path(i), rest[start : start + tenth], None)
-    meta["complete"] = True
-    save_meta(meta_path, meta)
+    if dataset == "fineweb-edu":
+        announce(folder, sources[source:], min(limit, EDU_TOKENS // num_parts - meta["tokens"]), num_proc)
+
+    # read, tokenize, cut, write: a shard goes to disk while the next one fills
+    downloads = path.removesuffix(".json").replace("meta", "download")
+    writing = None
+    stream = encode_all(enc, read_batches(sources, options, downloads, revision, source, piece), num_proc)
+    with tqdm(initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
+        try:
+            for last, end in pack(stream, options.shard_size, limit, skip, bar.update):
+                if writing:
+                    writing.result()
+                if end:
+                    writing = background(writer.write, last, end)
+        finally:  # whatever ends the reading, a shard that was begun is finished
+            if writing:
+                writing.result()
+    if not meta["shards"] and (last == enc.eot_token).all():
+        raise UserError(f"got an empty corpus ({len(last)} documents without text), needed text, do check the input")
+    size = len(last) if meta["shards"] or part else -(-len(last) // 10)
+    for i in range(0, len(last), size):
+        writer.write(last[i : i + size], None)
+    writer.finish()
     shutil.rmtree(downloads, ignore_errors=True)
-    print(
-        f"{folder}: {meta['tokens']:,} tokens, {meta['documents']:,} documents, {len(meta['shards'])} shards "
-        "(the last one is meant to be short)"
-    )
     return folder
+
+
+def announce(folder, sources, num_tokens, num_proc):
+    """Say how long FineWeb-Edu will take, and refuse to begin what the disk cannot hold."""
+    # beside the shards, one file is on disk while it is tokenized, and the next one as it comes
+    need_disk(folder, 2 * num_tokens + 2 * max(source.size for source in sources))
+    print(
+        f"{num_tokens / 1e9:.1f}B tokens to {folder}: about {num_tokens / num_proc / 60e6:.0f} minutes on {num_proc} cores "
+        f"(a million tokens a second each), if the network brings {sum(source.size for source in sources) / 1e9:.0f} GB as fast"
+    )
+
+
+def need_disk(folder, size):
+    parent = os.path.abspath(folder)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if (free := shutil.disk_usage(parent).free) < size:
+        raise UserError(f"got {free / 1e9:.1f} GB free for {folder}, needed {size / 1e9:.1f} GB, do make room or lower --max-tokens")
+
+
+def num_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def parse_part(part):
+    """"1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", part or "0/1")
+    if not match or int(match[1]) > int(match[2]):
+        raise UserError(f"got --part {part}, needed I/N with I from 0 to N-1 (or 1 to N), do give for example 0/4")
+    return int(match[1]) % int(match[2]), int(match[2])
 
 
 def check_options(options):
     complaints = []
     if options.dataset not in DATASETS:
         complaints.append(f"got --dataset {options.dataset}, needed a known one, {cli.nearest(options.dataset, list(DATASETS))}")
-    for flag, least in (("shard_size", 1), ("max_tokens", 0), ("num_proc", 0), ("pretokenized", 0)):
-        if getattr(options, flag) < least:
-            complaints.append(f"got --{flag.replace('_', '-')} {getattr(options, flag)}, needed {least} or more")
+    for field, least in (("shard_size", 1), ("max_tokens", 0), ("num_proc", 0), ("pretokenized", 0)):
+        if getattr(options, field) < least:
+            complaints.append(f"got --{field.replace('_', '-')} {getattr(options, field)}, needed {least} or more")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
-        complaints.append("got --pretokenized with --input, --part or --tokenizer, needed it alone, do drop the others")
+        complaints.append("got --pretokenized with --input, --part or --tokenizer, needed it without, do drop them")
     if complaints:
         raise UserError("; ".join(complaints))
     parse_part(options.part)
 
 
-def parse_part(part):
-    """"1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
-    if not part:
-        return 0, 1
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if not match or not 0 < int(match[2]) or int(match[1]) > int(match[2]):
-        raise UserError(f"got --part {part}, needed I/N with I from 0 to N-1 (or 1 to N), do give for example 0/4")
-    return int(match[1]) % int(match[2]), int(match[2])
-
-
-def need_disk(folder, size):
-    """Refuse to begin what the disk cannot hold."""
-    parent = os.path.abspath(folder)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
-    free = shutil.disk_usage(parent).free
-    if free < size:
-        raise UserError(f"got {free / 1e9:.1f} GB free for {folder}, needed {size / 1e9:.1f} GB, do make room or lower --max-tokens")
+# -----------------------------------------------------------------------------
+# Ready-made shards
 
 
 def check_bin(path):
-    """The token count of an llm.c shard: 256 int32 (20240520, version 1, count), then uint16."""
+    """The token count of an llm.c shard: 256 int32 (20240520, version 1, count, zeros), then uint16."""
     header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-        raise UserError(f"got {path} without the header of a .bin shard, needed 20240520 and version 1, do fetch it again")
-    if os.path.getsize(path) != 1024 + 2 * int(header[2]):
-        raise UserError(f"got {path} of {os.path.getsize(path):,} bytes, needed {1024 + 2 * int(header[2]):,}, do fetch it again")
+    size = os.path.getsize(path)
+    if len(header) < 256 or header[0] != 20240520 or header[1] != 1 or size != 1024 + 2 * int(header[2]):
+        raise UserError(f"got {path} of {size:,} bytes that is no whole .bin shard, needed one, do fetch it again")
     return int(header[2])
 
 
@@ -670,38 +705,183 @@ def fetch_pretokenized(options):
     files = ["finewebedu_val_000000.bin"] + [f"finewebedu_train_{i:06d}.bin" for i in range(1, options.pretokenized + 1)]
     meta = {"dataset": READY_REPO, "tokenizer": "gpt2", "vocab_size": 50257, "documents": 0, "tokens": 0}
     meta |= {"shards": {}, "complete": False, "made_from": {"sources": []}, "ends": {}}
-    path = os.path.join(folder, "meta.json")
-    meta = load_meta(folder, meta, path)
+    meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
+    writer = Writer(folder, "finewebedu", 0, 1, meta, None)
     missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
     need_disk(folder, 200_001_024 * len(missing))
-    print(f"{len(missing)} shards of 200 MB to {folder}, {len(missing) * 0.2:.1f} GB: about {len(missing) * 2} s at 100 MB/s")
+    print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
+
+    def fetch_shard(file):
+        path = huggingface_hub.hf_hub_download(READY_REPO, file, repo_type="dataset", local_dir=downloads)
+        try:
+            return path, check_bin(path)
+        except UserError as error:  # cut short on the way: once more
+            os.remove(path)
+            raise ConnectionError(str(error)) from None
+
     downloads = os.path.join(folder, "download")
     for file in tqdm(missing, unit="shard", desc=folder):
-        def download():
-            got = huggingface_hub.hf_hub_download(READY_REPO, file, repo_type="dataset", local_dir=downloads)
-            try:
-                return got, check_bin(got)
-            except UserError as error:
-                os.remove(got)
-                raise ConnectionError(str(error)) from None  # cut short on the way: once more
-        got, num_tokens = retry(file, download)
-        tokens = np.memmap(got, dtype="<u2", mode="r", offset=1024)
-        documents = int(np.count_nonzero(tokens == 50256))
-        save_meta(path, meta)
-        os.replace(got, os.path.join(folder, file))
+        path, num_tokens = retry(file, lambda: fetch_shard(file))
+        writer.save()
+        os.replace(path, os.path.join(folder, file))
+        tokens = np.memmap(os.path.join(folder, file), dtype="<u2", mode="r", offset=1024)
+        meta["documents"] += int(np.count_nonzero(tokens == 50256)) if file not in meta["shards"] else 0
         meta["shards"][file] = num_tokens
-        meta["documents"] += documents
         meta["tokens"] = sum(meta["shards"].values())
-        save_meta(path, meta)
+        writer.save()
     shutil.rmtree(downloads, ignore_errors=True)
-    meta["complete"] = True
-    save_meta(path, meta)
-    print(f"{folder}: {meta['tokens']:,} tokens, {len(meta['shards'])} shards")
+    writer.finish()
     return folder
 
 
+# -----------------------------------------------------------------------------
+# Contamination: which examples of an evaluation stand in the training text?
+
+RUN = 13  # tokens in common that count, as in GPT-3's study of contamination
+FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
+TABLE_BITS = 27  # 128 MB of flags: at a million runs looked for, 1 token in 100 needs a second look
+SEGMENT = 2**24  # tokens of a shard that a core reads at a time
+
+
+def run_hashes(tokens):
+    """(n,) uint16 -> (n - RUN + 1,) uint64, a polynomial in FACTOR of the RUN tokens from each position."""
+    tokens = tokens.astype(np.uint64) + 1  # else leading zeros would not show
+    hashes = tokens[: len(tokens) - RUN + 1].copy()
+    for i in range(1, RUN):
+        hashes *= np.uint64(FACTOR)  # wraps around
+        hashes += tokens[i : i + len(hashes)]
+    return hashes
+
+
+def read_examples(path, enc):
+    """The lines of a HellaSwag file as [(line number, the tokens of its context and each ending)]."""
+    examples = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    example = json.loads(line)
+                    texts = [f"{example['ctx']} {ending}" for ending in example["endings"]]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(
+                        f"got {path} line {number} ({error!r}), needed HellaSwag's ctx and endings, do mend it"
+                    ) from None
+                examples.append((number, [encode_text(enc, text).astype(np.uint16) for text in texts]))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"got --contamination {path} ({error}), needed a HellaSwag file, do check the path") from None
+    return examples
+
+
+def segments(folder):
+    """[(shard, start, stop, shard that follows)] over all the tokens of a folder."""
+    numbers = {}
+    for file in os.listdir(folder) if os.path.isdir(folder) else []:
+        if match := re.search(r"_(?:train|val)_(\d+)\.(npy|bin)$", file):
+            numbers[int(match[1])] = os.path.join(folder, file)
+    # written in parts, shards follow each other in steps of the number of parts
+    steps = [int(match[1]) for path in read_metas(folder) if (match := re.search(r"-of-(\d+)\.json$", path))]
+    for number, path in sorted(numbers.items()):
+        size = len(open_shard(path))
+        for start in range(0, size, SEGMENT):
+            stop = min(start + SEGMENT, size)
+            yield path, start, stop, numbers.get(number + max(steps, default=1)) if stop == size else None
+
+
+def open_shard(path):
+    """The tokens of a shard as a memory map."""
+    try:
+        if path.endswith(".bin"):
+            return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(check_bin(path),))
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"got {path} that cannot be read ({error}), needed a whole shard, do make it again") from None
+
+
+def contamination(folder, path, num_proc=0):
+    """Search the shards in `folder` for runs of RUN tokens of the examples in `path`; prints a report.
+
+    Exact: hashes only say where to look, tokens decide. Memory does not grow with the corpus.
+    Returns {line number: longest run in common}.
+    """
+    work = list(segments(folder))
+    if not work:
+        raise UserError(f"got {folder} without shards, needed the training text, do make it or give --out-dir")
+    enc = tokenizer.folder_encoding(folder)
+    examples = read_examples(path, enc)
+    texts = [tokens for _, endings in examples for tokens in endings if len(tokens) >= RUN]
+    if not texts:
+        raise UserError(f"got {path} without an example of {RUN} tokens, needed some, do give HellaSwag's file")
+    # every distinct run that is looked for, and the run at each place of each text
+    runs = np.concatenate([np.lib.stride_tricks.sliding_window_view(tokens, RUN) for tokens in texts])  # (runs, RUN)
+    wanted, first, which = np.unique(
+        np.concatenate([run_hashes(tokens) for tokens in texts]), return_index=True, return_inverse=True
+    )
+    assert (runs[first][which] == runs).all(), "two runs with one hash: choose another FACTOR"
+    runs = runs[first]
+    shift = np.uint64(64 - TABLE_BITS)
+    table = np.zeros(2**TABLE_BITS, dtype=bool)
+    table[wanted >> shift] = True
+
+    def search(segment):
+        """The wanted runs in a segment, and where each is seen first."""
+        shard, start, stop, follower = segment
+        tokens = open_shard(shard)[start : stop + RUN - 1]
+        if follower:  # a run may begin in one shard and end in the next
+            tokens = np.concatenate([tokens, open_shard(follower)[: RUN - 1]])
+        seen, places = [], []
+        for at in range(0, len(tokens) - RUN + 1, 2**16):  # small enough to stay in the cache
+            block = np.asarray(tokens[at : at + 2**16 + RUN - 1])
+            hashes = run_hashes(block)
+            place = np.flatnonzero(table[hashes >> shift])
+            index = np.minimum(np.searchsorted(wanted, hashes[place]), len(wanted) - 1)
+            place, index = place[same := wanted[index] == hashes[place]], index[same]
+            equal = (block[place[:, None] + np.arange(RUN)] == runs[index]).all(axis=1)
+            seen.append(index[equal])
+            places.append(start + at + place[equal])
+        seen, order = np.unique(np.concatenate(seen or [[]]), return_index=True)
+        return stop - start, seen.astype(np.int64), np.concatenate(places or [[]])[order]
+
+    found = {}  # run: (shard, position)
+    clock = time.perf_counter()
+    num_proc = num_proc or num_cores()
+    with ThreadPoolExecutor(num_proc) as pool, tqdm(unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
+        for (shard, *_), (size, seen, places) in zip(work, pool.map(search, work)):
+            for run, place in zip(seen.tolist(), places.tolist()):
+                found.setdefault(run, (shard, int(place)))
+            bar.update(size)
+        num_tokens, seconds = bar.n, time.perf_counter() - clock
+
+    # per example the longest stretch of runs that were all found
+    is_found = np.zeros(len(wanted) + 1, dtype=bool)
+    is_found[list(found)] = True
+    at, worst = 0, {}
+    for number, endings in examples:
+        for tokens in endings:
+            which_here = which[at : at + max(0, len(tokens) - RUN + 1)]
+            at += len(which_here)
+            for hit, stretch in itertools.groupby(range(len(which_here)), key=lambda i: is_found[which_here[i]]):
+                stretch = list(stretch)
+                length = len(stretch) + RUN - 1
+                if hit and length > worst.get(number, (0,))[0]:
+                    worst[number] = length, *found[which_here[stretch[0]]], tokens[stretch[0] : stretch[0] + length]
+    short = sum(all(len(tokens) < RUN for tokens in endings) for _, endings in examples)
+    rate = num_tokens / seconds
+    print(
+        f"{len(worst)} of {len(examples)} examples ({len(worst) / len(examples):.2%}) of {path} have {RUN} tokens in a row "
+        f"in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
+    )
+    for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
+        print(f"  line {number}: {length} tokens, {os.path.basename(shard)} at {place:,}: {enc.decode(tokens)[:150]!r}")
+    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {1e10 / rate / 60:.0f} minutes")
+    return {number: length for number, (length, *_) in worst.items()}
+
+
 def main():
-    prepare(cli.parse(Options))
+    options = cli.parse(Options)
+    if options.contamination:
+        contamination(options.out_dir or DATASETS[options.dataset][0], options.contamination, options.num_proc)
+    else:
+        prepare(options)
 
 
 if __name__ == "__main__":

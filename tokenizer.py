@@ -121,6 +121,16 @@ def folder_encoding(folder):
     return get_encoding(name)
 
 
+def save_beside(enc, folder):
+    """Put what `folder_encoding` needs into a folder of shards: a trained tokenizer, without chat markers."""
+    base = enc.name.removesuffix("+chat")
+    if base not in ("gpt2", "bytes"):
+        own = {token: i for token, i in enc._special_tokens.items() if base == enc.name or token not in CHAT_TOKENS}
+        parts = {"pat_str": enc._pat_str, "mergeable_ranks": enc._mergeable_ranks, "special_tokens": own}
+        with cli.atomic_write(os.path.join(str(folder), base + ".tiktoken"), "w", encoding="ascii") as file:
+            file.write(dumps(tiktoken.Encoding(base, **parts)))
+
+
 # -----------------------------------------------------------------------------
 # One file per tokenizer
 
