@@ -1,0 +1,222 @@
+"""What the tests share: a tiny GPT, tiny shards, and ways to run the trainer in this process or in others.
+
+Everything is seeded, runs on one thread of the CPU and touches no network. `../shared/data` is used
+where it is there (GPT-2's tokenizer tables); what needs it skips without it.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+
+# before torch is imported, here and in the processes started from here: two threads per process on two
+# cores that several processes share wait for each other more than they compute
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a test run under torchrun is not meant
+    os.environ.pop(name, None)
+if (SHARED / "tiktoken_cache").exists():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np
+import pytest
+import torch
+
+import cli
+import train_gpt2
+
+torch.set_num_threads(1)
+
+# a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
+TINY = dict(
+    n_layer=2, n_head=2, n_embd=32, block_size=32, sequence_length=16, batch_size=4, total_batch_size=128,
+    max_steps=12, warmup_steps=3, max_lr=3e-3, min_lr=3e-4, val_every=4, val_tokens=512, hellaswag_every=0,
+    sample_every=0, checkpoint_every=4, device="cpu", dtype="float32", compile=False,
+)  # fmt: skip
+LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace():
+    """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    torch.manual_seed(0)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network():
+    """A connection to anything but this machine is an error, at once."""
+    connect = socket.socket.connect
+
+    def connect_here(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"the tests may not reach {address}")
+        return connect(self, address)
+
+    socket.socket.connect = connect_here
+    yield
+    socket.socket.connect = connect
+
+
+def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
+    """Shards of the byte tokenizer: val, then train ones. Their text is drawn from a chain that can be learned."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    shards = {}
+    for number, length in enumerate(lengths):
+        # each letter is followed by the next one, or in a third of the cases by any
+        steps = np.where(rng.random(length) < 1 / 3, rng.integers(0, len(LETTERS), length), 1)
+        tokens = np.frombuffer(LETTERS, np.uint8)[np.cumsum(steps) % len(LETTERS)].astype(np.uint16)
+        tokens[0] = 256  # <|endoftext|>
+        path = folder / f"tiny_{'train' if number else 'val'}_{number:06d}.npy"
+        np.save(path, tokens)
+        shards[path.name] = length
+        if masks:
+            with open(path.with_suffix(".mask"), "wb") as file:
+                # long stretches of zeros, so that micro-batches differ much in what counts
+                np.save(file, np.repeat(rng.random(length // 10 + 1) < 0.4, 10)[:length].astype(np.uint8))
+    meta = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "shards": shards, "complete": True}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return make_shards(tmp_path / "data")
+
+
+def tiny_model(seed=0, **changes):
+    """A GPT whose every weight is random, biases and norms too: nothing is hidden by a 0 or a 1."""
+    torch.manual_seed(seed)
+    shape = dict(block_size=32, vocab_size=320, n_layer=2, n_head=2, n_embd=32) | changes
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(**shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def flags(**options):
+    """{"max_steps": 3, "compile": False} -> ["--max-steps", "3", "--no-compile"]"""
+    words = []
+    for name, value in options.items():
+        name = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return words
+
+
+def tiny_flags(data, out_dir, **changes):
+    return flags(data=data, out_dir=out_dir, **TINY | changes)
+
+
+def status_of(main, *args):
+    """The exit status with which a script's `main` would leave its process."""
+    try:
+        cli.run(lambda: main(*args))
+    except SystemExit as leaving:
+        return leaving.code or 0
+    return 0
+
+
+def train(data, out_dir, **changes):
+    """Train in this process as the command line would; the exit status."""
+    return status_of(train_gpt2.main, tiny_flags(data, out_dir, **changes))
+
+
+def read_log(out_dir, stream="train"):
+    """{step: value as it is written} of one stream; a step that is there twice is an error."""
+    lines = [line.split(" ") for line in (Path(out_dir) / "log.txt").read_text().splitlines()]
+    values = [(int(step), value) for step, name, value in lines if name == stream]
+    assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
+    return dict(values)
+
+
+def listing(folder):
+    """{path: digest or "folder"} of all that is below `folder`: equal if nothing has changed."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(Path(folder).rglob("*"))
+    }
+
+
+# Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
+# else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s.
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["pytest", "conftest"])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def child(function, args, output, environment):
+    os.environ.update(environment)
+    with open(output, "ab", 0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    cli.run(lambda: function(*args))
+
+
+def start(function, *args, output, ranks=0):
+    """Start function(*args) in another process, or in `ranks` processes as torchrun would; a list of them.
+
+    What they print goes to `output`, of rank r > 0 to `output`.r.
+    """
+    processes = []
+    port = free_port()
+    for rank in range(max(1, ranks)):
+        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
+        environment = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        where = f"{output}.{rank}" if rank else str(output)
+        process = forkserver.Process(target=child, args=(function, args, where, environment if ranks else {}))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def finish(processes, timeout=60):
+    """Wait for processes of `start`; their exit statuses (-9 if killed so)."""
+    for process in processes:
+        process.join(timeout)
+    hanging = [process for process in processes if process.is_alive()]
+    for process in hanging:
+        process.kill()
+        process.join()
+    assert not hanging, f"{len(hanging)} of {len(processes)} processes did not end in {timeout} s"
+    return [process.exitcode for process in processes]
+
+
+def run(function, *args, output, ranks=0, timeout=60):
+    return finish(start(function, *args, output=output, ranks=ranks), timeout)
+
+
+@contextlib.contextmanager
+def patched(owner, name, value):
+    """`owner.name` is `value` for a while; pytest's monkeypatch for processes that have no pytest."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
