@@ -325,7 +325,8 @@ def main():
 def summary(right, errors=False):
     """"10042 acc: 0.2859 acc_norm: 0.2955" from bools (examples, 2); `errors` adds one standard error."""
     shares = right.mean(0)
-    plus = [f" +- {(share * (1 - share) / len(right)) ** 0.5:.4f}" if errors else "" for share in shares]
+    # as the harness has it, with n - 1
+    plus = [f" +- {(p * (1 - p) / max(len(right) - 1, 1)) ** 0.5:.4f}" if errors else "" for p in shares]
     return f"{len(right)} acc: {shares[0]:.4f}{plus[0]} acc_norm: {shares[1]:.4f}{plus[1]}"
 
 
