@@ -1,0 +1,359 @@
+"""The loader: which windows a step reads, on any layout, in any epoch, and what it refuses.
+
+The shards here count: token i of the whole split is the number i, so that a batch shows where it was read.
+"""
+
+import itertools
+import json
+import pickle
+import random
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_shards
+
+import fineweb
+import tokenizer
+from cli import UserError
+from train_gpt2 import IGNORE, DataLoaderLite, find_shards, load_tokens, permute
+
+
+def counting_shards(folder, lengths):
+    """Train shards of these lengths, of consecutive numbers from 0 on."""
+    folder.mkdir(exist_ok=True)
+    first = np.cumsum([0, *lengths])
+    for number, (start, length) in enumerate(zip(first, lengths), 1):
+        np.save(folder / f"count_train_{number:06d}.npy", np.arange(start, start + length).astype(np.uint16))
+    return folder
+
+
+def windows_by_hand(lengths, T):
+    """The first token of each window: at multiples of T in a shard, where T + 1 tokens are left."""
+    starts, first = [], 0
+    for length in lengths:
+        offset = 0
+        while offset + T + 1 <= length:
+            starts.append(first + offset)
+            offset += T
+        first += length
+    return starts
+
+
+def read_steps(folder, T, S, B, world_size, steps, **options):
+    """For each step of S windows, the windows' first tokens in the order (micro-step, rank, row)."""
+    loaders = [DataLoaderLite(folder, "train", B, T, rank, world_size, **options) for rank in range(world_size)]
+    for _ in range(steps):
+        seen = []
+        for _ in range(S // (B * world_size)):
+            for loader in loaders:
+                x, y = loader.next_batch()
+                assert x.shape == y.shape == (B, T)
+                assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
+                seen += x[:, 0].tolist()
+        yield seen
+
+
+def random_cases(n, seed=0):
+    """n times (lengths of shards, T, windows per step, [(B, world_size)] that divide a step)."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        T = rng.choice([1, 2, 3, 5, 8, 16])
+        lengths = [rng.randint(1, 40 * T) for _ in range(rng.randint(1, 4))]
+        S = rng.choice([4, 6, 8, 12])
+        layouts = [(B, N) for B in range(1, S + 1) for N in (1, 2, 3, 4) if S % (B * N) == 0]
+        if len(windows_by_hand(lengths, T)) > 0:
+            yield lengths, T, S, rng.sample(layouts, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The order of the windows
+
+
+def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
+    for case, (lengths, T, S, layouts) in enumerate(random_cases(25)):
+        folder = counting_shards(tmp_path / str(case), lengths)
+        order = itertools.cycle(windows_by_hand(lengths, T))
+        expected = [list(itertools.islice(order, S)) for _ in range(6)]
+        for B, world_size in layouts:
+            assert list(read_steps(folder, T, S, B, world_size, 6)) == expected, (lengths, T, S, B, world_size)
+
+
+def test_shuffled_steps_hold_the_same_windows_for_every_layout_and_each_epoch_each_window_once(tmp_path):
+    for case, (lengths, T, S, layouts) in enumerate(random_cases(25, seed=1)):
+        folder = counting_shards(tmp_path / str(case), lengths)
+        windows = windows_by_hand(lengths, T)
+        steps = 3 * len(windows) // S + 1
+        streams = []
+        for B, world_size in layouts:
+            read = list(read_steps(folder, T, S, B, world_size, steps, shuffle=True, seed=case))
+            streams.append(read)
+            stream = sum(read, [])
+            for epoch in range(3):
+                assert sorted(stream[epoch * len(windows) : (epoch + 1) * len(windows)]) == windows
+        assert streams[0] == streams[1] == streams[2]
+
+
+def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_for_the_same_seed(tmp_path):
+    folder = counting_shards(tmp_path / "d", [500, 300])
+    n = len(windows_by_hand([500, 300], 4))
+    orders = {}
+    for seed in (1, 2):
+        stream = sum(read_steps(folder, 4, n, n, 1, 2, shuffle=True, seed=seed), [])
+        orders[seed, 0], orders[seed, 1] = stream[:n], stream[n:]
+    assert len({tuple(order) for order in orders.values()}) == 4
+    again = sum(read_steps(folder, 4, n, n, 1, 1, shuffle=True, seed=1), [])
+    assert again == orders[1, 0]
+
+
+def test_shards_come_in_the_order_of_their_names_npy_and_bin_alike(tmp_path):
+    counting_shards(tmp_path, [20, 20, 20])
+    tokens = np.load(tmp_path / "count_train_000002.npy")
+    (tmp_path / "count_train_000002.npy").unlink()
+    write_bin(tmp_path / "count_train_000002.bin", tokens)
+    assert sum(read_steps(tmp_path, 4, 12, 12, 1, 1), []) == [*range(0, 16, 4), *range(20, 36, 4), *range(40, 56, 4)]
+
+
+def write_bin(path, tokens, magic=20240520, version=1, count=None):
+    """llm.c's format, from its description: 256 int32, then uint16."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, np.uint16).tobytes())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The permutation
+
+
+def keys(seed):
+    return np.random.default_rng(seed).integers(0, 2**64, 4, np.uint64)
+
+
+def test_permute_is_a_permutation_of_any_size():
+    for n in [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65535, 100_003]:
+        assert np.array_equal(np.sort(permute(np.arange(n), n, keys(n))), np.arange(n)), n
+
+
+def test_permute_does_not_depend_on_what_is_asked_together():
+    whole = permute(np.arange(1000), 1000, keys(0))
+    order = np.random.default_rng(0).permutation(1000)
+    assert np.array_equal(permute(order, 1000, keys(0)), whole[order])
+    assert [int(permute(np.array([i]), 1000, keys(0))[0]) for i in range(50)] == whole[:50].tolist()
+
+
+def test_permute_shuffles_well():
+    """Over 400 seeds each of 5 numbers lands about as often on each place; neighbours part in a large range."""
+    counts = np.zeros((5, 5))
+    for seed in range(400):
+        counts[np.arange(5), permute(np.arange(5), 5, keys(seed))] += 1
+    # binomial with mean 80 and standard deviation 8
+    assert counts.min() > 40 and counts.max() < 120
+    n = 10_000
+    places = permute(np.arange(n), n, keys(3))
+    assert abs(np.corrcoef(np.arange(n), places)[0, 1]) < 0.05
+    assert np.abs(np.diff(places)).mean() == pytest.approx(n / 3, rel=0.05)  # as of independent draws
+    assert (np.diff(places) == 1).sum() < 10  # a random permutation has one such pair on average
+
+
+def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus():
+    n = 1_300_000_000
+    tracemalloc.start()
+    places = permute(np.arange(n - 64, n), n, keys(0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(places.tolist())) == 64 and 0 <= places.min() and places.max() < n
+    assert peak < 100_000
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Position
+
+
+def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path):
+    folder = counting_shards(tmp_path, [100, 61])
+    options = dict(B=3, T=4, shuffle=True, seed=5)
+    loader = DataLoaderLite(folder, "train", **options)
+    batches, states = [], []
+    for _ in range(40):  # 39 windows: three epochs
+        states.append(loader.state_dict())
+        batches.append(loader.next_batch())
+    for number in (0, 1, 12, 13, 26, 39):
+        again = DataLoaderLite(folder, "train", **options)
+        again.next_batch()  # what was read ahead is forgotten
+        again.load_state_dict(states[number])
+        for x, y in batches[number : number + 3]:
+            got = again.next_batch()
+            assert torch.equal(got[0], x) and torch.equal(got[1], y)
+
+
+def test_a_state_goes_on_with_another_number_of_ranks_and_another_batch_size(tmp_path):
+    folder = counting_shards(tmp_path, [100, 61])
+    options = dict(shuffle=True, seed=5)
+    whole = sum(read_steps(folder, 4, 12, 12, 1, 6, **options), [])
+    first = DataLoaderLite(folder, "train", 12, 4, **options)
+    first.next_batch(), first.next_batch()
+    ranks = [DataLoaderLite(folder, "train", 2, 4, rank, 3, **options) for rank in range(3)]
+    for loader in ranks:
+        loader.load_state_dict(first.state_dict())
+    seen = [token for _ in range(8) for loader in ranks for token in loader.next_batch()[0][:, 0].tolist()]
+    assert seen == whole[24:]
+
+
+def test_a_state_of_other_data_or_another_length_is_refused(tmp_path):
+    state = DataLoaderLite(counting_shards(tmp_path / "a", [100]), "train", 2, 4).state_dict()
+    with pytest.raises(UserError, match="needed those of the run"):
+        DataLoaderLite(counting_shards(tmp_path / "b", [200]), "train", 2, 4).load_state_dict(state)
+    with pytest.raises(UserError, match="needed those of the run"):
+        DataLoaderLite(tmp_path / "a", "train", 2, 8).load_state_dict(state)
+
+
+def test_reset_begins_again(tmp_path):
+    loader = DataLoaderLite(counting_shards(tmp_path, [100]), "train", 2, 4)
+    first = loader.next_batch()[0]
+    loader.next_batch()
+    loader.reset()
+    assert torch.equal(loader.next_batch()[0], first)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Masks
+
+
+def test_masked_targets_are_ignored_and_counted(tmp_path):
+    """Beside a loop over the windows: target i + 1 of a window counts where the mask at i + 1 is 1."""
+    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
+    shards = [np.load(path) for path in sorted(folder.glob("*_train_*.npy"))]
+    masks = [np.load(path) for path in sorted(folder.glob("*_train_*.mask"))]
+    loader = DataLoaderLite(folder, "train", 4, 8)
+    expected = []
+    for tokens, mask in zip(shards, masks):
+        for start in range(0, len(tokens) - 8, 8):
+            targets = tokens[start + 1 : start + 9].astype(int)
+            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE).tolist())
+    for number in range(0, 16, 4):
+        num_targets = loader.count_targets(4)
+        _, y = loader.next_batch()
+        assert y.tolist() == expected[number : number + 4]
+        assert num_targets == max(1, sum(token != IGNORE for row in y.tolist() for token in row))
+
+
+def test_without_masks_every_target_counts(tmp_path):
+    assert DataLoaderLite(counting_shards(tmp_path, [100]), "train", 2, 4).count_targets(6) == 24
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def expect_refusal(folder, text, split="train"):
+    with pytest.raises(UserError) as refusal:
+        DataLoaderLite(folder, split, 2, 4)
+    assert text in str(refusal.value) and "needed" in str(refusal.value), refusal.value
+
+
+def test_missing_shards_say_how_to_make_them(tmp_path):
+    expect_refusal(tmp_path / "nowhere", "python fineweb.py")
+    expect_refusal(counting_shards(tmp_path / "d", [50]), "no val shards", "val")
+
+
+def test_every_kind_of_damaged_shard_is_refused(tmp_path):
+    path = counting_shards(tmp_path, [200]) / "count_train_000001.npy"
+    whole = path.read_bytes()
+    for length in (0, 5, 60, 128, 129, 300, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        expect_refusal(tmp_path, "damaged shard")
+    path.write_bytes(b"not a shard at all" * 20)
+    expect_refusal(tmp_path, "damaged shard")
+    with open(path, "wb") as file:
+        pickle.dump(np.arange(200), file)
+    expect_refusal(tmp_path, "damaged shard")
+    np.save(path, np.array([{"a": 1}] * 200, dtype=object), allow_pickle=True)
+    expect_refusal(tmp_path, "damaged shard")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32, ">u2", np.int16])
+def test_a_shard_of_another_dtype_is_refused(tmp_path, dtype):
+    np.save(tmp_path / "x_train_000001.npy", np.arange(100).astype(dtype))
+    expect_refusal(tmp_path, "needed one-dimensional uint16")
+
+
+def test_a_shard_of_two_dimensions_is_refused(tmp_path):
+    np.save(tmp_path / "x_train_000001.npy", np.zeros((10, 10), np.uint16))
+    expect_refusal(tmp_path, "2 dimensions")
+
+
+def test_damaged_bin_shards_are_refused(tmp_path):
+    path = tmp_path / "x_train_000001.bin"
+    for options in (dict(magic=20240801), dict(version=2), dict(count=99), dict(count=101)):
+        write_bin(path, range(100), **options)
+        expect_refusal(tmp_path, "damaged shard")
+    write_bin(path, range(100))
+    whole = path.read_bytes()
+    for length in (0, 8, 100, 1024, 1025, len(whole) - 1, len(whole) - 2):
+        path.write_bytes(whole[:length])
+        expect_refusal(tmp_path, "damaged shard")
+    path.write_bytes(whole)
+    assert load_tokens(path).tolist() == list(range(100))
+
+
+def test_shards_shorter_than_a_window_are_refused(tmp_path):
+    expect_refusal(counting_shards(tmp_path, [4]), "shorter than T + 1 = 5")
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    loader = DataLoaderLite(counting_shards(tmp_path, [300]), "train", 2, 4)
+    with pytest.raises(UserError, match="got token id 299"):
+        loader.check_ids(tokenizer.get_encoding("bytes"))
+
+
+@pytest.mark.xfail(strict=True, reason="masks are not checked")
+def test_damaged_masks_are_refused(tmp_path):
+    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
+    mask = folder / "tiny_train_000001.mask"
+    whole = mask.read_bytes()
+    mask.write_bytes(whole[:-5])
+    expect_refusal(folder, "mask")
+    with open(mask, "wb") as file:
+        np.save(file, np.ones(50, np.uint8))  # of another length than its shard
+    expect_refusal(folder, "mask")
+    mask.write_bytes(whole)
+    (folder / "tiny_train_000002.mask").unlink()
+    expect_refusal(folder, "mask")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What others write
+
+
+def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
+    """Documents to shards to windows, beside a plain concatenation of the documents' bytes."""
+    rng = random.Random(0)
+    documents = ["".join(rng.choices("abc \u00e9\n", k=rng.randint(1, 300))) for _ in range(40)]
+    stream = [token for text in documents for token in [256, *text.encode()]]
+    (tmp_path / "docs.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in documents))
+    options = fineweb.Options(
+        input=(str(tmp_path / "docs.jsonl"),), tokenizer="bytes", out_dir=str(tmp_path / "d"), shard_size=1000, num_proc=1
+    )
+    fineweb.prepare(options)
+    enc = tokenizer.folder_encoding(tmp_path / "d")
+    assert enc.name == "bytes"
+    val = load_tokens(find_shards(tmp_path / "d", "val")[0]).tolist()
+    train = [load_tokens(path).tolist() for path in find_shards(tmp_path / "d", "train")]
+    assert val + sum(train, []) == stream
+    loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
+    loader.check_ids(enc)
+    for shard in train:
+        for start in range(0, len(shard) - 10, 10):
+            x, y = loader.next_batch()
+            assert x[0].tolist() == shard[start : start + 10] and y[0].tolist() == shard[start + 1 : start + 11]
+
+
+def test_reading_ahead_uses_one_thread_and_leaves_the_result_alone(tmp_path):
+    folder = counting_shards(tmp_path, [400])
+    before = threading.active_count()
+    loader = DataLoaderLite(folder, "train", 2, 4)
+    for _ in range(5):
+        loader.next_batch()
+    assert threading.active_count() <= before + 1
