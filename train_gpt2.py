@@ -57,7 +57,7 @@ from cli import UserError
 class TrainConfig:
     """Train GPT-2 from scratch. Each --preset sets its own defaults for the flags below."""
 
-    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, speedrun or quickstart
+    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, quickstart or chat
     # the run
     data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py writes them
     out_dir: str = "log"  # where the run lives
@@ -126,6 +126,11 @@ PRESETS = {
         total_batch_size=2048, max_steps=1000, warmup_steps=50, max_lr=3e-3, min_lr=3e-4,
         val_every=200, val_tokens=2**16, hellaswag_every=0, sample_every=500, sample_prompt="The ",
         checkpoint_every=250,
+    ),
+    # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
+    "chat": TrainConfig(
+        preset="chat", data="smoltalk", out_dir="log_chat", batch_size=32, total_batch_size=2**17,
+        max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0,
     ),
 }  # fmt: skip
 
@@ -221,7 +226,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, attn_mask=None, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache T is 1 (the newest token sees all) or S (the prompt: plain causal)
@@ -287,6 +293,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self.residual_dtype = torch.float32  # of the stream between the blocks
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -317,7 +324,7 @@ class GPT(nn.Module):
         if pos is None:
             start = cache.length if cache else 0
             pos = torch.arange(start, start + idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        x = (self.transformer.wte(idx) + self.transformer.wpe(pos)).to(self.residual_dtype)  # (B, T, C)
         for block in self.transformer.h:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
@@ -372,14 +379,14 @@ class GPT(nn.Module):
             idx = torch.cat([idx, next_ids[:, None]], 1)
             yield next_ids
 
-    def resize(self, block_size=None, vocab_size=None):
-        """Cut the positions to the first block_size and fill the vocabulary up to vocab_size rows.
+    def resize(self, block_size, vocab_size):
+        """Cut the positions to at most block_size and fill the vocabulary up to at least vocab_size rows.
 
         New rows are the mean of the old: a row of zeros would have logit 0, far above what a trained model
         gives to most tokens.
         """
         wte, wpe = self.transformer.wte, self.transformer.wpe
-        block_size, vocab_size = block_size or self.config.block_size, vocab_size or self.config.vocab_size
+        block_size, vocab_size = min(block_size, self.config.block_size), max(vocab_size, self.config.vocab_size)
         new_rows = wte.weight.mean(0).expand(vocab_size - len(wte.weight), -1)
         self.lm_head.weight = wte.weight = nn.Parameter(torch.cat([wte.weight, new_rows]).detach())
         wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
@@ -784,13 +791,16 @@ def choose_device(config):
 
 
 def choose_dtype(config, device_type):
-    """The torch dtype of --dtype, or what the device does well."""
+    """The torch dtype of --dtype, or what the device does well at this size."""
     if config.dtype != "auto":
         if config.dtype == "bfloat16" and device_type == "cuda" and not torch.cuda.is_bf16_supported(False):
             raise UserError("got --dtype bfloat16, needed a GPU that has it (Ampere or newer), try --dtype float16")
         return getattr(torch, config.dtype)
     if device_type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    # a CPU with instructions for bfloat16 gains from them where matrices are large
+    if device_type == "cpu" and config.n_embd >= 512 and torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
     return torch.float32
 
 
@@ -805,6 +815,7 @@ def setup_distributed(config):
         raise UserError(f"got {local_ranks} ranks on a machine of {gpus} GPUs, needed a GPU each, lower --nproc_per_node")
     if device == "cuda":
         device = f"cuda:{local_rank}"
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
@@ -869,15 +880,26 @@ def to_cpu(state):
     return [to_cpu(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
+def list_checkpoints(folder):
+    """The paths of a folder's checkpoints, oldest first."""
+    paths = [path for path in Path(folder).glob("model_*.pt") if path.stem.removeprefix("model_").isdigit()]
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("model_")))
+
+
 def write_checkpoint(path, checkpoint, keep):
-    """Write a checkpoint so that it is whole or not there, then delete all but the newest `keep`."""
+    """Write a checkpoint so that it is whole or not there, then delete all but the newest `keep`.
+
+    What has a later step is damaged: the run has gone on from before it.
+    """
     try:
         with cli.atomic_write(path) as file:
             torch.save(checkpoint, file)
     except RuntimeError as error:  # how torch's writer reports a write that failed
         raise UserError(f"got '{error}' while writing {path}, needed room, make some and run the same command again")
-    for old in sorted(path.parent.glob("model_*.pt"))[:-keep]:
-        old.unlink()
+    paths = list_checkpoints(path.parent)
+    newest = paths.index(path)
+    for unwanted in paths[: max(0, newest + 1 - keep)] + paths[newest + 1 :]:
+        unwanted.unlink()
 
 
 class CheckpointWriter:
@@ -922,8 +944,8 @@ def load_checkpoint(path):
 
 def newest_checkpoint(folder):
     """The newest whole checkpoint of a folder, as a dict, or None. Says which damaged ones it skips."""
-    paths = sorted(Path(folder).glob("model_*.pt"), reverse=True)
-    for path in paths:
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
         try:
             return load_checkpoint(path)
         except UserError as error:
@@ -1065,6 +1087,24 @@ def flops_per_token(c, T):
     return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
 
 
+def estimate_memory(model, config, B, dtype):
+    """Bytes that training takes: (weights, gradients, optimizer, activations at B * T tokens).
+
+    Activations are what a block saves for its backward pass, per token and channel: two inputs of norms, and
+    14 inputs of matmuls, attention and GELU (1 + 3 + 1 + 1 + 4 + 4); then the logits, their float32
+    copy, its log-softmax and its gradient.
+    """
+    c, weights = model.config, sum(4 * p.numel() for p in model.parameters())
+    matrices = 4 * 12 * c.n_layer * c.n_embd**2
+    optimizer = 2 * weights - (matrices if config.optimizer == "muon" else 0)  # Muon keeps one number per weight
+    size = dtype.itemsize  # of activations
+    residual = 2 if dtype == torch.bfloat16 else 4
+    block = (2 * residual + 14 * size) * c.n_embd
+    blocks = c.n_layer * residual * c.n_embd + block if config.activation_checkpointing else c.n_layer * block
+    logits = (2 * size if config.compile else 12 + 2 * (size % 4)) * c.vocab_size
+    return weights, weights, optimizer, B * config.sequence_length * (blocks + logits)
+
+
 def peak_flops(ddp):
     """The bf16 peak of all ranks in FLOP/s, or None where this device's is not known."""
     name = torch.cuda.get_device_name() if ddp.device_type == "cuda" else ""
@@ -1103,7 +1143,7 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp, auto
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     # the one wait for the device in a step
     loss, norm = torch.stack([ddp.sum(torch.stack(losses).sum()) / ddp.world_size, norm]).tolist()
-    overflow = scaler.get_scale() > 1 and scaler.is_enabled()  # float16: the scaler skips the step and scales less
+    overflow = scaler.is_enabled() and scaler.get_scale() > 1  # float16: the scaler skips the step and scales less
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
         # a table of the micro-steps (rows) and ranks (columns) that went wrong reads in the global order
         bad = torch.zeros(grad_accum_steps, ddp.world_size, device=ddp.device)
@@ -1246,6 +1286,9 @@ def print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers,
     print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
            f"shards, tokenizer {enc.name}")  # fmt: skip
     print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * {accumulation} micro-steps")
+    parts = [part / 2**30 for part in estimate_memory(raw_model, config, B, dtype)]
+    print0("memory: {:.2f} GiB of weights + {:.2f} gradients + {:.2f} optimizer + {:.2f} activations".format(*parts)
+           + f" = {sum(parts):.2f} GiB, estimated")  # fmt: skip
     print0(f"optimizer: {config.optimizer} on groups of {groups} parameters")
     print0(f"run: {config.out_dir}, from step {start_step} to {config.max_steps}")
 
@@ -1267,6 +1310,8 @@ def train(config, ddp):
 
     # raw_model is what is saved, sampled and scored; `model` is it compiled and wrapped, for the one shape (B, T)
     raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
+    # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
+    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     model, B = fit_to_machine(raw_model, config, ddp, autocast)
     train_loader.B = val_loader.B = B
     if ddp.world_size > 1:
