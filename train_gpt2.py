@@ -191,6 +191,8 @@ def check_config(config, world_size):
             f"got batch_ramp with total_batch_size {total:,} and T {T} on {world_size} ranks, needed steps "
             "of 32,768 tokens that divide among the ranks, change one of them"
         )
+    if config.val_tokens < T:
+        wrong.append(f"got val_tokens {config.val_tokens}, needed at least one sequence of {T}")
     if config.decay_fraction > 1:
         wrong.append(f"got decay_fraction {config.decay_fraction}, needed a share of max_steps from 0 to 1")
     if wrong:
@@ -482,6 +484,17 @@ def load_tokens(path):
     return tokens
 
 
+def load_mask(path, length):
+    """The mask of a shard of `length` tokens, memory-mapped: not 0 where a token counts as a target."""
+    try:
+        mask = np.load(path, mmap_mode="r", allow_pickle=False)
+        if mask.shape != (length,):
+            raise ValueError(f"shape {mask.shape} beside {length} tokens")
+    except (ValueError, EOFError, OSError) as error:
+        raise UserError(f"got a damaged or missing mask {path} ({error}), needed one per shard, make the shards again")
+    return mask
+
+
 def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, where there are none."""
     paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
@@ -529,19 +542,15 @@ class DataLoaderLite:
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.paths = find_shards(folder, split)
         self.shards = [load_tokens(path) for path in self.paths]
-        masks = [path.with_suffix(".mask") for path in self.paths]
-        self.masks = [np.load(m, mmap_mode="r", allow_pickle=False) for m in masks] if masks[0].exists() else None
+        masked = any(path.with_suffix(".mask").exists() for path in self.paths)
+        self.masks = [load_mask(path.with_suffix(".mask"), len(s)) for path, s in zip(self.paths, self.shards)] if masked else None
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
         if not self.num_windows:
             raise UserError(f"got only shards shorter than T + 1 = {T + 1} in {folder}, needed more text")
-        self.reader = ThreadPoolExecutor(1)
-        self.reset()
-
-    def reset(self):
         self.position = 0  # in windows of the global order
-        self.next = None  # the batch that is being read
+        self.reader, self.ahead = ThreadPoolExecutor(1), {}  # (position, B) -> the batch that is being read for it
 
     def locate(self, positions):
         """Positions of the global order to (shard numbers, offsets of the windows' first tokens)."""
@@ -559,9 +568,9 @@ class DataLoaderLite:
         rows = zip(*self.locate(positions))
         return np.stack([arrays[shard][offset : offset + self.T + 1] for shard, offset in rows])
 
-    def read(self, position):
-        """This rank's batch at `position` on the host: tokens (B, T + 1), and their mask or None."""
-        positions = position + self.rank * self.B + np.arange(self.B)
+    def read(self, position, B):
+        """This rank's batch at `position` on the host: [tokens (B, T + 1)], and their mask where there is one."""
+        positions = position + self.rank * B + np.arange(B)
         batch = [self.gather(self.shards, positions)]
         if self.masks:
             batch.append(self.gather(self.masks, positions))
@@ -571,9 +580,11 @@ class DataLoaderLite:
 
     def next_batch(self):
         """x, y of shape (B, T), int64 on the device: y is x moved on by one, IGNORE where the mask is 0."""
-        batch = (self.next or self.reader.submit(self.read, self.position)).result()
+        wanted = self.position, self.B
+        batch = (self.ahead.get(wanted) or self.reader.submit(self.read, *wanted)).result()
         self.position += self.B * self.world_size
-        self.next = self.reader.submit(self.read, self.position)  # while the device works on this one
+        following = self.position, self.B
+        self.ahead = {following: self.reader.submit(self.read, *following)}  # while the device works on this one
         # ids travel as uint16 and are widened on the device: a quarter of the bytes
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
         x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
@@ -602,7 +613,6 @@ class DataLoaderLite:
         got = {"num_windows": self.num_windows, "T": self.T}
         if any(state[name] != value for name, value in got.items()):
             raise UserError(f"got data of {got}, needed those of the run, {state}, name its folder by --data")
-        self.reset()
         self.position = state["position"]
 
 
@@ -745,6 +755,7 @@ class Distributed:
     local_rank: int
     world_size: int
     device: str  # cpu, mps or cuda:<local_rank>
+    dtype: torch.dtype  # of activations
 
     @property
     def is_master(self):
@@ -753,6 +764,10 @@ class Distributed:
     @property
     def device_type(self):
         return self.device.split(":")[0]
+
+    def autocast(self):
+        """The context in which matmuls and attention compute in dtype; the weights stay float32."""
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
 
     def sum(self, tensor):
         """Sum over the ranks, in place. A mean is this over world_size: gloo knows no average."""
@@ -809,7 +824,7 @@ def setup_distributed(config):
     rank, local_rank, world_size = (int(os.environ.get(name, d)) for name, d in
                                     [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # fmt: skip
     device = choose_device(config)
-    choose_dtype(config, device.split(":")[0])
+    dtype = choose_dtype(config, device.split(":")[0])
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         raise UserError(f"got {local_ranks} ranks on a machine of {gpus} GPUs, needed a GPU each, lower --nproc_per_node")
@@ -819,7 +834,7 @@ def setup_distributed(config):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return Distributed(rank, local_rank, world_size, device)
+    return Distributed(rank, local_rank, world_size, device, dtype)
 
 
 def print0(*args):
@@ -833,15 +848,15 @@ def print0(*args):
 
 
 @torch.no_grad()
-def evaluate_val_loss(model, loader, num_windows, ddp, autocast):
+def evaluate_val_loss(model, loader, num_windows, ddp):
     """The mean loss over the first num_windows windows of the validation split, on all ranks."""
-    loader.reset()
+    loader.position = 0
     sums = torch.zeros(2, device=ddp.device)  # loss, targets
     for first in range(0, num_windows, loader.B * ddp.world_size):
         x, y = loader.next_batch()
         # the last batch is as large as the others, and compiled for it: rows past the end just don't count
         y[max(0, num_windows - first - ddp.rank * loader.B) :] = IGNORE
-        with autocast:
+        with ddp.autocast():
             _, loss = model(x, y, return_logits=False)
         targets = (y != IGNORE).sum()
         sums += torch.stack([loss * targets, targets])
@@ -849,19 +864,19 @@ def evaluate_val_loss(model, loader, num_windows, ddp, autocast):
     return loss / targets
 
 
-def evaluate_hellaswag(raw_model, examples, enc, ddp, autocast):
+def evaluate_hellaswag(raw_model, examples, enc, ddp):
     """HellaSwag's counts over all ranks, each of which scores its share of the rendered examples."""
-    with autocast:
+    with ddp.autocast():
         counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, rank=ddp.rank, world_size=ddp.world_size)
     totals = ddp.sum(torch.tensor(counts, device=ddp.device))
     return hellaswag.Counts(*totals.tolist())
 
 
-def print_samples(raw_model, enc, config, step, device, autocast):
+def print_samples(raw_model, enc, config, step, ddp):
     """Print four continuations of the prompt. Their own generator leaves training's random state alone."""
-    generator = torch.Generator(device=device).manual_seed(config.seed)
-    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt)] * 4, device=device)
-    with autocast:
+    generator = torch.Generator(device=ddp.device).manual_seed(config.seed)
+    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt)] * 4, device=ddp.device)
+    with ddp.autocast():
         rows = torch.stack(list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator)), 1)
     for row in rows.tolist():
         print(f"step {step:5d} | sample | {config.sample_prompt}{enc.decode(row)!r}", flush=True)
@@ -964,8 +979,7 @@ def model_from_checkpoint(checkpoint):
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"got a checkpoint with weights of another shape ({reason}), needed those of {shape}")
-    text = checkpoint["tokenizer_file"]
-    return model, tokenizer.loads(text) if text else tokenizer.get_encoding(checkpoint["tokenizer"])
+    return model, tokenizer.loads(checkpoint["tokenizer_file"])
 
 
 def load_model(source):
@@ -1116,7 +1130,7 @@ def is_due(step, every, max_steps):
     return every > 0 and (step % every == 0 or step == max_steps)
 
 
-def train_step(model, loader, optimizers, scaler, num_windows, config, ddp, autocast):
+def train_step(model, loader, optimizers, scaler, num_windows, config, ddp):
     """One update from the next num_windows windows; (loss, gradient norm), the same on all ranks.
 
     The loss is the mean over all targets of the step, whatever micro-step or rank they fall on. Raises
@@ -1130,7 +1144,7 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp, auto
         # gradients are summed over the ranks once, behind the last micro-step; DDP asks before the forward pass
         last = micro_step == grad_accum_steps - 1
         with contextlib.nullcontext() if last or ddp.world_size == 1 else model.no_sync():
-            with autocast:
+            with ddp.autocast():
                 _, loss = model(x, y, return_logits=False)
             # from the mean over these targets to their part in the mean over the step's; DDP will average
             # over the ranks, hence the world size
@@ -1159,7 +1173,7 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp, auto
     return loss, norm
 
 
-def fit_to_machine(raw_model, config, ddp, autocast):
+def fit_to_machine(raw_model, config, ddp):
     """Try a micro-step and its validation before step 0, and step back from what this machine can't do.
 
     Out of memory: B is halved, which leaves the losses as they are. A compiler or an attention kernel that
@@ -1173,9 +1187,9 @@ def fit_to_machine(raw_model, config, ddp, autocast):
             # the optimizer's state is not there yet, but will be: two numbers per weight
             reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
             idx = torch.randint(raw_model.config.vocab_size, (B, T), device=ddp.device)
-            with autocast:
+            with ddp.autocast():
                 model(idx, idx, return_logits=False)[1].backward()
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), ddp.autocast():
                 model(idx, idx, return_logits=False)
         except torch.OutOfMemoryError:
             trouble = "out of memory"
@@ -1275,18 +1289,18 @@ def prepare(config, ddp):
     return train_loader, val_loader, enc, examples, raw_model, checkpoint
 
 
-def print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers, start_step):
+def print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_step):
     """Say what is about to run, in numbers that can be checked."""
-    S = config.total_batch_size
+    S, B = config.total_batch_size, train_loader.B
     device = torch.cuda.get_device_name() if ddp.device_type == "cuda" else ddp.device
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     groups = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
     accumulation = S // (B * config.sequence_length * ddp.world_size)
-    print0(f"model: {sum(p.numel() for p in raw_model.parameters()):,} parameters on {ddp.world_size} x {device}, {dtype}")
+    print0(f"model: {sum(p.numel() for p in raw_model.parameters()):,} parameters on {ddp.world_size} x {device}, {ddp.dtype}")
     print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
            f"shards, tokenizer {enc.name}")  # fmt: skip
     print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * {accumulation} micro-steps")
-    parts = [part / 2**30 for part in estimate_memory(raw_model, config, B, dtype)]
+    parts = [part / 2**30 for part in estimate_memory(raw_model, config, B, ddp.dtype)]
     print0("memory: {:.2f} GiB of weights + {:.2f} gradients + {:.2f} optimizer + {:.2f} activations".format(*parts)
            + f" = {sum(parts):.2f} GiB, estimated")  # fmt: skip
     print0(f"optimizer: {config.optimizer} on groups of {groups} parameters")
@@ -1296,13 +1310,12 @@ def print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers,
 def train(config, ddp):
     """Train, or go on with, the run that `config` describes. Returns the process's exit status."""
     torch.manual_seed(config.seed)
-    dtype = choose_dtype(config, ddp.device_type)
-    autocast = torch.autocast(ddp.device_type, dtype, enabled=dtype != torch.float32)
     if ddp.device_type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where matmuls are float32
 
     train_loader, val_loader, enc, examples, raw_model, checkpoint = prepare(config, ddp)
     out_dir, T, max_steps = Path(config.out_dir), config.sequence_length, config.max_steps
+    num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     start_step = checkpoint["step"] if checkpoint else 0
     if start_step == max_steps and (out_dir / "hf").exists():
         print0(f"the run in {out_dir} is finished: {max_steps} steps, its model is in {out_dir / 'hf'}")
@@ -1311,13 +1324,13 @@ def train(config, ddp):
     # raw_model is what is saved, sampled and scored; `model` is it compiled and wrapped, for the one shape (B, T)
     raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
-    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    model, B = fit_to_machine(raw_model, config, ddp, autocast)
+    raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
+    model, B = fit_to_machine(raw_model, config, ddp)
     train_loader.B = val_loader.B = B
     if ddp.world_size > 1:
         model = DDP(model, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
     optimizers = configure_optimizers(raw_model, config, ddp.device_type)
-    scaler = torch.amp.GradScaler(ddp.device_type, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
     val_loss = None
     if checkpoint:
         for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
@@ -1330,13 +1343,8 @@ def train(config, ddp):
     ddp.on_master(start_run, config)
     log = open_log(out_dir, start_step) if ddp.is_master else None
     writer = CheckpointWriter(out_dir, config.keep_checkpoints)
-    print_start(config, ddp, dtype, raw_model, B, train_loader, enc, optimizers, start_step)
-    peak = peak_flops(ddp)
-    state = {
-        "config": {**dataclasses.asdict(config), **dataclasses.asdict(raw_model.config)},
-        "tokenizer": enc.name,
-        "tokenizer_file": tokenizer.dumps(enc) if enc.name.removesuffix("+chat") not in ("gpt2", "bytes") else None,
-    }
+    print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_step)
+    peak, tokenizer_file = peak_flops(ddp), tokenizer.dumps(enc)  # a checkpoint says all that its model needs
     signals, stopping, started = catch_signals(), False, time.perf_counter()
     gc.collect()
     gc.freeze()  # what lives now lives on: the collector need not look at it again
@@ -1345,19 +1353,21 @@ def train(config, ddp):
         last_step = step == max_steps
         # every evaluation of step N sees the weights after N updates, the last update included
         if is_due(step, config.val_every, max_steps) and not stopping:
-            val_loss = evaluate_val_loss(model, val_loader, config.val_tokens // T, ddp, autocast)
+            val_loss = evaluate_val_loss(model, val_loader, num_val_windows, ddp)
             report(log, step, f"val loss {val_loss:.6f}", {"val": val_loss})
         if is_due(step, config.hellaswag_every, max_steps) and not stopping:
-            counts = evaluate_hellaswag(raw_model, examples, enc, ddp, autocast)
+            counts = evaluate_hellaswag(raw_model, examples, enc, ddp)
             accuracy = counts.acc_norm / counts.n
             report(log, step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
         if is_due(step, config.sample_every, max_steps) and not stopping and ddp.is_master:
-            print_samples(raw_model, enc, config, step, ddp.device, autocast)
+            print_samples(raw_model, enc, config, step, ddp)
         if (is_due(step, config.checkpoint_every, max_steps) or last_step or stopping) and step > start_step and log:
             writer.write({
-                "model": raw_model.state_dict(), "optimizer": [o.state_dict() for o in optimizers],
-                "scaler": scaler.state_dict(), "loader": train_loader.state_dict(), "rng": torch.get_rng_state(),
-                "step": step, "val_loss": val_loss, **state,
+                "step": step, "val_loss": val_loss, "model": raw_model.state_dict(),
+                "optimizer": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
+                "loader": train_loader.state_dict(), "rng": torch.get_rng_state(),
+                "config": dataclasses.asdict(config) | dataclasses.asdict(raw_model.config),
+                "tokenizer": enc.name, "tokenizer_file": tokenizer_file,
             })  # fmt: skip
         if last_step or stopping:
             break
@@ -1365,8 +1375,9 @@ def train(config, ddp):
         start = time.perf_counter()
         lr = set_schedules(optimizers, step, config)
         num_windows = get_batch_size(train_loader.position * T, config) // T
+        train_loader.B = math.gcd(B, num_windows // ddp.world_size)  # a ramp's first steps may be smaller than B
         try:
-            loss, norm = train_step(model, train_loader, optimizers, scaler, num_windows, config, ddp, autocast)
+            loss, norm = train_step(model, train_loader, optimizers, scaler, num_windows, config, ddp)
         except FloatingPointError as error:
             writer.wait()
             raise UserError(f"got {error} in step {step}, needed finite numbers, nothing was updated: start again from "
