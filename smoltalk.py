@@ -46,7 +46,7 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 class Options:
     """Conversations to token shards with a loss mask."""
 
-    input: tuple[str, ...] = ()  # JSON lines of conversations (.jsonl, also .gz, .zst), files or globs; default: SmolTalk
+    input: tuple[str, ...] = ()  # JSON lines of conversations (.jsonl, .gz, .zst), files or globs; default: SmolTalk
     out_dir: str = ""  # where the shards go; by default smoltalk, or the first input's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
@@ -92,8 +92,8 @@ def read_jsonl(paths):
                         bar.update()
             except (OSError, ValueError, RecursionError) as error:
                 raise UserError(
-                    f'got {path} line {number}: {error}, needed {{"messages": [{{"role": "user", "content": "..."}}, ...]}}, '
-                    "mend or remove that line"
+                    f"got {path} line {number}: {error}, needed "
+                    '{"messages": [{"role": "user", "content": "..."}, ...]}, mend or remove that line'
                 ) from None
 
 
@@ -192,7 +192,7 @@ def prepare(options=Options()):
             raise UserError(f"got --{flag.replace('_', '-')} {getattr(options, flag)}, needed 2 or more")
     enc = tokenizer.get_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
     if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(f"got a tokenizer of {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), train a smaller one")
+        raise UserError(f"got {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), train a smaller tokenizer")
     sources = fineweb.list_inputs(options.input)
     for name, _ in sources:
         if fineweb.is_url(name) or fineweb.kind(name) != ".jsonl":
@@ -202,9 +202,11 @@ def prepare(options=Options()):
     made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
     made_from["sources"] = [[os.path.basename(name), size] for name, size in sources]
     meta = {"dataset": "conversations" if sources else HUB_DATASET, "tokenizer": enc.name, "vocab_size": enc.n_vocab}
-    meta |= {"documents": 0, "tokens": 0, "targets": 0, "shards": {}, "complete": False, "made_from": made_from, "ends": {}}
+    meta |= {"documents": 0, "tokens": 0, "targets": 0, "shards": {}, "complete": False}
+    meta |= {"made_from": made_from, "ends": {}}
     path = fineweb.meta_path(folder, 0, 1)
-    meta = fineweb.same_data(folder, fineweb.read_metas(folder), path, meta)
+    begun = fineweb.same_data(folder, fineweb.read_metas(folder), path, meta)
+    meta = begun if begun["complete"] else meta  # one that was broken off starts anew, perhaps with a mended input
     stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
     writer = fineweb.Writer(folder, stem, 0, 1, meta, enc)
     if writer.keep() is None:
@@ -236,8 +238,8 @@ def prepare(options=Options()):
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block validates
         if len(blocks) < 2:
             raise UserError(
-                f"got {counts['read']} conversations, which fill {len(blocks)} blocks of {options.max_length} tokens, needed two "
-                "(one validates, one trains), add conversations or lower --max-length"
+                f"got {counts['read']} conversations, which fill {len(blocks)} blocks of {options.max_length} tokens, "
+                "needed two (one validates, one trains), add conversations or lower --max-length"
             )
         write_shard(writer, blocks[::10], options.max_length)
         del blocks[::10]
