@@ -121,7 +121,7 @@ PRESETS = {
         preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5
     ),
     "quickstart": TrainConfig(
-        preset="quickstart", data="python_docs", out_dir="log_quickstart", compile=False,
+        preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
         total_batch_size=2048, max_steps=1000, warmup_steps=50, max_lr=3e-3, min_lr=3e-4,
         val_every=200, val_tokens=2**16, hellaswag_every=0, sample_every=500, sample_prompt="The ",
@@ -129,7 +129,7 @@ PRESETS = {
     ),
     # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
     "chat": TrainConfig(
-        preset="chat", data="smoltalk", out_dir="log_chat", batch_size=32, total_batch_size=2**17,
+        preset="chat", data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17,
         max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0,
     ),
 }  # fmt: skip
