@@ -53,8 +53,8 @@ class Options:
     device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
-    rounds: int = 5  # turns that each side takes
-    steps: int = 0  # training steps per turn; 0: about a second's worth
+    rounds: int = 0  # turns that each side takes; 0: 20 of train, 5 of the others
+    steps: int = 0  # training steps per turn; 0: about half a second's worth, so that many turns can be compared
     # train, and the shape of the model elsewhere; 0: the preset's
     preset: str = ""  # of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
     peer: str = ""  # a nanoGPT checkout; its model.py is imported from there and trained beside ours
@@ -113,17 +113,21 @@ def peak_gib(device, reset=False):
 def alternate(runs, rounds, device):
     """Call the functions `runs` {name: function} in turn, one warm-up and `rounds` times.
 
-    Returns {name: {"seconds": [...], "peak_gib": ..., "result": of the last call}}.
+    Returns {name: {"seconds": [...], "cpu_seconds": [...], "peak_gib": ..., "result": of the last call}};
+    the processor's seconds say what a side costs where others use the machine, too.
     """
-    measured = {name: {"seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
+    measured = {name: {"seconds": [], "cpu_seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
     for turn in range(-1, rounds):
         for name, function in runs.items():
             gc.collect()
             peak_gib(device)
+            busy = time.process_time()
             seconds, measured[name]["result"] = timed(function, device)
+            busy = time.process_time() - busy
             measured[name]["peak_gib"] = max(measured[name]["peak_gib"], peak_gib(device))
             if turn >= 0:
                 measured[name]["seconds"].append(seconds)
+                measured[name]["cpu_seconds"].append(busy)
     return measured
 
 
@@ -134,13 +138,14 @@ def report(options, device, measured, work, unit, extra=None):
     """
     ours, *others = measured
     width = max(map(len, measured)) + 2
-    print(f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'peak GiB':>10}{'ratio':>8}  (of the rounds)")
+    print(f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'CPU s':>9}{'peak GiB':>10}{'ratio':>8}  of the rounds")
     rates, ratios = {}, {}
     for name, run in measured.items():
         seconds = run["seconds"]
         median = statistics.median(seconds)
         rates[name] = work / median
-        line = f"{name:{width}}{work / median:12,.1f}{median:11.4f}{min(seconds):9.4f}{max(seconds):9.4f}{run['peak_gib']:10.2f}"
+        line = f"{name:{width}}{work / median:12,.1f}{median:11.4f}{min(seconds):9.4f}{max(seconds):9.4f}"
+        line += f"{statistics.median(run['cpu_seconds']):9.4f}{run['peak_gib']:10.2f}"
         if name != ours:
             paired = sorted(theirs / mine for theirs, mine in zip(seconds, measured[ours]["seconds"]))
             ratios[name] = statistics.median(paired)
@@ -149,8 +154,7 @@ def report(options, device, measured, work, unit, extra=None):
     numbers = {
         "what": options.what, "ratio": ratios[others[0]] if others else None, f"{unit}_per_s": rates[ours],
         "ratios": ratios, "rates": rates,
-        "seconds": {name: run["seconds"] for name, run in measured.items()},
-        "peak_gib": {name: run["peak_gib"] for name, run in measured.items()},
+        **{key: {name: run[key] for name, run in measured.items()} for key in ("seconds", "cpu_seconds", "peak_gib")},
         **(extra or {}), **machine(device), "options": dataclasses.asdict(options),
     }  # fmt: skip
     if options.json:
@@ -203,6 +207,11 @@ def train_config(options, device):
     return config
 
 
+def alone(options, device):
+    """The one process of this run, as the trainer describes it."""
+    return t.Distributed(0, 0, 1, device, t.choose_dtype(options, device.split(":")[0]))
+
+
 def random_shards(folder, config, num_windows=256):
     """Shards of random ids: the time of a step does not depend on what it reads, and no text is needed."""
     size = max(num_windows, config.total_batch_size // config.sequence_length) * config.sequence_length + 1
@@ -217,17 +226,16 @@ class Ours:
     def __init__(self, config, folder, ddp, steps):
         self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
         torch.manual_seed(0)
-        dtype = t.choose_dtype(config, ddp.device_type)
-        self.autocast = torch.autocast(ddp.device_type, dtype, enabled=dtype != torch.float32)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = t.GPT(t.GPTConfig(*shape)).to(ddp.device)
         self.raw_model.activation_checkpointing = config.activation_checkpointing
-        self.model, self.B = t.fit_to_machine(self.raw_model, config, ddp, self.autocast)
+        self.raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
+        self.model, self.B = t.fit_to_machine(self.raw_model, config, ddp)
         layout = dict(B=self.B, T=config.sequence_length, device=ddp.device)
         self.loader = t.DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
         self.val_loader = t.DataLoaderLite(folder, "val", **layout)
         self.optimizers = t.configure_optimizers(self.raw_model, config, ddp.device_type)
-        self.scaler = torch.amp.GradScaler(ddp.device_type, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
 
     def __call__(self):
         c = self.config
@@ -235,7 +243,7 @@ class Ours:
         for _ in range(self.steps):
             t.set_schedules(self.optimizers, self.step, c)
             loss, _ = t.train_step(
-                self.model, self.loader, self.optimizers, self.scaler, num_windows, c, self.ddp, self.autocast
+                self.model, self.loader, self.optimizers, self.scaler, num_windows, c, self.ddp
             )
             self.step += 1
         return loss
@@ -246,26 +254,26 @@ class Reference:
 
     def __init__(self, config, folder, ddp, steps, model, loss_of, optimizer):
         self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
-        self.dtype = t.choose_dtype(config, ddp.device_type)
         self.model, self.loss_of, self.optimizer = model.to(ddp.device).train(), loss_of, optimizer
+        self.position = 0
         self.tokens = torch.from_numpy(np.load(Path(folder) / "random_train_000001.npy").astype(np.int64))
 
     def __call__(self):
-        c, position = self.config, 0
+        c = self.config
         span = c.batch_size * c.sequence_length
         accumulation = c.total_batch_size // span
         for _ in range(self.steps):
             total = 0.0
             for _ in range(accumulation):
-                if position + span + 1 > len(self.tokens):
-                    position = 0
-                batch = self.tokens[position : position + span + 1].to(self.ddp.device)
+                if self.position + span + 1 > len(self.tokens):
+                    self.position = 0
+                batch = self.tokens[self.position : self.position + span + 1].to(self.ddp.device)
                 x, y = (ids.view(c.batch_size, c.sequence_length) for ids in (batch[:-1], batch[1:]))
-                with torch.autocast(self.ddp.device_type, self.dtype, enabled=self.dtype != torch.float32):
+                with self.ddp.autocast():
                     loss = self.loss_of(self.model, x, y) / accumulation
                 loss.backward()
                 total += loss.detach()
-                position += span
+                self.position += span
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = t.get_lr(self.step, c)
@@ -331,7 +339,8 @@ def make_runs(options, config, folder, ddp, steps):
         runs[f"nanoGPT{', compiled' if config.compile else ''}"] = lambda: make_peer(config, *here, options.peer)
     for variant in options.variants:
         changed = apply_variant(config, variant)
-        runs[f"train_gpt2 {variant}"] = lambda changed=changed: Ours(changed, *here)
+        other = alone(changed, ddp.device)  # a variant may have another dtype
+        runs[f"train_gpt2 {variant}"] = lambda changed=changed, other=other: Ours(changed, folder, other, steps)
     return runs
 
 
@@ -355,13 +364,14 @@ FAMILIES = {
 }
 
 
-def roofline(ours, device, seconds):
+def roofline(ours, seconds):
     """Print where a step's time goes, by family of kernels, beside the least it could take; return the numbers.
 
     The least: matmuls at the measured bf16 matmul peak, attention's causal half likewise, three passes over
     bfloat16 logits and 28 bytes per weight for AdamW at the measured copy bandwidth.
     """
-    cuda, c = device.startswith("cuda"), ours.config
+    device, c = ours.ddp.device, ours.config
+    cuda = device.startswith("cuda")
     activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         ours()
@@ -393,7 +403,7 @@ def roofline(ours, device, seconds):
     return {
         "matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": spent, "least": least,
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:40]),
-        "attention_backend": attention_backend(c, device),
+        "attention_backend": attention_backend(c, ours.ddp),
     }  # fmt: skip
 
 
@@ -413,11 +423,10 @@ def copy_bandwidth(device):
     return max(2 * len(a) / timed(lambda: b.copy_(a), device)[0] for _ in range(5))
 
 
-def attention_backend(config, device):
+def attention_backend(config, ddp):
     """Which implementation scaled_dot_product_attention chooses for the step."""
-    dtype = t.choose_dtype(config, device.split(":")[0])
     shape = (config.batch_size, config.n_head, config.sequence_length, config.n_embd // config.n_head)
-    q = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    q = torch.empty(shape, device=ddp.device, dtype=ddp.dtype, requires_grad=True)
     if not hasattr(torch, "_fused_sdp_choice"):
         return "unknown"
     return torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
@@ -425,20 +434,20 @@ def attention_backend(config, device):
 
 def bench_train(options, device):
     """Steps of the same tokens, model shape, optimizer and precision: ours, transformers', nanoGPT's."""
-    config, ddp = train_config(options, device), t.Distributed(0, 0, 1, device)
+    config, ddp = train_config(options, device), alone(options, device)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
         runs = {name: build() for name, build in make_runs(options, config, folder, ddp, 1).items()}
         ours = runs["train_gpt2"]
-        steps = options.steps or max(1, round(1 / min(timed(ours, device)[0] for _ in range(3))))
+        steps = options.steps or max(1, round(0.5 / min(timed(ours, device)[0] for _ in range(3))))
         for run in runs.values():
             run.steps = steps
         shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, T {config.sequence_length}"
-        print(f"{shape}, {config.total_batch_size:,} tokens a step, {steps} steps a turn, {t.choose_dtype(config, ddp.device_type)}")
+        print(f"{shape}, {config.total_batch_size:,} tokens a step, {steps} steps a turn, {ddp.dtype}")
         measured = alternate(runs, options.rounds, device)
         extra = {"steps": steps, "losses": {name: run["result"] for name, run in measured.items()}}
         ours.steps = 1
-        extra |= roofline(ours, device, statistics.median(measured["train_gpt2"]["seconds"]) / steps)
+        extra |= roofline(ours, statistics.median(measured["train_gpt2"]["seconds"]) / steps)
     return report(options, device, measured, steps * config.total_batch_size, "tok", extra)
 
 
@@ -518,17 +527,16 @@ def bench_hellaswag(options, device):
     model, enc = some_model(options, device)
     limit = options.limit or (1000 if device.startswith("cuda") else 24)
     examples = [hellaswag.render_example(e, enc) for e in itertools.islice(hellaswag.iterate_examples(options.data), limit)]
-    dtype = t.choose_dtype(options, device.split(":")[0])
-    autocast = torch.autocast(device.split(":")[0], dtype, enabled=dtype != torch.float32)
+    ddp = alone(options, device)
 
     def under_autocast(function):
-        with autocast:
+        with ddp.autocast():
             return function(model, examples, enc.n_vocab)[:, :2]
 
     runs = {"hellaswag.py": lambda: under_autocast(hellaswag.predict), "four rows": lambda: under_autocast(four_rows)}
     measured = alternate(runs, options.rounds, device)
     same = (measured["hellaswag.py"]["result"] == measured["four rows"]["result"]).sum(0).tolist()
-    print(f"{len(examples)} examples, {dtype}: same ending by sum {same[0]}, by mean {same[1]}")
+    print(f"{len(examples)} examples, {ddp.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
     extra = {"examples": len(examples), "same_by_sum": same[0], "same_by_mean": same[1]}
     numbers = report(options, device, measured, len(examples), "examples", extra)
     print(f"all {hellaswag.NUM_EXAMPLES:,} examples at this rate: {hellaswag.NUM_EXAMPLES / numbers['examples_per_s']:.1f} s")
@@ -549,8 +557,7 @@ def bench_sample(options, device):
     model, enc = some_model(options, device)
     B, n = options.batch_size or 1, options.max_new_tokens
     prompt = torch.tensor([enc.encode_ordinary("Hello, I'm a language model,")] * B, device=device)
-    dtype = t.choose_dtype(options, device.split(":")[0])
-    autocast = torch.autocast(device.split(":")[0], dtype, enabled=dtype != torch.float32)
+    ddp = alone(options, device)
     hf = transformers_model(model.config).to(device).eval()
     with torch.no_grad():
         weights = dict(hf.named_parameters())
@@ -558,24 +565,24 @@ def bench_sample(options, device):
             weights[name].copy_(parameter.T if name.endswith(t.HF_TRANSPOSED) else parameter)
 
     def ours():
-        with autocast:
+        with ddp.autocast():
             return torch.stack(list(model.generate(prompt, n, enc.n_vocab, temperature=0)), 1).tolist()
 
     def transformers():
-        with autocast:  # the padding of the vocabulary is suppressed for it, as it is for us
+        with ddp.autocast():  # the padding of the vocabulary is suppressed for it, as it is for us
             return hf.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, min_new_tokens=n, do_sample=False,
                 use_cache=True, suppress_tokens=list(range(enc.n_vocab, model.config.vocab_size)) or None, pad_token_id=0,
             )[:, prompt.size(1) :].tolist()  # fmt: skip
 
     def plain():
-        with autocast:
+        with ddp.autocast():
             return without_cache(model, prompt, n, enc.n_vocab)[:, prompt.size(1) :].tolist()
 
     measured = alternate({"sample.py": ours, "without a cache": plain, "transformers": transformers}, options.rounds, device)
     results = [run.pop("result") for run in measured.values()]
     same = {name: result == results[0] for name, result in zip(measured, results)}
-    print(f"{n} tokens for {B} sequence(s), {dtype}, greedy; same tokens as ours: {same}")
+    print(f"{n} tokens for {B} sequence(s), {ddp.dtype}, greedy; same tokens as ours: {same}")
     return report(options, device, measured, B * n, "tok", {"same_tokens": same, "max_new_tokens": n})
 
 
@@ -585,8 +592,12 @@ def bench_sample(options, device):
 def main():
     options = cli.parse(Options)
     device = t.choose_device(options)
-    if min(options.rounds, options.max_new_tokens) < 1:
-        raise UserError("got --rounds or --max-new-tokens under 1, needed 1 or more, try the defaults")
+    for name in ("rounds", "steps", "limit", "batch_size", "sequence_length", "total_batch_size", "n_layer", "n_head"):
+        if getattr(options, name) < 0:
+            raise UserError(f"got {name} {getattr(options, name)}, needed 0 or more, leave it out for the default")
+    if options.max_new_tokens < 1:
+        raise UserError(f"got --max-new-tokens {options.max_new_tokens}, needed 1 or more, leave it out for 256")
+    options.rounds = options.rounds or (20 if options.what == "train" else 5)
     if device == "cuda":
         device = "cuda:0"
         torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
