@@ -292,8 +292,8 @@ class Options:
 def main():
     """Score the model in both conventions; the last line is build-nanogpt's."""
     options = cli.parse(Options)
-    if min(options.limit, options.batch_tokens) < 0:
-        raise UserError(f"got {min(options.limit, options.batch_tokens)}, needed a --limit or --batch-tokens of 0 or more")
+    if (least := min(options.limit, options.batch_tokens)) < 0:
+        raise UserError(f"got {least}, needed a --limit and --batch-tokens of 0 or more")
     examples = list(iterate_examples(options.data or download()))[: options.limit or None]
     from train_gpt2 import choose_device, load_model  # not above: train_gpt2 imports this file
 

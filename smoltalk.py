@@ -192,7 +192,7 @@ def prepare(options=Options()):
             raise UserError(f"got --{flag.replace('_', '-')} {getattr(options, flag)}, needed 2 or more")
     enc = tokenizer.get_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
     if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(f"got {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), train a smaller tokenizer")
+        raise UserError(f"got {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), use a smaller tokenizer")
     sources = fineweb.list_inputs(options.input)
     for name, _ in sources:
         if fineweb.is_url(name) or fineweb.kind(name) != ".jsonl":

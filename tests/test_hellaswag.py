@@ -26,9 +26,9 @@ ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in al
 # unequal lengths, a tie, text beyond ASCII, a context of one letter
 EXAMPLES = [
     {"activity_label": "Roofing", "ctx": "A man is on a roof. he", "label": 3,
-     "endings": ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "starts pulling up the roofing on a roof."]},
-    {"activity_label": "Café", "ctx": "Zoë orders a café crème. she", "label": 0,
-     "endings": ["says “merci”.", "naïvely asks for 寿司 and waits for a very long time.", "flies.", "flies."]},
+     "endings": ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]},
+    {"activity_label": "Caf\u00e9", "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she", "label": 0,
+     "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "flies."]},
     {"activity_label": "X", "ctx": "x", "label": 1, "endings": ["a", "bb", "ccc", "dddd"]},
 ]  # fmt: skip
 
@@ -56,10 +56,10 @@ class Planted(nn.Module):
         return hidden @ self.table
 
 
-# "\xc3\xa9" are the bytes of "é"
+E_ACUTE = "\u00e9"  # one character, two bytes: c3 a9
 SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
 # in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; a tie with the first
-WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", "éééé", "aaab", "b"]}
+WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", E_ACUTE * 4, "aaab", "b"]}
 
 
 def small_gpt(seed=0, **shape):
@@ -105,7 +105,7 @@ def test_endings_are_scored_and_nothing_else():
 
 
 def test_winners_computed_by_hand():
-    """Sum: "b" with 10 bits, the first of two equals. Mean over tokens: "éééé" with 17/9. Over characters: "aaab" with 13/4."""
+    """Sum: "b", 10 bits, the first of two equals. Mean over tokens: E_ACUTE * 4, 17/9. Over characters: "aaab", 13/4."""
     example = render_example(WINNERS, ENC)
     total, mean = score(Planted(SUCCESSORS), [example], ENC.n_vocab)
     assert total[0] / -np.log(2) == pytest.approx([10, 17, 13, 10], rel=1e-5)
@@ -193,7 +193,7 @@ def test_an_ending_begins_with_the_space_that_joins_it():
     [
         # the begun sentence is capitalized, and so lower-cased otherwise
         ({"ctx_a": "A boy runs.", "ctx_b": "the boy in the USA"}, "High jump: A boy runs. The boy in the usa"),
-        ({"ctx_a": "[header] How to jump [title] Run. [step] Run fast.", "ctx_b": ""}, "High jump: How to jump. Run. Run fast."),
+        ({"ctx_a": "[header] How to [title] Run. [step] Run fast.", "ctx_b": ""}, "High jump: How to. Run. Run fast."),
         # without ctx_a and ctx_b
         ({"ctx": "A boy runs. It is hot! the boy"}, "High jump: A boy runs. It is hot! The boy"),
         ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
@@ -201,7 +201,8 @@ def test_an_ending_begins_with_the_space_that_joins_it():
     ],
 )  # fmt: skip
 def test_text_of_the_harness(fields, expected):
-    context, endings = harness_text({"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields})
+    example = {"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields}
+    context, endings = harness_text(example)
     assert context == expected
     assert endings[0] == " Leap. High."
 

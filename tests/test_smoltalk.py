@@ -17,7 +17,7 @@ from train_gpt2 import IGNORE, DataLoaderLite
 
 ROOT = Path(__file__).parent.parent
 ENC = tokenizer.get_encoding("bytes+chat")
-USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(f"<|{name}|>") for name in ("user", "assistant", "system", "end"))
+USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
 
 
 def talk(*contents, first="user"):
@@ -26,7 +26,7 @@ def talk(*contents, first="user"):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, süß!"), ("2+2", "4")]
+PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, s\u00fc\u00df!"), ("2+2", "4")]
 
 
 def write_conversations(path, conversations):
@@ -88,7 +88,8 @@ def test_shards_masks_and_meta(tmp_path):
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
     assert meta["documents"] == 100 and meta["conversations"] == {"read": 101, "cut": 0, "left out": 1}
-    assert meta["shards"] == {f"out_{split}_{i:06d}.npy": len(shards[split][0]) for i, split in enumerate(("val", "train"))}
+    val, train = len(shards["val"][0]), len(shards["train"][0])
+    assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizer.folder_encoding(folder).name == "bytes+chat"
     answers = []
     for tokens, mask in shards.values():
@@ -142,10 +143,8 @@ def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_
 def test_a_trained_tokenizer_travels_with_its_shards(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("What is red? A rose. What is blue? The sky. " * 50)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tokenizer.py"), "--input", str(text), "--vocab-size", "280", "--out", str(tmp_path / "my.tiktoken")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, str(ROOT / "tokenizer.py"), "--input", str(text), "--vocab-size", "280"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "my.tiktoken")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25])
     folder = prepare(
@@ -166,7 +165,7 @@ def test_a_trained_tokenizer_travels_with_its_shards(tmp_path):
         ('{"messages": []}', "empty one"),
         ('{"messages": ["hi"]}', "message 1 is no object"),
         ('{"messages": [{"role": "user"}]}', "message 1 without content"),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}', "message 2 with role 'bot'"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 with role 'bot'"),
         ('{"messages": [{"role": "user", "content": " "}]}', "message 1 with empty content"),
         ('{"messages": [{"role": "user", "content": null}]}', "message 1 with empty content"),
     ],
@@ -198,7 +197,8 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: got bad.jsonl line 1: message 1 with role 'robot'") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: got bad.jsonl line 1: message 1 with role 'robot'")
+    assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
