@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import json
 import math
 import os
@@ -597,9 +598,9 @@ class DataLoaderLite:
         return max(1, int(self.gather(self.masks, self.position + np.arange(num_windows))[:, 1:].sum()))
 
     def check_ids(self, enc):
-        """Raise UserError where a shard can't be of this tokenizer; the first million ids of each are looked at."""
+        """Raise UserError where a shard can't be of this tokenizer: 128M ids are looked at, in all shards alike."""
         for path, tokens in zip(self.paths, self.shards):
-            largest = int(tokens[: 2**20].max(initial=0))
+            largest = int(tokens[: 2**27 // len(self.paths)].max(initial=0))
             if largest >= enc.n_vocab:
                 raise UserError(
                     f"got token id {largest} in {path}, needed ids under {enc.n_vocab}, the vocabulary of tokenizer "
@@ -864,6 +865,14 @@ def evaluate_val_loss(model, loader, num_windows, ddp):
     return loss / targets
 
 
+def load_hellaswag(config, enc):
+    """HellaSwag's examples as tokens; fetched, if they are not there, now and not in the middle of a run."""
+    if not Path(config.hellaswag_data).exists():
+        hellaswag.download(config.hellaswag_data)
+    examples = itertools.islice(hellaswag.iterate_examples(config.hellaswag_data), config.hellaswag_limit or None)
+    return [hellaswag.render_example(example, enc) for example in examples]
+
+
 def evaluate_hellaswag(raw_model, examples, enc, ddp):
     """HellaSwag's counts over all ranks, each of which scores its share of the rendered examples."""
     with ddp.autocast():
@@ -879,7 +888,7 @@ def print_samples(raw_model, enc, config, step, ddp):
     with ddp.autocast():
         rows = torch.stack(list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator)), 1)
     for row in rows.tolist():
-        print(f"step {step:5d} | sample | {config.sample_prompt}{enc.decode(row)!r}", flush=True)
+        print(f"step {step:5d} | sample | {config.sample_prompt + enc.decode(row)!r}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1258,12 +1267,7 @@ def prepare(config, ddp):
     train_loader.check_ids(enc)
     val_loader.check_ids(enc)
 
-    examples = []
-    if config.hellaswag_every:
-        if not Path(config.hellaswag_data).exists():
-            ddp.on_master(hellaswag.download, config.hellaswag_data)
-        examples = list(hellaswag.iterate_examples(config.hellaswag_data))[: config.hellaswag_limit or None]
-        examples = [hellaswag.render_example(example, enc) for example in examples]
+    examples = ddp.on_master(load_hellaswag, config, enc) if config.hellaswag_every else []
 
     checkpoint = ddp.on_master(find_run, config)
     padded_vocab_size = math.ceil(enc.n_vocab / 64) * 64  # 50,257 tokens, 50,304 rows: even tiles for the largest matmul
