@@ -160,7 +160,7 @@ def listing(folder):
 # Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
 # else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["pytest", "conftest"])
+forkserver.set_forkserver_preload(["pytest", "conftest", "torch._dynamo", "safetensors.torch", "tokenizers"])
 
 
 def free_port():
