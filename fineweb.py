@@ -17,6 +17,7 @@ bytes, whenever it was killed and on however many cores it runs.
 
 import ast
 import collections
+import contextlib
 import errno
 import fnmatch
 import glob
@@ -72,6 +73,7 @@ READY_REPO = "kjj0/finewebedu10B-gpt2"
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 RETRY_SECONDS = 1.0  # before the second attempt; it doubles with each
+BLOCK_CHARS = 2**20  # a long .txt is read in blocks of so many; where a begun run goes on is counted in them
 BATCH_CHARS = 2**19  # text handed to a core at a time: 0.1 s of work, so that the overhead disappears
 
 
@@ -181,7 +183,7 @@ def read_jsonl(path, name, text_column, skip):
 
 def read_txt(path, name, text_column, skip):
     with open_text(path) as file:
-        pieces = cut(iter(lambda: file.read(BATCH_CHARS), ""))
+        pieces = cut(iter(lambda: file.read(BLOCK_CHARS), ""))
         yield from itertools.islice((Piece(text, i == 0) for i, text in enumerate(pieces)), skip, None)
 
 
@@ -264,8 +266,12 @@ def background(function, *args):
     return future
 
 
-def retry(name, function, attempts=6):
-    """`function()`, again after 1, 2, 4 ... seconds where the network fails it; `name` is what it fetches."""
+def retry(name, function, attempts=3):
+    """`function()`, again after 1, 2, 4 ... seconds where the network fails it; `name` is what it fetches.
+
+    The first contact fails after 3 seconds, so that who has no network hears of it; in the midst of
+    the work 9 attempts sit out 4 minutes.
+    """
     for attempt in range(attempts):
         try:
             return function()
@@ -278,7 +284,7 @@ def retry(name, function, attempts=6):
                 ) from None
             status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
             reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
-            if status in (401, 403, 404):  # asking again would not help
+            if status in (401, 403, 404) or "Offline" in type(error).__name__:  # asking again would not help
                 break
             if attempt < attempts - 1:
                 time.sleep(RETRY_SECONDS * 2**attempt)
@@ -298,19 +304,19 @@ def fetch_url(url, path):
     os.replace(path + ".part", path)
 
 
-def fetch(source, folder, revision):
+def fetch(source, folder, revision, attempts=9):
     """The path of a local copy of `source`: itself if it is a file here."""
     if revision:
         import huggingface_hub  # slow to import
 
         get = huggingface_hub.hf_hub_download
         args = {"repo_type": "dataset", "revision": revision, "local_dir": folder}
-        return retry(source.name, lambda: get(EDU_REPO, source.name, **args))
+        return retry(source.name, lambda: get(EDU_REPO, source.name, **args), attempts)
     if not is_url(source.name):
         return source.name
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(source.name).path))
-    retry(source.name, lambda: fetch_url(source.name, path))
+    retry(source.name, lambda: fetch_url(source.name, path), attempts)
     return path
 
 
@@ -352,7 +358,7 @@ def read_batches(sources, options, folder, revision, source=0, skip=0):
     coming = None
     for number in range(source, len(sources)):
         name = sources[number].name
-        path = coming.result() if coming else fetch(sources[number], folder, revision)
+        path = coming.result() if coming else fetch(sources[number], folder, revision, 9 if number > source else 3)
         if prefetch and number + 1 < len(sources):
             coming = background(fetch, sources[number + 1], folder, revision)
         try:
@@ -386,7 +392,7 @@ def encode_text(enc, text):
         # piece of the blanks but the last, so cutting there changes nothing; GPT-4's takes line ends too
         blank = r"[^\S\x1c-\x1f]"  # those four are blanks to Python and not to tiktoken
         last = r"[^\S\r\n\x1c-\x1f]" if r"[\r\n]" in enc._pat_str else blank
-        cuts = [match.end() for match in re.finditer(rf"{blank}{{9999,}}(?={last}[\S\x1c-\x1f])", text)]
+        cuts = [match.end() for match in re.finditer(rf"(?<!{blank}){blank}{{9999,}}(?={last}[\S\x1c-\x1f])", text)]
         if not cuts:
             raise
         parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -421,6 +427,7 @@ def encode_all(enc, batches, num_proc):
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            batches.close()  # removes what was downloaded
 
 
 # -----------------------------------------------------------------------------
@@ -628,15 +635,18 @@ def prepare(options=Options()):
                 if end:
                     writing = background(writer.write, last, end)
         finally:  # whatever ends the reading, a shard that was begun is finished
+            stream.close()
             if writing:
                 writing.result()
+            shutil.rmtree(downloads, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # if it is empty
     if not meta["shards"] and (last == enc.eot_token).all():
         raise UserError(f"got an empty corpus ({len(last)} documents without text), needed text, do check the input")
     size = len(last) if meta["shards"] or part else -(-len(last) // 10)
-    for i in range(0, len(last), size):
+    for i in range(0, len(last), size or 1):
         writer.write(last[i : i + size], None)
     writer.finish()
-    shutil.rmtree(downloads, ignore_errors=True)
     return folder
 
 
@@ -721,7 +731,7 @@ def fetch_pretokenized(options):
 
     downloads = os.path.join(folder, "download")
     for file in tqdm(missing, unit="shard", desc=folder):
-        path, num_tokens = retry(file, lambda: fetch_shard(file))
+        path, num_tokens = retry(file, lambda: fetch_shard(file), 3 if file == missing[0] else 9)
         writer.save()
         os.replace(path, os.path.join(folder, file))
         tokens = np.memmap(os.path.join(folder, file), dtype="<u2", mode="r", offset=1024)
@@ -876,8 +886,8 @@ def contamination(folder, path, num_proc=0):
     return {number: length for number, (length, *_) in worst.items()}
 
 
-def main():
-    options = cli.parse(Options)
+def main(args=None):
+    options = cli.parse(Options, args)
     if options.contamination:
         contamination(options.out_dir or DATASETS[options.dataset][0], options.contamination, options.num_proc)
     else:

@@ -274,8 +274,8 @@ def read_texts(patterns, text_column):
             yield from (piece.text for piece in batch.pieces if piece.text)
 
 
-def main():
-    options = cli.parse(Options)
+def main(args=None):
+    options = cli.parse(Options, args)
     least = 257 + len(options.special_tokens)
     complaints = []
     if not options.input:

@@ -1,0 +1,687 @@
+"""fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
+
+import gzip
+import http.server
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken
+from conftest import ROOT, SHARED, listing, patched, run
+
+import fineweb
+import tokenizer
+from cli import UserError
+from fineweb import Options, prepare
+
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
+needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
+WORDS = "the of a and über naïve 日本 cat's 3.14 x=1 \t \n\n <|endoftext|> don't 🙂 end".split(" ")
+
+
+def documents(count, seed=0, longest=300):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randrange(1, longest))) for _ in range(count)]
+
+
+def as_bytes(texts):
+    """What the byte tokenizer must make of documents: 256, then the bytes of UTF-8, each document in turn."""
+    return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
+
+
+def read(folder, pattern="*.npy"):
+    """All tokens of a folder in the order of the shards' numbers, read with numpy and nothing of ours."""
+    files = sorted(Path(folder).glob(pattern), key=lambda path: path.stem[-6:])
+    shards = [np.load(file, allow_pickle=False) for file in files]
+    assert all(shard.dtype == np.uint16 and shard.ndim == 1 for shard in shards)
+    return np.concatenate(shards)
+
+
+def write_jsonl(path, texts, key="text"):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({key: text}) + "\n" for text in texts)
+    return str(path)
+
+
+def write_parquet(path, texts, column="text"):
+    pq.write_table(pa.table({"id": range(len(texts)), column: texts}), path, row_group_size=7)
+    return str(path)
+
+
+def make(tmp_path, *inputs, name="out", **options):
+    return prepare(Options(**{"input": inputs, "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options))
+
+
+def script(*args, cwd=None, timeout=60, **environment):
+    """`python fineweb.py ...` as a user runs it."""
+    command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst"])
+def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
+    texts = documents(40)
+    path = tmp_path / f"data.{kind}"
+    if kind == "parquet":
+        write_parquet(path, texts)
+    else:
+        content = "".join(json.dumps({"text": t}) + "\n" for t in texts) if "jsonl" in kind else "\n".join(texts)
+        texts = texts if "jsonl" in kind else [content]
+        data = content.encode()
+        if kind.endswith("gz"):
+            data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])  # of two members, as pigz and cat make them
+        elif kind.endswith("zst"):
+            data = pa.compress(data, codec="zstd", asbytes=True)
+        path.write_bytes(data)
+    folder = make(tmp_path, str(path), shard_size=5000)
+    assert np.array_equal(read(folder), as_bytes(texts))
+
+
+@needs_gpt2
+def test_gpt2_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
+    texts = ["", "<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end", "日本語" * 50]
+    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), tokenizer="gpt2", shard_size=100)
+    enc = tiktoken.get_encoding("gpt2")
+    assert read(folder).tolist() == [i for text in texts for i in [50256, *enc.encode_ordinary(text)]]
+
+
+@needs_gpt2
+@pytest.mark.parametrize("pattern, tail", [
+    ("gpt2", "x"), ("gpt2", "\nx"), ("gpt2", "\x1cx"), ("gpt2", " \n\n  x y"), ("gpt4", "x"), ("gpt4", " \n\n  x y"),
+])  # fmt: skip
+def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway(pattern, tail):
+    gpt2 = tiktoken.get_encoding("gpt2")
+    parts = dict(mergeable_ranks=gpt2._mergeable_ranks, special_tokens=gpt2._special_tokens)
+    enc = tiktoken.Encoding("x", pat_str=tokenizer.FAST_GPT2 if pattern == "gpt2" else tokenizer.PATTERNS["gpt4"], **parts)
+    text = "a b" + " " * 20_000 + tail  # short enough for tiktoken: it is the reference
+
+    class GivesUp:  # on anything longer than a run of blanks alone
+        _pat_str = enc._pat_str
+
+        def encode_to_numpy(self, part, disallowed_special):
+            if part == text:
+                raise ValueError("Regex error while tokenizing")
+            return enc.encode_to_numpy(part, disallowed_special=disallowed_special)
+
+    assert fineweb.encode_text(GivesUp(), text).tolist() == enc.encode_ordinary(text)
+    million = fineweb.encode_text(gpt2, "a" + " " * 1_000_000 + "x")
+    assert gpt2.decode(million) == "a" + " " * 1_000_000 + "x"
+
+
+@needs_gpt2
+@pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
+def test_a_long_text_is_cut_where_no_token_crosses(pattern):
+    gpt2 = tiktoken.get_encoding("gpt2")
+    parts = dict(mergeable_ranks=gpt2._mergeable_ranks, special_tokens=gpt2._special_tokens)
+    enc = tiktoken.Encoding("x", pat_str=tokenizer.PATTERNS[pattern], **parts)
+    text = "\n".join(documents(30, seed=1))
+    for size in (1, 7, 50, 1000):
+        pieces = list(fineweb.cut(text[i : i + size] for i in range(0, len(text), size)))
+        assert "".join(pieces) == text
+        assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
+
+
+def test_globs_are_sorted_and_the_order_given_is_kept(tmp_path):
+    texts = documents(9)
+    for i in (2, 0, 1):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts[3 * i : 3 * i + 3])
+    folder = make(tmp_path, str(tmp_path / "2.jsonl"), str(tmp_path / "[01].jsonl"), shard_size=1000)
+    assert np.array_equal(read(folder), as_bytes(texts[6:] + texts[:6]))
+
+
+def test_python_docs_are_the_documentation_of_this_python(tmp_path):
+    folder = prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs")))
+    tokens = read(folder)
+    meta = json.loads((tmp_path / "docs" / "meta.json").read_text())
+    assert 1e6 < len(tokens) == meta["tokens"] and np.count_nonzero(tokens == 256) == meta["documents"] > 300
+    text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
+    # a piece of the language reference, and a docstring of the library
+    assert "statement is used for conditional execution" in text and json.dumps.__doc__.splitlines()[0] in text
+
+
+def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "pack" / "tests").mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").write_text(
+        '''"""A package."""\nprint("never run")\nclass C:\n    "Its class."\n    def f(self, *, a=1):\n        "Does."\n'''
+    )
+    (tmp_path / "pack" / "tests" / "t.py").write_text('"""left out"""')
+    (tmp_path / "old.py").write_text("print 1")  # not Python 3
+    (tmp_path / "silent.py").write_text("x = 1")
+    for i in range(5):
+        (tmp_path / f"m{i}.py").write_text(f'"""Module {i}."""')
+    monkeypatch.setattr(fineweb.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
+    texts = fineweb.python_docs()
+    package = "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes."
+    assert sorted(texts) == sorted(["The if statement.", package, *(f"module m{i}\n\nModule {i}." for i in range(5))])
+    walk = os.walk  # the order in which a disk lists its files does not matter
+    monkeypatch.setattr(os, "walk", lambda root: ((folder, folders, files[::-1]) for folder, folders, files in walk(root)))
+    assert fineweb.python_docs() == texts
+
+
+# -----------------------------------------------------------------------------
+# Shards
+
+
+def test_shards_are_cut_as_the_docstring_of_pack_says():
+    def stream(*texts):
+        for i, text in enumerate(texts):
+            tokens = np.array([ord(char) for char in text], dtype=np.uint16)
+            yield fineweb.Tokens(fineweb.Batch(0, i, [None]), tokens, np.array([len(text)]))
+
+    def cut(*texts, **options):
+        return [("".join(map(chr, shard)), end) for shard, end in fineweb.pack(stream(*texts), 4, **options)]
+
+    assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
+    # what is exactly full is still the last, a document may be longer than two shards
+    assert cut("aaaa") == [("aaaa", None)]
+    assert cut("abcdefghij") == [("abcd", [0, 0, 4]), ("efgh", [0, 0, 8]), ("ij", None)]
+    assert cut("aaa", "bbbbb", limit=6, skip=1) == [("aabb", [0, 1, 2]), ("bb", None)]
+
+
+def test_names_and_meta_json_say_what_is_there(tmp_path):
+    texts = documents(30)
+    folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
+    tokens = as_bytes(texts)
+    files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(tokens) // 6000))]
+    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json"])
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    lengths = [6000] * (len(files) - 1) + [len(tokens) % 6000]
+    assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
+    assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
+    assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(tokens), True)
+    # each is what np.save writes, to the byte
+    np.save(tmp_path / "saved.npy", tokens[6000:12000])
+    assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / files[1]).read_bytes()
+
+
+@pytest.mark.parametrize("length, lengths", [(100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10)])
+def test_a_corpus_within_one_shard_is_cut_into_tenths(tmp_path, length, lengths):
+    (tmp_path / "a.txt").write_text("x" * (length - 1))
+    folder = make(tmp_path, str(tmp_path / "a.txt"), shard_size=1000)
+    assert list(json.loads((tmp_path / "out" / "meta.json").read_text())["shards"].values()) == lengths
+    assert len(read(folder, "*_val_*")) == lengths[0]
+
+
+def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
+    texts = documents(30)
+    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=1000, max_tokens=2345)
+    assert np.array_equal(read(folder), as_bytes(texts)[:2345])
+
+
+@needs_shared
+def test_docs_edu_is_what_an_independent_loop_makes_of_it(tmp_path):
+    files = sorted(map(str, (SHARED / "docs_edu").glob("*.parquet")))
+    folder = make(tmp_path, *files, tokenizer="gpt2", shard_size=1_000_000)
+    got = read(folder)
+    assert len(got) == 9_641_889 and np.count_nonzero(got == 50256) == 1966
+    # every eighth document, found by its <|endoftext|>
+    enc, starts = tiktoken.get_encoding("gpt2"), [*np.flatnonzero(got == 50256), len(got)]
+    texts = [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
+    for i in range(0, len(texts), 8):
+        assert got[starts[i] + 1 : starts[i + 1]].tolist() == enc.encode_ordinary(texts[i])
+
+
+# -----------------------------------------------------------------------------
+# Cores, kills, faults
+
+
+def test_neither_cores_nor_batches_nor_spawn_change_a_byte(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(200))
+    for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
+        with patched(fineweb, "BATCH_CHARS", chars):
+            make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
+    code = (
+        "import multiprocessing, fineweb; multiprocessing.set_start_method('spawn', force=True); "
+        f"fineweb.prepare(fineweb.Options(input=({path!r},), tokenizer='bytes', shard_size=7000, "
+        f"out_dir={str(tmp_path / 'spawn/out')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    one = listing(tmp_path / "one")
+    assert len(one) > 5
+    assert listing(tmp_path / "two") == one and listing(tmp_path / "five") == one and listing(tmp_path / "spawn") == one
+
+
+def prepare_and_die(options, renames, after):
+    """Die by SIGKILL at the `renames`-th file that gets its name, before or after it has."""
+    fineweb.BATCH_CHARS = fineweb.BLOCK_CHARS = 1000
+    replace = os.replace
+
+    def replace_or_die(*args):
+        nonlocal renames
+        renames -= 1
+        if renames == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*args)
+        if renames == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_or_die
+    prepare(options)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(fineweb, "BLOCK_CHARS", 1000)
+    texts = documents(60) + ["one long document " * 300]
+    if kind == "txt":
+        (tmp_path / "a.txt").write_text("\n".join(texts))
+        paths = (str(tmp_path / "a.txt"),)
+    else:
+        writer = write_jsonl if kind == "jsonl" else write_parquet
+        paths = (writer(tmp_path / f"a.{kind}", texts[:20]), writer(tmp_path / f"b.{kind}", texts[20:]))
+    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
+    renames = 2 * len(whole) - 1  # meta.json before the first shard and after every one
+    for count in range(1, renames + 1):
+        options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
+        status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
+        assert status == [-signal.SIGKILL], (tmp_path / "output").read_text()
+        make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)
+        assert listing(tmp_path / f"{count}" / "out") == whole
+
+
+def test_the_script_killed_at_work_goes_on_where_it_was(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(1500, longest=3000))
+    args = ["--input", path, "--tokenizer", "bytes", "--shard-size", "200000", "--num-proc", "1"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "fineweb.py"), *args, "--out-dir", "out"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    while not (tmp_path / "out" / "out_train_000002.npy").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[01].npy")}
+    assert script(*args, "--out-dir", "out", cwd=tmp_path).returncode == 0
+    assert script(*args, "--out-dir", "other/out", cwd=tmp_path).returncode == 0
+    assert listing(tmp_path / "out") == listing(tmp_path / "other" / "out")
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[01].npy")} == before
+
+
+def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    folder = make(tmp_path, path, shard_size=5000)
+    before = listing(folder)
+    make(tmp_path, path, shard_size=5000)
+    assert "is complete" in capsys.readouterr().out
+    for damage in (lambda file: os.truncate(file, 5000), os.remove):
+        damage(Path(folder) / "out_train_000002.npy")
+        make(tmp_path, path, shard_size=5000)
+        assert listing(folder) == before
+
+
+def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path):
+    texts = documents(60)
+    path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]))
+    with patched(fineweb, "BATCH_CHARS", 1000), pytest.raises(UserError, match="line 51"):
+        make(tmp_path, str(path), shard_size=5000, num_proc=1)
+    assert (tmp_path / "out" / "out_val_000000.npy").exists()
+    path.write_text("\n".join(lines))
+    folder = make(tmp_path, str(path), shard_size=5000)
+    assert np.array_equal(read(folder), as_bytes(texts))
+
+
+def limited(options, size):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    prepare(options)
+
+
+def test_a_disk_that_refuses_leaves_whole_shards_and_one_line(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    # 4,000 tokens are 8,128 bytes; the limit on a file's size stands for a full disk
+    options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", shard_size=4000)
+    assert run(limited, options, 8000, output=tmp_path / "output") == [2]
+    assert "File too large" in (tmp_path / "output").read_text()
+    assert not list((tmp_path / "out").glob("*.npy")) and not list((tmp_path / "out").glob("*.part"))
+    prepare(options)
+    assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
+
+
+def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
+    texts = documents(50)
+    for i in range(5):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts[10 * i : 10 * i + 10])
+    for part in ("1/3", "2/3", "3/3"):  # as `seq 3` counts; 0/3 is 3/3
+        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part=part)
+    make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/3")
+    folder = tmp_path / "out"
+    metas = [json.loads((folder / f"meta.part-{i}-of-3.json").read_text()) for i in range(3)]
+    assert sorted(file for meta in metas for file in meta["shards"]) == sorted(file.name for file in folder.glob("*.npy"))
+    for i, meta in enumerate(metas):
+        tokens = np.concatenate([np.load(folder / file) for file in meta["shards"]])
+        mine = [text for number in range(i, 5, 3) for text in texts[10 * number : 10 * number + 10]]
+        assert np.array_equal(tokens, as_bytes(mine))
+    assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
+
+
+def test_importing_runs_nothing(tmp_path):
+    code = (
+        "import socket, sys\n"
+        "def refuse(*args): raise OSError('no network')\n"
+        "socket.socket.connect = socket.create_connection = refuse\n"
+        "import fineweb, tokenizer\n"
+        "slow = {'datasets', 'transformers', 'torch', 'pyarrow', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    tmp_path.chmod(0o555)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    tmp_path.chmod(0o755)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    peaks = []
+    for times in (1, 4):
+        for i in range(times):
+            write_jsonl(tmp_path / f"{i}.jsonl", documents(1200, longest=4000))
+        code = (
+            "import resource, fineweb; "
+            f"fineweb.prepare(fineweb.Options(input=({str(tmp_path / '*.jsonl')!r},), tokenizer='bytes', num_proc=2, "
+            f"shard_size=1_000_000, out_dir={str(tmp_path / f'out{times}')!r})); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+        peaks.append(int(done.stdout.split()[-1]))
+    assert peaks[1] < 1.15 * peaks[0], peaks
+
+
+# -----------------------------------------------------------------------------
+# Downloads
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Files by path, and as much of the hub as its client asks for. The first answer of each path is broken off."""
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        self.server.asked.append(path)
+        content = self.server.files.get(path)
+        if content is None:
+            self.send_error(404)
+            return
+        first = self.server.asked.count(path) == 1 and self.command == "GET"
+        if first and self.server.flaky == "status":
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"0123456789abcdef"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[: len(content) // 2] if first and self.server.flaky == "short" else content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.asked, server.flaky = {}, [], ""
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def hub(server):
+    """The server as the hub: what `python fineweb.py` sees when HF_ENDPOINT names it."""
+    server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return server
+
+
+@pytest.mark.parametrize("flaky", ["status", "short"])
+def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
+    texts = documents(40)
+    write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
+    write_parquet(tmp_path / "b.parquet", texts[20:])
+    for name in ("a.jsonl.gz", "b.parquet"):
+        server.files[f"/x/{name}"] = (tmp_path / name).read_bytes()
+    server.flaky = flaky
+    with patched(fineweb, "RETRY_SECONDS", 0.01):
+        folder = make(tmp_path, f"{server.url}/x/a.jsonl.gz?download=1", f"{server.url}/x/b.parquet", shard_size=5000)
+    assert np.array_equal(read(folder), as_bytes(texts))
+    assert server.asked.count("/x/a.jsonl.gz") == 2
+    assert all(re.search(r"\.npy$|^meta.json$", name) for name in os.listdir(folder))
+
+
+def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
+    with pytest.raises(UserError, match="404"):
+        make(tmp_path, f"{server.url}/missing.jsonl")
+    assert server.asked == ["/missing.jsonl"]  # asked once: it would not come
+
+
+def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
+    repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
+    texts, tree = documents(60), []
+    for i in range(3):
+        write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
+        path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
+        hub.files[f"/datasets/{repo}/resolve/{commit}/{path}"] = content
+        tree.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
+    hub.files[f"/api/datasets/{repo}"] = json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
+    hub.files[f"/api/datasets/{repo}/tree/{commit}/sample/10BT"] = json.dumps(tree[::-1]).encode()
+    hub.flaky = "status"
+    tokens = as_bytes(texts)
+    args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
+    done = script(*args, cwd=tmp_path, **hub.env)
+    assert done.returncode == 0, done.stderr
+    assert "minutes" in done.stdout  # how long it will take
+    folder = tmp_path / "edu_fineweb10B"
+    assert np.array_equal(read(folder), tokens[:-100])
+    shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, -(-len(tokens[100:]) // 7000))]
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])  # and no parquet
+    # what is complete needs no network
+    asked = len(hub.asked)
+    assert "is complete" in script(*args, cwd=tmp_path, **hub.env).stdout and len(hub.asked) == asked
+
+
+def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
+    rng = np.random.default_rng(0)
+    shards = {}
+    for file in ["val_000000", "train_000001", "train_000002"]:
+        tokens = rng.integers(0, 50257, 1000, dtype=np.uint16)
+        tokens[0] = 50256
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, len(tokens)
+        shards[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
+    prefix = "/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
+    hub.files = {prefix + file: content for file, content in shards.items()}
+    hub.flaky = "short"
+    done = script("--pretokenized", 2, cwd=tmp_path, **hub.env)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "edu_fineweb10B"
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
+    # one more shard than there is: said, and what is there stays
+    done = script("--pretokenized", 3, cwd=tmp_path, **hub.env)
+    assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
+
+
+@pytest.mark.parametrize("change", [dict(magic=1), dict(version=2), dict(count=999), dict(size=100)])
+def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
+    parts = dict(magic=20240520, version=1, count=1000, size=1000) | change
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = parts["magic"], parts["version"], parts["count"]
+    path = tmp_path / "x_train_000001.bin"
+    path.write_bytes(header.tobytes() + bytes(2 * parts["size"]))
+    with pytest.raises(UserError, match="no whole .bin"):
+        fineweb.check_bin(path)
+
+
+# -----------------------------------------------------------------------------
+# Bad input, through the real script: one line, status 2, nothing written
+
+
+def bad_inputs(tmp_path):
+    """{name: (arguments, words that the line must have)}"""
+    texts = documents(5)
+    good = write_jsonl(tmp_path / "good.jsonl", texts)
+    parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    (tmp_path / "list.jsonl").write_text('{"text": "a"}\n["b"]\n')
+    (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "cut.parquet").write_bytes(Path(parquet).read_bytes()[:-20])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 99)[:-9])
+    (tmp_path / "a.csv").write_text("text\n")
+    (tmp_path / "a.tiktoken").write_text("hello")
+    big = tmp_path / "big.tiktoken"
+    ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
+    big.write_text(tokenizer.dumps(tiktoken.Encoding("big", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})))
+    (tmp_path / "file").write_text("")
+    for name in ("taken", "foreign", "strange"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "foreign" / "x_train_000001.npy").write_text("")
+    (tmp_path / "strange" / "meta.json").write_text("{}")
+    make(tmp_path, good, name="taken")
+    inputs = {
+        "missing column": (["--input", parquet], ["text", "content", "id"]),
+        "column of numbers": (["--input", parquet, "--text-column", "id"], ["int64"]),
+        "malformed JSON": (["--input", tmp_path / "broken.jsonl"], ["broken.jsonl", "line 3"]),
+        "no object": (["--input", tmp_path / "list.jsonl"], ["list.jsonl", "line 2"]),
+        "no text": (["--input", tmp_path / "number.jsonl"], ["line 1", "text"]),
+        "no documents": (["--input", tmp_path / "empty.jsonl"], ["empty corpus"]),
+        "empty text": (["--input", tmp_path / "empty.txt"], ["empty corpus"]),
+        "not UTF-8": (["--input", tmp_path / "latin.txt"], ["latin.txt", "UTF-8"]),
+        "truncated parquet": (["--input", tmp_path / "cut.parquet"], ["cut.parquet"]),
+        "truncated gzip": (["--input", tmp_path / "cut.jsonl.gz"], ["cut.jsonl.gz"]),
+        "unknown kind": (["--input", tmp_path / "a.csv"], [".parquet"]),
+        "missing file": (["--input", tmp_path / "none*.txt"], ["none*.txt"]),
+        "a folder": (["--input", tmp_path], ["folder"]),
+        "broken tokenizer": (["--input", good, "--tokenizer", tmp_path / "a.tiktoken"], ["a.tiktoken"]),
+        "unknown tokenizer": (["--input", good, "--tokenizer", "gpt3"], ["gpt2"]),
+        "large tokenizer": (["--input", good, "--tokenizer", big], ["65,537", "65,536"]),
+        "unknown data set": (["--dataset", "python-doc"], ["python-docs"]),
+        "unknown flag": (["--shard-sizes", 3], ["--shard-size"]),
+        "bad counts": (["--shard-size", 0, "--max-tokens", -1], ["--shard-size 0", "--max-tokens -1"]),
+        "bad part": (["--part", "5/4"], ["5/4", "0/4"]),
+        "part without a file": (["--input", good, "--part", "0/4"], ["0/4"]),
+        "another data set": (["--input", parquet, "--text-column", "content", "--out-dir", tmp_path / "taken"], ["good.jsonl"]),
+        "another tokenizer": (["--dataset", "python-docs", "--out-dir", tmp_path / "taken"], ["bytes", "input"]),
+        "another shard size": (["--input", good, "--out-dir", tmp_path / "taken", "--shard-size", 7], ["shard_size"]),
+        "shards of unknown origin": (["--input", good, "--out-dir", tmp_path / "foreign"], ["meta.json"]),
+        "a strange meta.json": (["--input", good, "--out-dir", tmp_path / "strange"], ["strange"]),
+        "a file for a folder": (["--input", good, "--out-dir", tmp_path / "file"], ["file"]),
+        "no network": ([], ["--dataset python-docs", "--input"]),
+        "no network for a URL": (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
+        "no contaminated shards": (["--out-dir", tmp_path / "none", "--contamination", good], ["without shards"]),
+        "no evaluation": (["--out-dir", tmp_path / "taken", "--contamination", good], ["line 1", "ctx"]),
+    }
+    for name, (args, _) in inputs.items():
+        if "--tokenizer" not in args:
+            args += ["--tokenizer", "gpt2" if name == "another tokenizer" else "bytes"]
+        if "--out-dir" not in args:
+            args += ["--out-dir", tmp_path / "out"]
+    return inputs
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("bad")
+    cases = bad_inputs(tmp_path)
+    before = listing(tmp_path)
+    env = {"TIKTOKEN_CACHE_DIR": str(SHARED / "tiktoken_cache") if SHARED.exists() else ""}
+    with ThreadPoolExecutor(4) as pool:  # each takes half a second, most of it imports
+        done = dict(zip(cases, pool.map(lambda case: script(*case[0], **env), cases.values())))
+    return cases, done, before == listing(tmp_path)
+
+
+@pytest.mark.parametrize("name", [
+    "missing column", "column of numbers", "malformed JSON", "no object", "no text", "no documents", "empty text",
+    "not UTF-8", "truncated parquet", "truncated gzip", "unknown kind", "missing file", "a folder", "broken tokenizer",
+    "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
+    "part without a file", "another data set", "another tokenizer", "another shard size", "shards of unknown origin",
+    "a strange meta.json", "a file for a folder", "no network", "no network for a URL", "no contaminated shards",
+    "no evaluation",
+])  # fmt: skip
+def test_bad_input_is_one_line_and_status_2(refusals, name):
+    cases, done, untouched = refusals
+    result = done[name]
+    assert result.returncode == 2, result
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: got "), result.stderr
+    assert all(word in lines[0] for word in cases[name][1]), lines[0]
+
+
+def test_bad_input_leaves_everything_as_it_was(refusals):
+    assert refusals[2]
+
+
+# -----------------------------------------------------------------------------
+# Contamination
+
+
+def naive_contamination(examples, tokens):
+    """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
+    runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
+    enc = tiktoken.get_encoding("gpt2")
+    found = set()
+    for number, example in enumerate(examples, 1):
+        for ending in example["endings"]:
+            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
+            if any(tuple(ids[i : i + 13]) in runs for i in range(len(ids) - 12)):
+                found.add(number)
+    return found
+
+
+@needs_shared
+def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys):
+    with open(SHARED / "hellaswag_val.jsonl", encoding="utf-8") as file:
+        examples = [json.loads(line) for _, line in zip(range(60), file)]
+    play = (SHARED / "tinyshakespeare.txt").read_text()
+    texts = [play[1000 * i : 1000 * i + 1000] for i in range(60)]
+    for i in range(0, 60, 7):  # a whole example, in the middle of a document
+        texts[i] += f" {examples[i]['ctx']} {examples[i]['endings'][examples[i]['label']]} {play[-500:]}"
+    enc = tiktoken.get_encoding("gpt2")
+    texts[1] += " " + enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12]) + " ~ "  # twelve are too few
+    evaluation = tmp_path / "eval.jsonl"
+    evaluation.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    # shards of 40 tokens: nearly every planted run begins in one shard and ends in the next
+    for name, size in (("one", 10**6), ("many", 40)):
+        folder = make(tmp_path, path, name=name, tokenizer="gpt2", shard_size=size)
+        found = fineweb.contamination(folder, evaluation)
+        # neighbours in the file often have their context in common, hence more than were planted
+        assert set(found) == naive_contamination(examples, read(folder).tolist()) >= set(range(1, 61, 7))
+        assert 2 not in found and len(found) < 20
+        assert f"{len(found)} of 60 examples ({len(found) / 60:.2%})" in capsys.readouterr().out
+    clean = make(tmp_path, write_jsonl(tmp_path / "clean.jsonl", [play[:200_000]]), name="clean", tokenizer="gpt2")
+    assert fineweb.contamination(clean, evaluation) == {}
+    # the words of the report come from the real command
+    done = script("--out-dir", tmp_path / "one", "--contamination", evaluation)
+    assert done.returncode == 0 and "line 1:" in done.stdout and "10B tokens would take" in done.stdout
