@@ -49,6 +49,7 @@ import cli
 import hellaswag
 import tokenizer
 from cli import UserError
+from huggingface import MATRICES, export_huggingface, load_huggingface
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -399,64 +400,11 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_directory):
-        """The GPT with the weights of a GPT-2 from the hub or of a folder in Hugging Face format."""
-        from transformers import GPT2LMHeadModel  # takes seconds, and only this needs it
-
-        try:
-            hf = GPT2LMHeadModel.from_pretrained(name_or_directory)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"got no GPT-2 from {name_or_directory} ({str(error).splitlines()[0]}), needed a name on the "
-                "Hugging Face hub and a network, or a folder with config.json and model.safetensors"
-            ) from error
-        c = hf.config
-        if c.activation_function not in ("gelu_new", "gelu_pytorch_tanh") or c.n_inner not in (None, 4 * c.n_embd):
-            raise UserError(f"got a variant of GPT-2 in {name_or_directory}, needed GPT-2's own GELU and MLP width")
-        model = cls(GPTConfig(c.n_positions, c.vocab_size, c.n_layer, c.n_head, c.n_embd))
-        weights = hf.state_dict()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                # transformers keeps OpenAI's Conv1D layout, (in, out), for the four matrices of a block
-                transposed = name.endswith(HF_TRANSPOSED)
-                parameter.copy_(weights[name].T if transposed else weights[name])
+        """The GPT with the weights of a GPT-2 on the hub (gpt2, gpt2-xl, ...) or in a Hugging Face folder."""
+        shape, weights = load_huggingface(name_or_directory)
+        model = cls(GPTConfig(**shape))
+        model.load_state_dict(weights)
         return model
-
-
-HF_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-
-def export_huggingface(model, enc, directory):
-    """Write `model` to `directory` as transformers' GPT2LMHeadModel and AutoTokenizer read it.
-
-    The vocabulary is cut to the tokenizer's. The folder appears whole or not at all.
-    """
-    from safetensors.torch import save_file
-
-    weights = {name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()}
-    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: enc.n_vocab]
-    for name in weights:
-        weights[name] = (weights[name].T if name.endswith(HF_TRANSPOSED) else weights[name]).contiguous()
-    c = model.config
-    hf_config = dict(
-        architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new",
-        n_positions=c.block_size, n_ctx=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        vocab_size=enc.n_vocab, layer_norm_epsilon=1e-5, tie_word_embeddings=True, dtype="float32",
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=enc.eot_token, eos_token_id=enc.eot_token,
-    )  # fmt: skip
-    directory = Path(directory)
-    part = directory.with_name(directory.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        (part / "config.json").write_text(json.dumps(hf_config, indent=2))
-        generation = dict(bos_token_id=enc.eot_token, eos_token_id=enc.eot_token)
-        (part / "generation_config.json").write_text(json.dumps(generation, indent=2))
-        tokenizer.export_huggingface(enc, part)
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        shutil.rmtree(directory, ignore_errors=True)
-        part.rename(directory)
-    except OSError as error:
-        raise UserError(f"got '{error}' while writing {directory}, needed room, make some and try again") from error
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -718,7 +666,7 @@ def configure_optimizers(model, config, device_type):
     optimizers = []
     if config.optimizer == "muon":
         groups = []
-        for name in HF_TRANSPOSED:  # the four matrices of a block
+        for name in MATRICES:  # of a block
             matrices = [parameters.pop(n) for n in list(parameters) if n.endswith(name)]
             groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1, "peak_lr": config.muon_lr})
         optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
@@ -1195,18 +1143,18 @@ def fit_to_machine(raw_model, config, ddp):
         try:
             # the optimizer's state is not there yet, but will be: two numbers per weight
             reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
-            idx = torch.randint(raw_model.config.vocab_size, (B, T), device=ddp.device)
+            x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=ddp.device).unbind()
             with ddp.autocast():
-                model(idx, idx, return_logits=False)[1].backward()
+                model(x, y, return_logits=False)[1].backward()
             with torch.no_grad(), ddp.autocast():
-                model(idx, idx, return_logits=False)
+                model(x, y, return_logits=False)
         except torch.OutOfMemoryError:
             trouble = "out of memory"
         except Exception as error:  # compilers fail in many ways. What is not theirs comes again, and is raised
             if not compiled and not fused_attention:
                 raise
             trouble = f"{type(error).__name__}: {error}".splitlines()[0]
-        idx = reserved = None
+        x = y = reserved = None
         raw_model.zero_grad(set_to_none=True)
         if ddp.any(trouble == "out of memory"):
             gc.collect()
