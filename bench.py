@@ -562,7 +562,7 @@ def bench_sample(options, device):
     with torch.no_grad():
         weights = dict(hf.named_parameters())
         for name, parameter in model.named_parameters():
-            weights[name].copy_(parameter.T if name.endswith(t.HF_TRANSPOSED) else parameter)
+            weights[name].copy_(parameter.T if name.endswith(t.MATRICES) else parameter)
 
     def ours():
         with ddp.autocast():
