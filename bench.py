@@ -434,7 +434,8 @@ def attention_backend(config, ddp):
 
 def bench_train(options, device):
     """Steps of the same tokens, model shape, optimizer and precision: ours, transformers', nanoGPT's."""
-    config, ddp = train_config(options, device), alone(options, device)
+    config = train_config(options, device)
+    ddp = alone(config, device)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
         runs = {name: build() for name, build in make_runs(options, config, folder, ddp, 1).items()}

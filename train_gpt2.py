@@ -172,27 +172,19 @@ def check_config(config, world_size):
 
     B, T, total = config.batch_size, config.sequence_length, config.total_batch_size
     if config.n_embd % config.n_head:
-        wrong.append(
-            f"got n_embd {config.n_embd} and n_head {config.n_head}, needed a multiple, "
-            f"try --n-embd {config.n_head * max(1, round(config.n_embd / config.n_head))}"
-        )
+        nearest = config.n_head * max(1, round(config.n_embd / config.n_head))
+        wrong.append(f"got n_embd {config.n_embd}, needed a multiple of n_head {config.n_head}, try --n-embd {nearest}")
     if T > config.block_size:
-        wrong.append(
-            f"got sequence_length {T}, needed at most the model's block size {config.block_size}, "
-            f"try --sequence-length {config.block_size} or a larger --block-size"
-        )
+        wrong.append(f"got sequence_length {T}, needed at most the block size {config.block_size}, raise --block-size")
     micro_batch = B * T * world_size
     if total % micro_batch:
         nearest = micro_batch * max(1, round(total / micro_batch))
         wrong.append(
-            f"got total_batch_size {total:,}, needed a multiple of batch_size {B} * sequence_length {T} * "
-            f"{world_size} ranks = {micro_batch:,}, try --total-batch-size {nearest}"
+            f"got total_batch_size {total}, needed a multiple of batch_size {B} * sequence_length {T} * {world_size} "
+            f"ranks = {micro_batch}, try --total-batch-size {nearest}"
         )
     if config.batch_ramp and (total % 2**15 or 2**15 % (T * world_size)):
-        wrong.append(
-            f"got batch_ramp with total_batch_size {total:,} and T {T} on {world_size} ranks, needed steps "
-            "of 32,768 tokens that divide among the ranks, change one of them"
-        )
+        wrong.append(f"got a batch_ramp, needed 32768 to divide {total} and to be divided by T * ranks = {T * world_size}")
     if config.val_tokens < T:
         wrong.append(f"got val_tokens {config.val_tokens}, needed at least one sequence of {T}")
     if config.decay_fraction > 1:
@@ -448,10 +440,8 @@ def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, where there are none."""
     paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
     if not paths:
-        raise UserError(
-            f"got no {split} shards in {folder}, needed files like edufineweb_{split}_000000.npy, make them with "
-            "`python fineweb.py` (or --pretokenized, or --input for your own text) and name the folder by --data"
-        )
+        remedy = "make them with `python fineweb.py` (of your own text with --input) and name their folder by --data"
+        raise UserError(f"got no {split} shards in {folder}, needed files like edufineweb_{split}_000001.npy, {remedy}")
     return paths
 
 
@@ -550,10 +540,8 @@ class DataLoaderLite:
         for path, tokens in zip(self.paths, self.shards):
             largest = int(tokens[: 2**27 // len(self.paths)].max(initial=0))
             if largest >= enc.n_vocab:
-                raise UserError(
-                    f"got token id {largest} in {path}, needed ids under {enc.n_vocab}, the vocabulary of tokenizer "
-                    f"{enc.name}: make the shards again with it"
-                )
+                needed = f"ids under {enc.n_vocab}, the vocabulary of tokenizer {enc.name}, make the shards with that"
+                raise UserError(f"got token id {largest} in {path}, needed {needed}")
 
     def state_dict(self):
         return {"position": self.position, "num_windows": self.num_windows, "T": self.T}
@@ -976,7 +964,7 @@ def find_run(config):
 
     Refuses a folder that holds a different run, naming what differs. Changes nothing.
     """
-    out_dir = Path(config.out_dir)
+    out_dir, remedy = Path(config.out_dir), "choose another --out-dir, or --no-resume to set that aside"
     if not config.resume or not out_dir.exists():
         return None
     if (out_dir / "run.txt").exists():
@@ -985,15 +973,9 @@ def find_run(config):
         new = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
         different = [f"{name} {old.get(name)} there, {new[name]} here" for name in new if new[name] != old.get(name)]
         if different:
-            raise UserError(
-                f"got {out_dir}, which holds a different run ({', '.join(different)}), needed the same run, "
-                "choose another --out-dir, or --no-resume to set that run aside"
-            )
+            raise UserError(f"got {out_dir} with a different run ({', '.join(different)}), needed this run, {remedy}")
     elif any(out_dir.glob("model_*.pt")) or (out_dir / "log.txt").exists():
-        raise UserError(
-            f"got {out_dir} with a log or checkpoints of some other program, needed an empty folder or a run of "
-            "train_gpt2.py, choose another --out-dir, or --no-resume to set it aside"
-        )
+        raise UserError(f"got {out_dir} with some other program's log or checkpoints, needed this run, {remedy}")
     return newest_checkpoint(out_dir)
 
 
@@ -1033,10 +1015,8 @@ def report(log, step, text, streams):
         log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
         log.flush()
     except OSError as error:
-        raise UserError(
-            f"got '{error.strerror}' while writing {log.name}, needed room, make some and run the same command "
-            "again: it goes on from the newest checkpoint"
-        )
+        remedy = "make some and run the same command again: it goes on from the newest checkpoint"
+        raise UserError(f"got '{error.strerror}' while writing {log.name}, needed room, {remedy}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1161,8 +1141,7 @@ def fit_to_machine(raw_model, config, ddp):
             if ddp.device_type == "cuda":
                 torch.cuda.empty_cache()
             if B == 1:
-                raise UserError("got too little memory for one sequence, needed a larger device, try a smaller "
-                                "--sequence-length, or --activation-checkpointing")  # fmt: skip
+                raise UserError("got no memory for even one sequence, needed less, try --activation-checkpointing")
             windows = config.total_batch_size // (T * ddp.world_size)
             B = max(b for b in range(1, B // 2 + 1) if windows % b == 0)
             print0(f"out of memory: going on with --batch-size {B} and more accumulation, the losses stay the same")
@@ -1207,10 +1186,8 @@ def prepare(config, ddp):
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     if train_loader.num_windows * T < config.total_batch_size:
-        raise UserError(
-            f"got {train_loader.num_windows * T:,} training tokens in {config.data}, needed a step's "
-            f"{config.total_batch_size:,}, make more shards or lower --total-batch-size"
-        )
+        got = f"{train_loader.num_windows * T} training tokens in {config.data}"
+        raise UserError(f"got {got}, needed a step's {config.total_batch_size}, lower --total-batch-size or add shards")
     enc = tokenizer.folder_encoding(config.data)
     train_loader.check_ids(enc)
     val_loader.check_ids(enc)
@@ -1225,19 +1202,17 @@ def prepare(config, ddp):
         raw_model, model_enc = ddp.on_master(load_model, config.init_from)
         raw_model.resize(config.block_size, max(config.vocab_size, padded_vocab_size))
         if T > raw_model.config.block_size:
-            raise UserError(f"got --sequence-length {T}, needed at most {config.init_from}'s block size, "
-                            f"{raw_model.config.block_size}")  # fmt: skip
+            limit = f"{raw_model.config.block_size}, the block size of {config.init_from}"
+            raise UserError(f"got sequence_length {T}, needed at most {limit}, lower --sequence-length")
     else:
         vocab_size = config.vocab_size or padded_vocab_size
         raw_model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
         model_enc = enc
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
-        raise UserError(
-            f"got shards of tokenizer {enc.name} in {config.data}, needed the model's tokenizer {model_enc.name}, "
-            "make the shards with that one"
-        )
+        needed = f"the model's tokenizer, {model_enc.name}, make the shards with that"
+        raise UserError(f"got shards of tokenizer {enc.name} in {config.data}, needed {needed}")
     if raw_model.config.vocab_size < enc.n_vocab:
-        raise UserError(f"got --vocab-size {raw_model.config.vocab_size}, needed at least the tokenizer's {enc.n_vocab}")
+        raise UserError(f"got vocab_size {raw_model.config.vocab_size}, needed at least the tokenizer's {enc.n_vocab}")
     return train_loader, val_loader, enc, examples, raw_model, checkpoint
 
 
@@ -1332,8 +1307,8 @@ def train(config, ddp):
             loss, norm = train_step(model, train_loader, optimizers, scaler, num_windows, config, ddp)
         except FloatingPointError as error:
             writer.wait()
-            raise UserError(f"got {error} in step {step}, needed finite numbers, nothing was updated: start again from "
-                            f"the newest checkpoint in {out_dir} with a lower --max-lr or other --dtype")  # fmt: skip
+            remedy = f"nothing was updated, the newest checkpoint in {out_dir} is good: try a lower --max-lr"
+            raise UserError(f"got {error} in step {step}, needed finite numbers, {remedy}") from None
         seconds = time.perf_counter() - start
         tok_per_s = num_windows * T / seconds
         mfu = f" | {tok_per_s * flops_per_token(raw_model.config, T) / peak:5.1%} MFU" if peak else ""
