@@ -1331,6 +1331,8 @@ def train(config, ddp):
 
 def main(args=None):
     config = parse_args(args)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        config.resume = True  # torchrun started us again after a crash: --no-resume was for the first time
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
     ddp = setup_distributed(config)
     try:
