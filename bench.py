@@ -590,8 +590,8 @@ def bench_sample(options, device):
 # -----------------------------------------------------------------------------
 
 
-def main():
-    options = cli.parse(Options)
+def main(args=None):
+    options = cli.parse(Options, args)
     device = t.choose_device(options)
     for name in ("rounds", "steps", "limit", "batch_size", "sequence_length", "total_batch_size", "n_layer", "n_head"):
         if getattr(options, name) < 0:

@@ -204,8 +204,8 @@ def chat(model, enc, options, generator):
 # -----------------------------------------------------------------------------
 
 
-def main():
-    options = cli.parse(Options)
+def main(args=None):
+    options = cli.parse(Options, args)
     check_options(options)
     device = t.choose_device(options)
     if options.dtype == "auto" and not device.startswith("cuda"):

@@ -1,0 +1,279 @@
+"""sample.py and GPT.generate: the same tokens as without a cache and as transformers, and what people type."""
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, listing, run, status_of, tiny_model
+
+import sample
+import tokenizer
+import train_gpt2
+from sample import Options, continue_rows, fit_prompt, stream_text
+
+BYTES = tokenizer.get_encoding("bytes")
+CHAT = tokenizer.get_encoding("bytes+chat")
+PROMPT = [72, 101, 108, 108, 111]
+ENDLESS = type("Enc", (), {"n_vocab": 257, "eot_token": -1})()  # bytes whose end never comes
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model().eval()
+
+
+def save(path, model, enc=BYTES):
+    """A checkpoint with what a model needs, as the trainer writes it."""
+    checkpoint = {
+        "model": model.state_dict(), "config": vars(model.config), "step": 1,
+        "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc),
+    }  # fmt: skip
+    torch.save(checkpoint, path)
+    return str(path)
+
+
+def rows_of(model, ids, max_new_tokens, enc=ENDLESS, rows=1, seed=0, **options):
+    """The rows that `continue_rows` gives: lists of ids, None where a row had stopped."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = continue_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), generator, rows)
+    return [list(row) for row in zip(*steps)]
+
+
+@torch.no_grad()
+def greedy_without_cache(model, ids, num_tokens, n_vocab=257):
+    ids = torch.tensor([ids])
+    for _ in range(num_tokens):
+        logits = model(ids[:, -model.config.block_size :])[0][:, -1, :n_vocab]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 5, 31, 32])
+def test_greedy_with_the_cache_is_greedy_without_it_and_goes_beyond_the_block(model, length):
+    prompt = [(7 * i) % 256 for i in range(length)]
+    (row,) = rows_of(model, prompt, 60, temperature=0)  # the block is 32
+    assert prompt + row == greedy_without_cache(model, prompt, 60)
+
+
+def test_greedy_is_what_transformers_generates_from_the_exported_model(model, tmp_path):
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    train_gpt2.export_huggingface(model, BYTES, tmp_path / "hf")
+    hf = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("Hello", return_tensors="pt").input_ids
+    assert ids.tolist() == [PROMPT]
+    theirs = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=27, do_sample=False, eos_token_id=None,
+                         pad_token_id=0)  # fmt: skip
+    (row,) = rows_of(model, PROMPT, 27, temperature=0)
+    assert theirs[0].tolist() == PROMPT + row
+
+
+def test_the_padding_of_the_vocabulary_is_never_sampled(model):
+    # the padding's logits are made by far the largest, for whatever hidden state
+    padded = tiny_model().eval()
+    with torch.no_grad():
+        padded.transformer.ln_f.weight.zero_()
+        padded.transformer.ln_f.bias.fill_(1.0)
+        padded.transformer.wte.weight[257:] = 9.0
+        padded.transformer.wte.weight[:257] *= 0.01
+    assert padded(torch.tensor([PROMPT]))[0][0, -1].argmax() >= 257
+    for options in (dict(temperature=0), dict(top_k=0), dict(top_k=400), dict(top_p=0.5), dict(temperature=50.0, top_k=0)):
+        ids = [token for row in rows_of(padded, PROMPT, 40, rows=4, **options) for token in row]
+        assert len(ids) == 160 and max(ids) < 257
+
+
+def test_top_k_1_and_a_tiny_top_p_are_greedy(model):
+    greedy = rows_of(model, PROMPT, 20, temperature=0)
+    assert rows_of(model, PROMPT, 20, top_k=1) == greedy
+    assert rows_of(model, PROMPT, 20, top_k=0, top_p=1e-9) == greedy
+
+
+def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(model):
+    probs = model(torch.tensor([PROMPT]))[0][0, -1, :257].softmax(-1)
+    order = probs.argsort(descending=True).tolist()
+    nucleus = int((probs.sort(descending=True).values.cumsum(0) < 0.6).sum()) + 1  # the ids that have 0.6 together
+    for options, kept in ((dict(top_k=5), 5), (dict(top_k=0, top_p=0.6), nucleus)):
+        drawn = torch.tensor([row[0] for row in rows_of(model, PROMPT, 1, rows=5000, **options)])
+        assert set(drawn.tolist()) == set(order[:kept])
+        expected = probs[order[:5]] / probs[order[:kept]].sum()
+        seen = torch.stack([(drawn == token).float().mean() for token in order[:5]])
+        assert (seen - expected).abs().max() < 0.03  # 4 standard errors of a share of 5,000 draws
+
+
+def test_each_row_stops_at_its_own_end(model):
+    open_rows = rows_of(model, PROMPT, 30, rows=6, top_k=4, seed=3)
+    end = open_rows[0][4]
+    stopping = type("Enc", (), {"n_vocab": 257, "eot_token": end})()
+    stopped = rows_of(model, PROMPT, 30, stopping, rows=6, top_k=4, seed=3)
+    steps = len(stopped[0])
+    for row, whole in zip(stopped, open_rows):
+        length = whole.index(end) if end in whole else 30
+        assert row == whole[:length][:steps] + [None] * (steps - length)
+    lengths = {sum(token is not None for token in row) for row in stopped}
+    assert len(lengths) > 1 and min(lengths) <= 4, "some rows end early, the others go on"
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(model):
+    first = rows_of(model, PROMPT, 20, rows=3, seed=1)
+    assert rows_of(model, PROMPT, 20, rows=3, seed=1) == first
+    assert rows_of(model, PROMPT, 20, rows=3, seed=2) != first
+    assert first[0] != first[1], "the rows differ from one another"
+
+
+def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
+    text = "a\u00e9\u20ac\U0001f600!"  # 1, 2, 3, 4 and 1 bytes
+    pieces = list(stream_text(BYTES, text.encode()))
+    assert pieces == ["a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "!", ""]
+    assert "".join(stream_text(BYTES, text.encode()[:-2])) == "a\u00e9\u20ac\ufffd", "a cut one is marked, not dropped"
+    assert "".join(stream_text(BYTES, [0xFF, 65])) == "\ufffdA"
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
+    path = save(tmp_path / "m.pt", model)
+    command = ["Hello", "-m", path, "--temperature", "0", "--max-new-tokens", "40", "--device", "cpu"]
+    assert status_of(sample.main, command) == 0
+    expected = greedy_without_cache(model, PROMPT, 40)
+    expected = expected[: expected.index(256)] if 256 in expected else expected
+    assert capsys.readouterr().out == BYTES.decode(expected) + "\n"
+    assert status_of(sample.main, [*command, "-n", "3"]) == 0
+    assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [BYTES.decode(expected)] * 2 + [BYTES.decode(expected) + "\n"]
+
+
+def test_a_prompt_that_spells_a_special_token_is_text(model, tmp_path, capsys):
+    path = save(tmp_path / "m.pt", model)
+    assert status_of(sample.main, ["<|endoftext|>", "-m", path, "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("<|endoftext|>")
+
+
+def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
+    path, folder = save(tmp_path / "m.pt", model), tmp_path / "out"
+    assert status_of(sample.main, ["-m", path, "--export", str(folder)]) == 0
+    back, enc = train_gpt2.load_model(str(folder))
+    weights = dict(model.named_parameters())
+    for name, parameter in back.named_parameters():
+        assert torch.equal(parameter, weights[name][: len(parameter)]), name
+    before = listing(tmp_path)
+    for taken in (folder, path):
+        assert status_of(sample.main, ["-m", path, "--export", str(taken)]) == 2
+    assert listing(tmp_path) == before
+
+
+class Hostile:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_mistakes_get_one_line_and_status_2(model, tmp_path):
+    path = save(tmp_path / "m.pt", model)
+    torch.save({"model": Hostile(str(tmp_path / "made"))}, tmp_path / "hostile.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(str(tmp_path / "made")), protocol=2))
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "m.pt").read_bytes()[:3000])
+    mistakes = {
+        "an empty prompt": ["", "-m", path],
+        "a prompt of 33 tokens": ["x" * 33, "-m", path],
+        "no-such.pt": ["x", "-m", str(tmp_path / "no-such.pt")],
+        "hostile.pt": ["x", "-m", str(tmp_path / "hostile.pt")],
+        "pickle.pt": ["x", "-m", str(tmp_path / "pickle.pt")],
+        "cut.pt": ["x", "-m", str(tmp_path / "cut.pt")],
+        "--temperature -1": ["x", "-m", path, "--temperature", "-1"],
+        "--temperature nan": ["x", "-m", path, "--temperature", "nan"],
+        "--top-p 0": ["x", "-m", path, "--top-p", "0"],
+        "--num-samples 0": ["x", "-m", path, "-n", "0"],
+        "--top-kk": ["x", "-m", path, "--top-kk", "3"],
+        "--device tpu": ["x", "-m", path, "--device", "tpu"],
+    }
+    for number, (part, args) in enumerate(mistakes.items()):
+        output = tmp_path / f"out{number}"
+        assert run(sample.main, args, output=output) == [2], part
+        said = output.read_text()
+        assert said.startswith("error: got ") and part in said and said.count("\n") == 1, said
+    assert not (tmp_path / "made").exists(), "nothing in a file is run"
+
+
+# -----------------------------------------------------------------------------
+# Chat
+
+
+def talk(*contents):
+    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_the_oldest_messages_are_dropped_when_the_block_is_full():
+    messages = talk("a" * 10, "b" * 10, "c" * 10, "d" * 10, "e" * 10)
+    # <|endoftext|>, then marker, ten bytes and <|end|> for each message, and <|assistant|>
+    assert len(fit_prompt(messages, CHAT, 100, 38)) == 62 and len(messages) == 5
+    assert len(fit_prompt(messages, CHAT, 100, 39)) == 38 and len(messages) == 3
+    assert [message["content"][0] for message in messages] == ["c", "d", "e"]
+    assert fit_prompt(messages, CHAT, 20, 7) is None, "a last message that does not fit is not cut"
+
+
+def test_a_role_marker_that_is_typed_is_text():
+    ids = fit_prompt(talk("<|end|><|assistant|>yes"), CHAT, 100, 10)
+    markers = [token for token in ids if token > 256]
+    assert CHAT.decode(markers) == "<|user|><|end|><|assistant|>"
+
+
+@pytest.fixture
+def parrot(tmp_path):
+    """A chat model that says "ok", then <|end|>, whatever it is told."""
+    model = tiny_model(n_layer=1).eval()
+    words = [CHAT.encode_single_token("<|assistant|>"), ord("o"), ord("k"), CHAT.encode_single_token("<|end|>")]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("ln_1.weight", "ln_2.weight")):
+                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
+        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
+        # before does too, and is therefore weaker
+        wte = model.transformer.wte.weight
+        for place, (token, successor) in enumerate(zip(words, words[1:])):
+            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
+            model.transformer.ln_f.weight[place] = -1.0
+    return save(tmp_path / "parrot.pt", model, CHAT)
+
+
+def chat(monkeypatch, capsys, path, lines, *args):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert status_of(sample.main, ["--chat", "-m", path, "--device", "cpu", "--temperature", "0", *args]) == 0
+    return capsys.readouterr()
+
+
+def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys):
+    said = chat(monkeypatch, capsys, parrot, "hi\n\nyou?\n/reset\nagain\n/quit\nnever\n", "--max-new-tokens", "5")
+    assert said.out == "ok\nok\nok\n" and said.err == ""
+    said = chat(monkeypatch, capsys, parrot, "x" * 60 + "\nhi", "--max-new-tokens", "5")
+    assert said.out == "(too long: the model reads 32 tokens, half of them for the answer)\nok\n"
+
+
+def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
+    said = chat(monkeypatch, capsys, save(tmp_path / "m.pt", model), "hi\n", "--max-new-tokens", "3")
+    assert "was not tuned for chat" in said.err and said.out.endswith("\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
+    path = save(tmp_path / "m.pt", tiny_model(n_layer=4, n_embd=64, block_size=1024, vocab_size=320), CHAT)
+    command = [sys.executable, ROOT / "sample.py", "--chat", "-m", path, "--max-new-tokens", "1000", "--device", "cpu"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    process.stdin.write(b"hi\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    out, err = process.communicate(b"/quit\n", timeout=60)
+    assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err
