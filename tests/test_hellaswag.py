@@ -17,7 +17,8 @@ import hellaswag
 import tokenizer
 from cli import UserError
 from hellaswag import Counts, evaluate, fit, harness_text, iterate_examples, pack, predict, render_example, score
-from train_gpt2 import GPT, GPTConfig, export_huggingface
+from huggingface import export_huggingface
+from train_gpt2 import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 REAL = ROOT.parent / "shared" / "data" / "hellaswag_val.jsonl"
