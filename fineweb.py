@@ -31,9 +31,11 @@ import platform
 import re
 import shutil
 import string
+import sys
 import sysconfig
 import threading
 import time
+import types
 import urllib.parse
 import urllib.request
 import warnings
@@ -107,10 +109,10 @@ def is_url(name):
 def kind(name):
     """"a/b.jsonl.gz" -> ".jsonl" """
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
-    stem, suffix = os.path.splitext(re.sub(r"\.(gz|zst)$", "", path))
-    if suffix not in (".parquet", ".jsonl", ".txt") or path.endswith((".parquet.gz", ".parquet.zst")):
+    match = re.search(r"(\.parquet|(\.jsonl|\.txt)(\.gz|\.zst)?)$", path)
+    if not match:
         raise UserError(f"got {name}, needed .parquet, .jsonl, .txt, or .gz or .zst of the last two, do convert it")
-    return suffix
+    return match[2] or match[1]
 
 
 # -----------------------------------------------------------------------------
@@ -135,18 +137,15 @@ def read_pieces(path, name, text_column, skip):
 
 
 def read_parquet(path, name, text_column, skip):
-    import pyarrow as pa  # slow to import: only where files are read
-    import pyarrow.parquet
+    import pyarrow.parquet  # slow to import: only where files are read
 
-    file = pa.parquet.ParquetFile(path)
-    columns = file.schema_arrow.names
-    if text_column not in columns:
+    file = pyarrow.parquet.ParquetFile(path)
+    columns = {field.name: str(field.type) for field in file.schema_arrow}
+    if "string" not in columns.get(text_column, ""):
         raise UserError(
-            f"got no column {text_column} in {name}, needed the one with the text, "
-            f"do give --text-column, one of: {', '.join(columns)}"
+            f"got column {text_column} of {name}: {columns.get(text_column, 'not there')}, needed a string column, "
+            f"do give --text-column, one of {', '.join(columns)}"
         )
-    if not pa.types.is_string(field := file.schema_arrow.field(text_column).type) and not pa.types.is_large_string(field):
-        raise UserError(f"got column {text_column} of {name} with {field}, needed text, do give another --text-column")
     groups = range(file.num_row_groups)
     while groups and skip >= (rows := file.metadata.row_group(groups[0]).num_rows):
         groups, skip = groups[1:], skip - rows  # whole row groups are skipped unread
@@ -157,26 +156,27 @@ def read_parquet(path, name, text_column, skip):
 
 
 def open_text(path):
-    import pyarrow as pa
+    import pyarrow
 
     compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
-    return io.TextIOWrapper(pa.input_stream(path, compression=compression), encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(pyarrow.input_stream(path, compression=compression), encoding="utf-8-sig", newline="")
 
 
 def read_jsonl(path, name, text_column, skip):
     with open_text(path) as file:
-        documents = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
-        for number, line in itertools.islice(documents, skip, None):
+        lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
+        for number, line in itertools.islice(lines, skip, None):
             try:
                 record = json.loads(line)
+                text, found = record.get(text_column), f"keys {', '.join(record)}"
             except (ValueError, RecursionError) as error:
-                raise UserError(f"got {name} line {number}: {error}, needed one JSON object, do mend it") from None
-            text = record.get(text_column) if isinstance(record, dict) else None
+                text, found = None, error
+            except AttributeError:
+                text, found = None, "no object"
             if not isinstance(text, str):
-                keys = ", ".join(record) if isinstance(record, dict) else "no object"
                 raise UserError(
-                    f"got {name} line {number} without text under {text_column} ({keys}), "
-                    "needed a string there, do give --text-column or mend the line"
+                    f"got {name} line {number}: {found}, needed a JSON object with a string under {text_column}, "
+                    "do mend it or give --text-column"
                 )
             yield Piece(text, True)
 
@@ -280,7 +280,7 @@ def retry(name, function, attempts=3):
                 raise
             if getattr(error, "errno", None) in DISK_ERRORS:
                 raise UserError(
-                    f"got '{os.strerror(error.errno)}' while downloading {name}, needed room for it, do make room and run again"
+                    f"got '{os.strerror(error.errno)}' while downloading {name}, needed room, do make some and run again"
                 ) from None
             status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
             reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
@@ -460,16 +460,25 @@ def pack(stream, shard_size, limit=math.inf, skip=0, progress=None):
     yield shard[:filled], None
 
 
+def meta_path(folder, part, num_parts):
+    return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
+
+
+def new_meta(dataset, enc):
+    """A meta.json before the first shard. `ends`: where in the input each shard ends, and the documents so far."""
+    meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
+    return meta | {"shards": {}, "complete": False, "made_from": {"sources": []}, "ends": {}}
+
+
 class Writer:
     """Writes shards and the meta.json that goes with them."""
 
     def __init__(self, folder, stem, part, num_parts, meta, enc):
         self.folder, self.stem, self.part, self.num_parts = folder, stem, part, num_parts
-        self.path = meta_path(folder, part, num_parts)
         self.meta, self.enc = meta, enc
 
     def keep(self):
-        """Go on after the last shard that is there and whole: where in the input that is."""
+        """Go on after the last shard that is there and whole: where in the input that is; None if all are."""
         meta, files = self.meta, list(self.meta["shards"])
         whole = [is_whole(os.path.join(self.folder, file), meta["shards"][file]) for file in files] + [False]
         if meta["complete"] and whole.index(False) == len(files):
@@ -502,8 +511,9 @@ class Writer:
         try:
             os.makedirs(self.folder, exist_ok=True)
         except OSError as error:
-            raise UserError(f"got --out-dir {self.folder} ({error.strerror}), needed a folder to write to, do give another") from None
-        with cli.atomic_write(self.path, "w", encoding="utf-8") as file:
+            reason = f"got --out-dir {self.folder} ({error.strerror}), needed a folder to write to, do give another"
+            raise UserError(reason) from None
+        with cli.atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self):
@@ -515,61 +525,94 @@ class Writer:
         )
 
 
-def meta_path(folder, part, num_parts):
-    return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
+def open_shard(path):
+    """The tokens of a shard as a memory map; UserError where it is not whole."""
+    try:
+        if path.endswith(".bin"):
+            return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(check_bin(path),))
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"got {path} that cannot be read ({error}), needed a whole shard, do make it again") from None
 
 
 def is_whole(path, num_tokens):
     """Whether the shard at `path` can be read and has so many tokens."""
     try:
-        if path.endswith(".bin"):
-            return check_bin(path) == num_tokens
-        return np.load(path, mmap_mode="r", allow_pickle=False).shape == (num_tokens,)
-    except (OSError, ValueError, UserError):
+        return open_shard(path).shape == (num_tokens,)
+    except UserError:
         return False
 
 
 def read_metas(folder):
     """{path: contents} of the meta.json, or one per part, in `folder`; refuses a folder that cannot be ours."""
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise UserError(f"got --out-dir {folder} that is a file, needed a folder, do give another")
-    metas, listing = {}, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    for file in fnmatch.filter(listing, "meta*.json"):
-        path = os.path.join(folder, file)
+    listing = []
+    if os.path.exists(folder):
         try:
-            with open(path, encoding="utf-8") as opened:
-                metas[path] = json.load(opened)
-            _ = metas[path]["dataset"], metas[path]["made_from"]["sources"], metas[path]["ends"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"got {path} that fineweb.py did not write, needed a free folder, do give another --out-dir") from None
+            listing = os.listdir(folder)
+        except OSError as error:
+            raise UserError(f"got --out-dir {folder} ({error.strerror}), needed a folder, do give another") from None
+    metas = {}
+    for path in (os.path.join(folder, file) for file in fnmatch.filter(listing, "meta*.json")):
+        try:
+            with open(path, encoding="utf-8") as file:
+                metas[path] = json.load(file)
+            identity(metas[path], 0), metas[path]["ends"], metas[path]["shards"]
+        except (OSError, ValueError, LookupError, TypeError):
+            raise UserError(f"got {path} that fineweb.py did not write, do give another --out-dir") from None
     if not metas and any(re.search(r"_(train|val)_.*\.(npy|bin)$", file) for file in listing):
         raise UserError(f"got {folder} with shards and no meta.json, needed a free folder, do give another --out-dir")
     return metas
 
 
+def identity(meta, num_read):
+    """What two runs must have in common to make one data set: the options, and the files.
+
+    Of files that are not read to their end yet, `num_read` and on, only the names count: bad lines may be mended.
+    """
+    sources = [name if i >= num_read else [name, size] for i, (name, size) in enumerate(meta["made_from"]["sources"])]
+    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **meta["made_from"], "sources": sources}
+
+
 def same_data(folder, metas, path, meta):
     """What `metas` holds at `path` if it continues `meta`, or `meta` itself; refuses another data set's folder."""
-    differing = [(key, old[key], meta[key]) for old in metas.values() for key in ("dataset", "tokenizer") if old[key] != meta[key]]
-    if path in metas:
-        old, new = metas[path]["made_from"], meta["made_from"]
-        differing += [(key, old.get(key), new[key]) for key in new if key != "sources" and old.get(key) != new[key]]
-        # files that are not read to their end yet may have changed: so are bad lines mended
-        ends = list(metas[path]["ends"].values())
-        read = len(new["sources"]) if metas[path]["complete"] else ends[-1][0] if ends else 0
-        changed = [
-            (f"input {i}", was, now)
-            for i, (was, now) in enumerate(itertools.zip_longest(old["sources"], new["sources"]))
-            if was != now and (i < read or not was or not now or was[0] != now[0])
-        ]
-        differing += changed[:1]
-    if differing:
-        what = "; ".join(f"{key} {was}, now {now}" for key, was, now in differing)
-        raise UserError(f"got {folder} that holds another data set ({what}), needed a free folder, do give another --out-dir")
+    for other, old in metas.items():
+        ends = list(old["ends"].values())
+        num_read = sys.maxsize if old["complete"] else ends[-1][0] if ends else 0
+        was, now = identity(old, num_read), identity(meta, num_read)
+        for key in now:  # the other parts of a data set differ from this one in their files
+            if was.get(key) != now[key] and (other == path or key != "sources"):
+                differing = f"{key} {str(was.get(key))[:90]}, now {str(now[key])[:90]}"
+                raise UserError(
+                    f"got {folder} that holds another data set ({differing}), "
+                    "needed a free folder or the same options, do give another --out-dir"
+                )
     return metas.get(path, meta)
 
 
 # -----------------------------------------------------------------------------
 # The whole way
+
+
+def plan(options):
+    """(folder, first part of the shards' names, sources, the hub's commit, what was there already)."""
+    part, num_parts = parse_part(options.part)
+    if options.input:
+        sources = list_inputs(options.input)
+        folder = options.out_dir or os.path.basename(sources[0].name).split(".")[0]
+        stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    else:
+        folder, stem = DATASETS[options.dataset]
+        folder, sources = options.out_dir or folder, [Source(PYTHON_DOCS, 0)]
+    metas, revision = read_metas(folder), ""
+    if options.dataset == "fineweb-edu" and not options.input:
+        old = metas.get(meta_path(folder, part, num_parts))
+        if old:  # what was begun is continued with the same files
+            made_from = old["made_from"]
+            return folder, stem, [Source(*source) for source in made_from["sources"]], made_from["revision"], metas
+        sources, revision = list_hub()
+    if num_parts > len(sources):
+        raise UserError(f"got --part {options.part} of {len(sources)} files, needed one for each, do make fewer parts")
+    return folder, stem, sources[part::num_parts], revision, metas
 
 
 def prepare(options=Options()):
@@ -579,38 +622,19 @@ def prepare(options=Options()):
         return fetch_pretokenized(options)
     enc = tokenizer.get_encoding(options.tokenizer)
     if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(f"got a tokenizer of {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), do train a smaller one")
-    part, num_parts = parse_part(options.part)
+        raise UserError(f"got a tokenizer of {enc.n_vocab:,} ids, needed 65,536 at most (uint16), do train another")
     num_proc = options.num_proc or num_cores()
-
-    # what there is to read, and where it goes
-    dataset, revision = options.dataset, ""
-    folder, stem = DATASETS[dataset]
-    folder = options.out_dir or folder
-    if options.input:
-        dataset, sources = "input", list_inputs(options.input)
-        folder = options.out_dir or os.path.basename(sources[0].name).split(".")[0]
-        stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    metas, path = read_metas(folder), meta_path(folder, part, num_parts)
-    if dataset == "python-docs":
-        sources = [Source(PYTHON_DOCS, 0)]
-    elif dataset == "fineweb-edu" and path in metas:  # what was begun is continued with the same files
-        revision, sources = metas[path]["made_from"]["revision"], [Source(*s) for s in metas[path]["made_from"]["sources"]]
-    elif dataset == "fineweb-edu":
-        sources, revision = list_hub()
-    if path not in metas or dataset != "fineweb-edu":
-        if num_parts > len(sources):
-            raise UserError(f"got --part {options.part} of {len(sources)} input files, needed a file for each part, do make fewer")
-        sources = sources[part::num_parts]
-    made_from = {
+    part, num_parts = parse_part(options.part)
+    folder, stem, sources, revision, metas = plan(options)
+    meta = new_meta("input" if options.input else options.dataset, enc)
+    meta["made_from"] = {
         "text_column": options.text_column,
         "shard_size": options.shard_size,
         "max_tokens": options.max_tokens,
         "revision": revision,
         "sources": [[s.name if revision or is_url(s.name) else os.path.basename(s.name), s.size] for s in sources],
     }
-    meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
-    meta |= {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
+    path = meta_path(folder, part, num_parts)
     meta = same_data(folder, metas, path, meta)
 
     # go on where an earlier run ended
@@ -620,13 +644,19 @@ def prepare(options=Options()):
         return folder
     source, piece, skip = start
     limit = (options.max_tokens or math.inf) - meta["tokens"]
-    if dataset == "fineweb-edu":
-        announce(folder, sources[source:], min(limit, EDU_TOKENS // num_parts - meta["tokens"]), num_proc)
+    if revision:
+        left, size = min(limit, EDU_TOKENS // num_parts - meta["tokens"]), sum(s.size for s in sources[source:])
+        # beside the shards, one file is on disk while it is tokenized, and the next one as it comes
+        need_disk(folder, 2 * left + 2 * max(s.size for s in sources))
+        print(
+            f"{left / 1e9:.1f}B tokens to {folder}: about {left / num_proc / 60e6:.0f} minutes on {num_proc} cores "
+            f"(a million tokens a second each), if the network brings {size / 1e9:.0f} GB in that time"
+        )
 
     # read, tokenize, cut, write: a shard goes to disk while the next one fills
     downloads = path.removesuffix(".json").replace("meta", "download")
-    writing = None
     stream = encode_all(enc, read_batches(sources, options, downloads, revision, source, piece), num_proc)
+    writing = None
     with tqdm(initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
         try:
             for last, end in pack(stream, options.shard_size, limit, skip, bar.update):
@@ -650,22 +680,13 @@ def prepare(options=Options()):
     return folder
 
 
-def announce(folder, sources, num_tokens, num_proc):
-    """Say how long FineWeb-Edu will take, and refuse to begin what the disk cannot hold."""
-    # beside the shards, one file is on disk while it is tokenized, and the next one as it comes
-    need_disk(folder, 2 * num_tokens + 2 * max(source.size for source in sources))
-    print(
-        f"{num_tokens / 1e9:.1f}B tokens to {folder}: about {num_tokens / num_proc / 60e6:.0f} minutes on {num_proc} cores "
-        f"(a million tokens a second each), if the network brings {sum(source.size for source in sources) / 1e9:.0f} GB as fast"
-    )
-
-
 def need_disk(folder, size):
+    """Refuse to begin what the disk cannot hold."""
     parent = os.path.abspath(folder)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if (free := shutil.disk_usage(parent).free) < size:
-        raise UserError(f"got {free / 1e9:.1f} GB free for {folder}, needed {size / 1e9:.1f} GB, do make room or lower --max-tokens")
+        raise UserError(f"got {free / 1e9:.1f} GB free for {folder}, needed {size / 1e9:.1f}, do make room or ask for less")
 
 
 def num_cores():
@@ -683,7 +704,8 @@ def parse_part(part):
 def check_options(options):
     complaints = []
     if options.dataset not in DATASETS:
-        complaints.append(f"got --dataset {options.dataset}, needed a known one, {cli.nearest(options.dataset, list(DATASETS))}")
+        hint = cli.nearest(options.dataset, list(DATASETS))
+        complaints.append(f"got --dataset {options.dataset}, needed a known one, {hint}")
     for field, least in (("shard_size", 1), ("max_tokens", 0), ("num_proc", 0), ("pretokenized", 0)):
         if getattr(options, field) < least:
             complaints.append(f"got --{field.replace('_', '-')} {getattr(options, field)}, needed {least} or more")
@@ -691,7 +713,6 @@ def check_options(options):
         complaints.append("got --pretokenized with --input, --part or --tokenizer, needed it without, do drop them")
     if complaints:
         raise UserError("; ".join(complaints))
-    parse_part(options.part)
 
 
 # -----------------------------------------------------------------------------
@@ -711,32 +732,32 @@ def fetch_pretokenized(options):
     """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
     import huggingface_hub  # slow to import
 
-    folder = options.out_dir or DATASETS["fineweb-edu"][0]
-    files = ["finewebedu_val_000000.bin"] + [f"finewebedu_train_{i:06d}.bin" for i in range(1, options.pretokenized + 1)]
-    meta = {"dataset": READY_REPO, "tokenizer": "gpt2", "vocab_size": 50257, "documents": 0, "tokens": 0}
-    meta |= {"shards": {}, "complete": False, "made_from": {"sources": []}, "ends": {}}
-    meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-    writer = Writer(folder, "finewebedu", 0, 1, meta, None)
-    missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
-    need_disk(folder, 200_001_024 * len(missing))
-    print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
-
     def fetch_shard(file):
         path = huggingface_hub.hf_hub_download(READY_REPO, file, repo_type="dataset", local_dir=downloads)
         try:
-            return path, check_bin(path)
+            check_bin(path)
         except UserError as error:  # cut short on the way: once more
             os.remove(path)
             raise ConnectionError(str(error)) from None
+        return path
 
+    folder = options.out_dir or DATASETS["fineweb-edu"][0]
     downloads = os.path.join(folder, "download")
-    for file in tqdm(missing, unit="shard", desc=folder):
-        path, num_tokens = retry(file, lambda: fetch_shard(file), 3 if file == missing[0] else 9)
+    files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
+    enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
+    meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), new_meta(READY_REPO, enc))
+    writer = Writer(folder, "finewebedu", 0, 1, meta, enc)
+    missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
+    need_disk(folder, 200_001_024 * len(missing))
+    print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
+    for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
+        path = retry(file, lambda: fetch_shard(file), 3 if file == missing[0] else 9)
         writer.save()
         os.replace(path, os.path.join(folder, file))
-        tokens = np.memmap(os.path.join(folder, file), dtype="<u2", mode="r", offset=1024)
-        meta["documents"] += int(np.count_nonzero(tokens == 50256)) if file not in meta["shards"] else 0
-        meta["shards"][file] = num_tokens
+        tokens = open_shard(os.path.join(folder, file))
+        # a damaged one that is fetched again was counted before
+        meta["documents"] += int(np.count_nonzero(tokens == enc.eot_token)) if file not in meta["shards"] else 0
+        meta["shards"][file] = len(tokens)
         meta["tokens"] = sum(meta["shards"].values())
         writer.save()
     shutil.rmtree(downloads, ignore_errors=True)
@@ -795,16 +816,6 @@ def segments(folder):
         for start in range(0, size, SEGMENT):
             stop = min(start + SEGMENT, size)
             yield path, start, stop, numbers.get(number + max(steps, default=1)) if stop == size else None
-
-
-def open_shard(path):
-    """The tokens of a shard as a memory map."""
-    try:
-        if path.endswith(".bin"):
-            return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(check_bin(path),))
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"got {path} that cannot be read ({error}), needed a whole shard, do make it again") from None
 
 
 def contamination(folder, path, num_proc=0):
@@ -877,12 +888,13 @@ def contamination(folder, path, num_proc=0):
     short = sum(all(len(tokens) < RUN for tokens in endings) for _, endings in examples)
     rate = num_tokens / seconds
     print(
-        f"{len(worst)} of {len(examples)} examples ({len(worst) / len(examples):.2%}) of {path} have {RUN} tokens in a row "
-        f"in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
+        f"{len(worst)} of {len(examples)} examples ({len(worst) / len(examples):.2%}) of {path} have {RUN} tokens "
+        f"in a row in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
     )
     for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
         print(f"  line {number}: {length} tokens, {os.path.basename(shard)} at {place:,}: {enc.decode(tokens)[:150]!r}")
-    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {1e10 / rate / 60:.0f} minutes")
+    minutes = 1e10 / rate / 60
+    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} minutes")
     return {number: length for number, (length, *_) in worst.items()}
 
 

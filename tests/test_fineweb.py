@@ -548,7 +548,7 @@ def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
 def bad_inputs(tmp_path):
     """{name: (arguments, words that the line must have)}"""
     texts = documents(5)
-    good = write_jsonl(tmp_path / "good.jsonl", texts)
+    good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
     (tmp_path / "list.jsonl").write_text('{"text": "a"}\n["b"]\n')
@@ -591,8 +591,9 @@ def bad_inputs(tmp_path):
         "bad counts": (["--shard-size", 0, "--max-tokens", -1], ["--shard-size 0", "--max-tokens -1"]),
         "bad part": (["--part", "5/4"], ["5/4", "0/4"]),
         "part without a file": (["--input", good, "--part", "0/4"], ["0/4"]),
-        "another data set": (["--input", parquet, "--text-column", "content", "--out-dir", tmp_path / "taken"], ["good.jsonl"]),
-        "another tokenizer": (["--dataset", "python-docs", "--out-dir", tmp_path / "taken"], ["bytes", "input"]),
+        "another data set": (["--dataset", "python-docs", "--out-dir", tmp_path / "taken"], ["input", "python-docs"]),
+        "another file": (["--input", other, "--out-dir", tmp_path / "taken"], ["good.jsonl", "other.jsonl"]),
+        "another tokenizer": (["--input", good, "--tokenizer", "bytes+chat", "--out-dir", tmp_path / "taken"], ["+chat"]),
         "another shard size": (["--input", good, "--out-dir", tmp_path / "taken", "--shard-size", 7], ["shard_size"]),
         "shards of unknown origin": (["--input", good, "--out-dir", tmp_path / "foreign"], ["meta.json"]),
         "a strange meta.json": (["--input", good, "--out-dir", tmp_path / "strange"], ["strange"]),
@@ -602,9 +603,9 @@ def bad_inputs(tmp_path):
         "no contaminated shards": (["--out-dir", tmp_path / "none", "--contamination", good], ["without shards"]),
         "no evaluation": (["--out-dir", tmp_path / "taken", "--contamination", good], ["line 1", "ctx"]),
     }
-    for name, (args, _) in inputs.items():
+    for args, _ in inputs.values():
         if "--tokenizer" not in args:
-            args += ["--tokenizer", "gpt2" if name == "another tokenizer" else "bytes"]
+            args += ["--tokenizer", "bytes"]
         if "--out-dir" not in args:
             args += ["--out-dir", tmp_path / "out"]
     return inputs
@@ -615,9 +616,8 @@ def refusals(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("bad")
     cases = bad_inputs(tmp_path)
     before = listing(tmp_path)
-    env = {"TIKTOKEN_CACHE_DIR": str(SHARED / "tiktoken_cache") if SHARED.exists() else ""}
     with ThreadPoolExecutor(4) as pool:  # each takes half a second, most of it imports
-        done = dict(zip(cases, pool.map(lambda case: script(*case[0], **env), cases.values())))
+        done = dict(zip(cases, pool.map(lambda case: script(*case[0]), cases.values())))
     return cases, done, before == listing(tmp_path)
 
 
@@ -625,7 +625,7 @@ def refusals(tmp_path_factory):
     "missing column", "column of numbers", "malformed JSON", "no object", "no text", "no documents", "empty text",
     "not UTF-8", "truncated parquet", "truncated gzip", "unknown kind", "missing file", "a folder", "broken tokenizer",
     "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
-    "part without a file", "another data set", "another tokenizer", "another shard size", "shards of unknown origin",
+    "part without a file", "another data set", "another file", "another tokenizer", "another shard size", "shards of unknown origin",
     "a strange meta.json", "a file for a folder", "no network", "no network for a URL", "no contaminated shards",
     "no evaluation",
 ])  # fmt: skip
