@@ -271,6 +271,7 @@ class KVCache:
 
     def append(self, layer, k, v):
         """Store k, v (B, nh, T, hs) of one layer behind those of the past; return both with their past."""
+        assert self.length == 0 or k.size(2) == 1, "a prompt at once, then token by token: attention is masked for these"
         if layer not in self.keys_values:
             self.keys_values[layer] = k.new_empty(self.room), v.new_empty(self.room)
         end = self.length + k.size(2)
