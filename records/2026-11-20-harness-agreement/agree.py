@@ -70,7 +70,8 @@ def random_model(folder):
     import torch
 
     import tokenizer
-    from train_gpt2 import GPT, GPTConfig, export_huggingface
+    from huggingface import export_huggingface
+    from train_gpt2 import GPT, GPTConfig
 
     torch.manual_seed(1)
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
