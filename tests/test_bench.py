@@ -1,0 +1,160 @@
+"""bench.py on tiny shapes: the sides do the same work, the numbers are what they are called, mistakes are said."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import flags, status_of, tiny_model
+
+import bench
+import hellaswag
+import tokenizer
+import train_gpt2
+
+TINY = dict(
+    n_layer=1, n_head=2, n_embd=32, vocab_size=320, batch_size=2, sequence_length=16, total_batch_size=64, rounds=2,
+    device="cpu", dtype="float32",
+)  # fmt: skip
+KEYS = {"ratio", "ratios", "seconds", "peak_gib", "device", "versions", "commit", "command", "options"}
+# a nanoGPT checkout as far as bench.py knows one, on top of our own model
+PEER = """
+import torch, train_gpt2
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        assert c.dropout == 0.0 and c.bias
+        self.gpt = train_gpt2.GPT(train_gpt2.GPTConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd))
+
+    def forward(self, idx, targets):
+        return self.gpt(idx, targets)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
+"""
+
+
+def measure(tmp_path, what, **options):
+    """The numbers that `bench.py what --json` writes."""
+    file = tmp_path / "numbers.json"
+    assert status_of(bench.main, [what, *flags(json=file, **options)]) == 0
+    numbers = json.loads(file.read_text())
+    assert KEYS <= set(numbers), "what --json promises"
+    return numbers
+
+
+def test_train_stands_beside_transformers_and_a_peer(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(PEER)
+    numbers = measure(tmp_path, "train", peer=tmp_path, steps=1, variants="batch_size=4", **TINY)
+    names = ["train_gpt2", "transformers", "transformers, fused AdamW", "nanoGPT", "train_gpt2 batch_size=4"]
+    assert list(numbers["seconds"]) == names and list(numbers["ratios"]) == names[1:]
+    assert numbers["tok_per_s"] == pytest.approx(64 / np.median(numbers["seconds"]["train_gpt2"]))
+    theirs, ours = numbers["seconds"]["transformers"], numbers["seconds"]["train_gpt2"]
+    assert numbers["ratio"] == pytest.approx(np.median(np.divide(theirs, ours)))
+    # every side learned something of the same kind: losses of random ids
+    assert all(loss == pytest.approx(np.log(320), abs=0.5) for loss in numbers["losses"].values())
+    assert numbers["losses"]["train_gpt2 batch_size=4"] == pytest.approx(numbers["losses"]["train_gpt2"], abs=1e-5)
+    families = numbers["families"]
+    assert all(families[name] > 0 for name in ("matmul", "attention", "loss", "optimizer", "pointwise"))
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[-6:]
+    # the columns line up: each row has its numbers where the others have theirs
+    assert len({line.index(".", 24) for line in table[1:]}) == 1
+
+
+def test_the_references_of_train_do_our_training(tmp_path):
+    """transformers with our weights, on our batch: the loss and the weights after a step are ours, too."""
+    options = bench.cli.parse(bench.Options, ["train", *flags(**TINY)])
+    config = bench.train_config(options, "cpu")
+    ddp = bench.alone(config, "cpu")
+    bench.random_shards(tmp_path, config)
+    theirs = bench.make_transformers(config, tmp_path, ddp, 1)
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(config.block_size, 320, 1, 2, 32))
+    weights = dict(theirs.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = weights[name]
+            parameter.copy_(weight.T if name.endswith(bench.MATRICES) else weight)
+    optimizers = train_gpt2.configure_optimizers(model, config, "cpu")
+    idx = theirs.tokens[:64].view(2, 2, 16)  # two micro-steps of two sequences
+    # transformers leaves out the last target of each sequence, for it has none
+    targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE)], 2)
+    loss = sum(model(x, y)[1] / 2 for x, y in zip(idx, targets))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    train_gpt2.set_schedules(optimizers, 0, config)
+    optimizers[0].step()
+    assert theirs() == pytest.approx(loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        weight = weights[name].T if name.endswith(bench.MATRICES) else weights[name]
+        assert torch.allclose(parameter, weight, atol=1e-5), name
+
+
+def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(tmp_path):
+    examples = bench.synthetic_examples(12)
+    model = tiny_model(block_size=256).eval()
+    assert np.array_equal(bench.four_rows(model, examples, 257), hellaswag.predict(model, examples, 257)[:, :2])
+    lines = [
+        {"activity_label": "a", "ctx": f"A man {i}.", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1} for i in range(5)
+    ]
+    (tmp_path / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shape = dict(n_layer=1, n_head=2, n_embd=32, tokenizer="bytes", device="cpu")
+    numbers = measure(tmp_path, "hellaswag", data=tmp_path / "h.jsonl", rounds=1, **shape)
+    assert numbers["examples"] == numbers["same_by_sum"] == numbers["same_by_mean"] == 5
+    assert numbers["examples_per_s"] > 0
+
+
+def test_sample_gives_the_same_tokens_on_every_side(tmp_path):
+    shape = dict(n_layer=1, n_head=2, n_embd=32, tokenizer="bytes", device="cpu")
+    numbers = measure(tmp_path, "sample", max_new_tokens=12, batch_size=2, rounds=1, **shape)
+    assert numbers["same_tokens"] == {"sample.py": True, "without a cache": True, "transformers": True}
+    assert set(numbers["ratios"]) == {"without a cache", "transformers"} and numbers["tok_per_s"] > 0
+
+
+def test_data_counts_the_tokens_that_tiktoken_counts(tmp_path, capsys):
+    for i in range(2):
+        text = "".join(json.dumps({"text": f"Document {i} {j}. " * 50}) + "\n" for j in range(20))
+        (tmp_path / f"{i}.jsonl").write_text(text)
+    numbers = measure(tmp_path, "data", input=tmp_path / "*.jsonl", tokenizer="bytes", rounds=1, device="cpu")
+    enc = tokenizer.get_encoding("bytes")
+    assert numbers["tokens"] == sum(len(enc.encode_ordinary(f"Document {i} {j}. " * 50)) + 1 for i in range(2) for j in range(20))
+    assert numbers["tok_per_s"] > 0 and "disagree" not in capsys.readouterr().out
+
+
+def test_gpu_answers_every_question_as_far_as_a_cpu_can(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(PEER)
+    tiny = flags(**TINY, max_new_tokens=4, tokenizer="bytes", out=tmp_path / "out", shards=data, peer=tmp_path)
+    real = []
+    monkeypatch.setattr(bench, "real_run", lambda *args: real.append(args) or {"status": 0})  # its own test is train's
+    assert status_of(bench.main, ["gpu", *tiny]) == 0
+    answers = {a["question"]: a for a in map(json.loads, (tmp_path / "out" / "answers.jsonl").read_text().splitlines())}
+    assert len(answers) == 13 and len(real) == 1
+    assert not [answer for answer in answers.values() if "error" in answer or "skipped" in answer]
+    assert answers["recompiles"]["recompiled"] is False and answers["B=1"]["B"] == 1
+    assert answers["MATH"]["loss"] == pytest.approx(answers["not compiled"]["loss"], abs=1e-5)
+    # without time left it starts nothing
+    assert status_of(bench.main, ["gpu", *tiny, "--minutes", "0"]) == 0
+    assert (tmp_path / "out" / "answers.jsonl").read_text().count("were over") == 13
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    mistakes = {
+        "needed a checkout of nanoGPT": ["train", "--peer", str(tmp_path)],
+        "did you mean quickstart?": ["train", "--preset", "quickstar"],
+        "did you mean --rounds?": ["train", "--round", "3"],
+        "--max-new-tokens 0": ["sample", "--max-new-tokens", "0"],
+        "rounds -1": ["train", "--rounds", "-1"],
+        "no-such.jsonl": ["hellaswag", "--data", str(tmp_path / "no-such.jsonl"), "--n-layer=1", "--n-embd=12", "--tokenizer=bytes"],
+        "--device tpu": ["train", "--device", "tpu"],
+    }
+    for part, args in mistakes.items():
+        assert status_of(bench.main, args) == 2, part
+        said = capsys.readouterr().err
+        assert said.startswith("error: got ") and part in said and said.count("\n") == 1, said
