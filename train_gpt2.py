@@ -627,9 +627,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's look ahead
             rows, cols = params[0].size(0) // group["split"], params[0].size(1)
-            updates = self.orthogonalize_over_ranks(torch.stack(updates).view(-1, rows, cols))
-            # a matrix of r rows and c columns with singular values 1 moves its outputs by sqrt(r / c) of the input
-            lr = group["lr"] * max(1, rows / cols) ** 0.5
+            updates = self.orthogonalize_over_ranks(torch.stack(updates).view(-1, rows, cols)).float()
+            lr = group["lr"] * max(1, rows / cols) ** 0.5  # so that tall and square matrices move their outputs alike
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates.view(len(params), -1, cols)), alpha=-lr)
 
@@ -643,7 +642,7 @@ class Muon(torch.optim.Optimizer):
         mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
         everyones = mine.new_empty(padded.shape)
         dist.all_gather_into_tensor(everyones, mine)
-        return everyones[: len(matrices)].to(matrices.dtype)
+        return everyones[: len(matrices)]
 
 
 def configure_optimizers(model, config, device_type):
