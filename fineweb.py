@@ -17,7 +17,6 @@ bytes, whenever it was killed and on however many cores it runs.
 
 import ast
 import collections
-import contextlib
 import errno
 import fnmatch
 import glob
@@ -132,7 +131,7 @@ def read_pieces(path, name, text_column, skip):
         yield from reader(path, name, text_column, skip)
     except UnicodeDecodeError as error:
         raise UserError(f"got {name} with {error.reason}, needed UTF-8, do convert it with iconv") from None
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among the two
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # pyarrow's own are among them
         raise UserError(f"got {name} that cannot be read ({error}), needed a whole file, do fetch it again") from None
 
 
@@ -315,7 +314,9 @@ def fetch(source, folder, revision, attempts=9):
     if not is_url(source.name):
         return source.name
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(source.name).path))
+    # two URLs may end in the same name
+    name = hashlib.sha256(source.name.encode()).hexdigest()[:8] + os.path.basename(urllib.parse.urlsplit(source.name).path)
+    path = os.path.join(folder, name)
     retry(source.name, lambda: fetch_url(source.name, path), attempts)
     return path
 
@@ -654,7 +655,8 @@ def prepare(options=Options()):
         )
 
     # read, tokenize, cut, write: a shard goes to disk while the next one fills
-    downloads = path.removesuffix(".json").replace("meta", "download")
+    downloads = os.path.join(folder, f".download-{part}-of-{num_parts}")
+    is_new = not os.path.exists(folder)
     stream = encode_all(enc, read_batches(sources, options, downloads, revision, source, piece), num_proc)
     writing = None
     with tqdm(initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
@@ -669,8 +671,8 @@ def prepare(options=Options()):
             if writing:
                 writing.result()
             shutil.rmtree(downloads, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)  # if it is empty
+            if is_new and os.path.exists(folder) and not os.listdir(folder):
+                os.rmdir(folder)
     if not meta["shards"] and (last == enc.eot_token).all():
         raise UserError(f"got an empty corpus ({len(last)} documents without text), needed text, do check the input")
     size = len(last) if meta["shards"] or part else -(-len(last) // 10)
@@ -742,7 +744,7 @@ def fetch_pretokenized(options):
         return path
 
     folder = options.out_dir or DATASETS["fineweb-edu"][0]
-    downloads = os.path.join(folder, "download")
+    downloads = os.path.join(folder, ".download")
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), new_meta(READY_REPO, enc))

@@ -463,14 +463,16 @@ def hub(server):
 def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
     texts = documents(40)
     write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
-    write_parquet(tmp_path / "b.parquet", texts[20:])
-    for name in ("a.jsonl.gz", "b.parquet"):
-        server.files[f"/x/{name}"] = (tmp_path / name).read_bytes()
+    write_parquet(tmp_path / "x.parquet", texts[20:30])
+    write_parquet(tmp_path / "y.parquet", texts[30:])
+    files = {"/a.jsonl.gz": "a.jsonl.gz", "/x/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
+    server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
     server.flaky = flaky
     with patched(fineweb, "RETRY_SECONDS", 0.01):
-        folder = make(tmp_path, f"{server.url}/x/a.jsonl.gz?download=1", f"{server.url}/x/b.parquet", shard_size=5000)
+        urls = [f"{server.url}{path}" for path in files]
+        folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
     assert np.array_equal(read(folder), as_bytes(texts))
-    assert server.asked.count("/x/a.jsonl.gz") == 2
+    assert all(server.asked.count(path) == 2 for path in files)
     assert all(re.search(r"\.npy$|^meta.json$", name) for name in os.listdir(folder))
 
 
