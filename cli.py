@@ -17,6 +17,7 @@ import difflib
 import io
 import os
 import sys
+import time
 from pathlib import Path
 
 import tyro
@@ -56,13 +57,18 @@ def parse(config_class, args=None, default=None):
     return config
 
 
+RANK_PATIENCE = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
+
+
 def run(main):
     """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and status 2."""
     try:
         main()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":
+            # most mistakes are seen by all ranks: rank 0 says so, and torchrun ends the others meanwhile
+            time.sleep(RANK_PATIENCE)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

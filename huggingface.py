@@ -20,8 +20,9 @@ def load_huggingface(name_or_directory):
 
     Raises UserError where there is none, or a variant of GPT-2 that GPT does not compute.
     """
-    from transformers import GPT2LMHeadModel  # takes seconds, and only this needs it
+    from transformers import GPT2LMHeadModel, logging  # takes seconds, and only this needs it
 
+    logging.disable_progress_bar()
     try:
         hf = GPT2LMHeadModel.from_pretrained(name_or_directory)
     except (OSError, ValueError, RuntimeError) as error:

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -600,7 +601,8 @@ def orthogonalize(G):
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        A = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
+        X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
     return X.mT if tall else X
 
 
@@ -756,6 +758,24 @@ def choose_dtype(config, device_type):
     return torch.float32
 
 
+def open_store(rank, world_size):
+    """Where the ranks find each other, made anew by rank 0 each time that they start.
+
+    torchrun's own store outlives a restart, and then leads ranks to peers that are dead (pytorch issue 135712).
+    """
+    shared, host = next(dist.rendezvous("env://"))[0], os.environ["MASTER_ADDR"]
+    if rank == 0:
+        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+        return store
+    while True:  # until rank 0 has written its port: at one from before a restart nobody listens
+        with contextlib.suppress(dist.DistNetworkError):
+            patience = datetime.timedelta(seconds=2)
+            store = dist.TCPStore(host, int(shared.get("port")), world_size, timeout=patience, wait_for_workers=False)
+            store.set_timeout(datetime.timedelta(minutes=30))
+            return store
+
+
 def setup_distributed(config):
     """Join the processes that torchrun started, or stand alone; check what this rank needs."""
     rank, local_rank, world_size = (int(os.environ.get(name, d)) for name, d in
@@ -770,7 +790,8 @@ def setup_distributed(config):
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        backend, store = "nccl" if device.startswith("cuda") else "gloo", open_store(rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return Distributed(rank, local_rank, world_size, device, dtype)
 
 
@@ -890,7 +911,8 @@ class CheckpointWriter:
 def load_checkpoint(path):
     """A checkpoint's dict, on the CPU. Loads tensors and plain data only: no file can run code."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about the pickle protocol of what is no checkpoint
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"model", "config", "step", "tokenizer"} - set(checkpoint)
     except pickle.UnpicklingError:
         raise UserError(f"got {path}, which is no checkpoint or holds code, needed one of train_gpt2.py, take another")
