@@ -10,7 +10,9 @@ A document becomes one <|endoftext|> and its tokens (text that spells <|endoftex
 The documents' tokens, in the order of the input, are one stream, and the stream is cut into shards
 of `--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; shard 0 is the validation split,
 the last one is short. A corpus that ends within its first shard is cut into tenths instead, so that
-there is always something to train on. meta.json beside the shards says what they are and where in
+there is always something to train on; for one that is not much longer than a shard, choose a smaller
+`--shard-size`, or most of it validates. Memory: two shards and a few texts per core, whatever the
+size of the corpus. meta.json beside the shards says what they are and where in
 the input each one ends: the same command goes on after the last whole shard, and ends with the same
 bytes, whenever it was killed and on however many cores it runs.
 """
@@ -69,7 +71,8 @@ class Options:
 
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
-EDU_REPO, EDU_FOLDER, EDU_TOKENS = "HuggingFaceFW/fineweb-edu", "sample/10BT", 9_953_989_344
+EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
+EDU_TOKENS = 9_953_989_344  # of GPT-2 and <|endoftext|>; only to say how long it takes
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -278,9 +281,8 @@ def retry(name, function, attempts=3):
             if isinstance(error, UserError):
                 raise
             if getattr(error, "errno", None) in DISK_ERRORS:
-                raise UserError(
-                    f"got '{os.strerror(error.errno)}' while downloading {name}, needed room, do make some and run again"
-                ) from None
+                reason = os.strerror(error.errno)
+                raise UserError(f"got '{reason}' while downloading {name}, needed room, do make some, run again") from None
             status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
             reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
             if status in (401, 403, 404) or "Offline" in type(error).__name__:  # asking again would not help
@@ -314,9 +316,8 @@ def fetch(source, folder, revision, attempts=9):
     if not is_url(source.name):
         return source.name
     os.makedirs(folder, exist_ok=True)
-    # two URLs may end in the same name
-    name = hashlib.sha256(source.name.encode()).hexdigest()[:8] + os.path.basename(urllib.parse.urlsplit(source.name).path)
-    path = os.path.join(folder, name)
+    digest = hashlib.sha256(source.name.encode()).hexdigest()[:8]  # two URLs may end in the same name
+    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(source.name).path))
     retry(source.name, lambda: fetch_url(source.name, path), attempts)
     return path
 
@@ -688,7 +689,8 @@ def need_disk(folder, size):
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if (free := shutil.disk_usage(parent).free) < size:
-        raise UserError(f"got {free / 1e9:.1f} GB free for {folder}, needed {size / 1e9:.1f}, do make room or ask for less")
+        got, needed = f"{free / 1e9:.1f} GB free for {folder}", f"{size / 1e9:.1f} GB"
+        raise UserError(f"got {got}, needed {needed}, do make room or ask for less")
 
 
 def num_cores():
@@ -708,9 +710,12 @@ def check_options(options):
     if options.dataset not in DATASETS:
         hint = cli.nearest(options.dataset, list(DATASETS))
         complaints.append(f"got --dataset {options.dataset}, needed a known one, {hint}")
-    for field, least in (("shard_size", 1), ("max_tokens", 0), ("num_proc", 0), ("pretokenized", 0)):
-        if getattr(options, field) < least:
-            complaints.append(f"got --{field.replace('_', '-')} {getattr(options, field)}, needed {least} or more")
+    # a shard is held in memory: 2**31 tokens are 4 GB
+    for field, least, most in (
+        ("shard_size", 1, 2**31), ("max_tokens", 0, 2**63), ("num_proc", 0, 1024), ("pretokenized", 0, 10**6 - 1)
+    ):  # fmt: skip
+        if not least <= getattr(options, field) <= most:
+            complaints.append(f"got --{field.replace('_', '-')} {getattr(options, field)}, needed {least} to {most}")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         complaints.append("got --pretokenized with --input, --part or --tokenizer, needed it without, do drop them")
     if complaints:
@@ -896,7 +901,7 @@ def contamination(folder, path, num_proc=0):
     for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
         print(f"  line {number}: {length} tokens, {os.path.basename(shard)} at {place:,}: {enc.decode(tokens)[:150]!r}")
     minutes = 1e10 / rate / 60
-    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} minutes")
+    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} min")
     return {number: length for number, (length, *_) in worst.items()}
 
 

@@ -243,7 +243,8 @@ def export_huggingface(enc, directory):
         "clean_up_tokenization_spaces": False,
     }
     os.makedirs(directory, exist_ok=True)
-    texts = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config), "tokenizer.tiktoken": dumps(enc)}
+    texts = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
+    texts["tokenizer.tiktoken"] = dumps(enc)
     for name, text in texts.items():
         with cli.atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
             file.write(text)
@@ -255,7 +256,7 @@ def export_huggingface(enc, directory):
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # files, globs or URLs to learn from: .parquet, .jsonl, .txt, the last two also .gz, .zst
+    input: tuple[str, ...] = ()  # files, globs or URLs to learn from, as fineweb.py takes them
     out: str = ""  # where to write the tokenizer, a .tiktoken file
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
@@ -281,16 +282,18 @@ def main(args=None):
     if not options.input:
         complaints.append("got no --input, needed files to learn from, do give some")
     if not options.out.endswith(".tiktoken") or os.path.exists(options.out):
-        complaints.append(f"got --out {options.out or 'nothing'}, needed a new file that ends in .tiktoken, do give another")
+        complaints.append(f"got --out {options.out or 'nothing'}, needed a new file .tiktoken, do give another")
     if not least <= options.vocab_size <= MAX_VOCAB:
         complaints.append(
             f"got --vocab-size {options.vocab_size}, needed {least} (the bytes and the special tokens) to {MAX_VOCAB} "
             "(shards are uint16), do choose one between"
         )
     if options.pattern not in PATTERNS:
-        complaints.append(f"got --pattern {options.pattern}, needed a known one, {cli.nearest(options.pattern, list(PATTERNS))}")
+        hint = cli.nearest(options.pattern, list(PATTERNS))
+        complaints.append(f"got --pattern {options.pattern}, needed a known one, {hint}")
     if len({EOT, *options.special_tokens}) <= len(options.special_tokens) or "" in options.special_tokens:
-        complaints.append(f"got --special-tokens {' '.join(options.special_tokens)}, needed each once and none {EOT} or empty")
+        got = " ".join(options.special_tokens)
+        complaints.append(f"got --special-tokens {got}, needed each once and none {EOT} or empty, do drop some")
     if complaints:
         raise cli.UserError("; ".join(complaints))
 
