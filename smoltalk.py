@@ -23,6 +23,7 @@ import contextlib
 import glob
 import json
 import os
+import random
 import re
 from dataclasses import dataclass
 
@@ -151,21 +152,33 @@ def pack(conversations, max_length):
     """Put rendered conversations together to blocks of at most `max_length` tokens; yields (ids, mask).
 
     Each goes where it leaves the least room, of up to OPEN_BLOCKS blocks that are being filled.
-    Conversations of 5, 6, 3 and 4 tokens in blocks of 9: (5 + 4), (6 + 3).
+    Conversations of 5, 6, 3 and 4 tokens in blocks of 9: 5 with 4, 6 with 3. Within a block their
+    order is random (seeded): the first to come would always be the long ones, and a model would
+    never see a short one with nothing before it, as a chat begins.
     """
-    blocks = []
+    rng = random.Random(0)
+    blocks, room = [], []  # of each block that is being filled: its conversations, the tokens it can still take
+
+    def close(number):
+        room.pop(number)
+        block = blocks.pop(number)
+        rng.shuffle(block)
+        return [token for ids, _ in block for token in ids], [bit for _, mask in block for bit in mask]
+
     for ids, mask in conversations:
-        fitting = [block for block in blocks if len(block[0]) + len(ids) <= max_length]
+        fitting = [number for number in range(len(blocks)) if room[number] >= len(ids)]
         if fitting:
-            block = max(fitting, key=lambda block: len(block[0]))
+            number = min(fitting, key=room.__getitem__)
         else:
             if len(blocks) == OPEN_BLOCKS:
-                yield blocks.pop(max(range(OPEN_BLOCKS), key=lambda i: len(blocks[i][0])))
-            block = ([], [])
-            blocks.append(block)
-        block[0].extend(ids)
-        block[1].extend(mask)
-    yield from blocks
+                yield close(room.index(min(room)))
+            blocks.append([])
+            room.append(max_length)
+            number = -1
+        blocks[number].append((ids, mask))
+        room[number] -= len(ids)
+    while blocks:
+        yield close(0)
 
 
 def write_shard(writer, blocks, max_length):

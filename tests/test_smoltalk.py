@@ -70,15 +70,23 @@ def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
     lengths = [5, 6, 3, 4]
     blocks = list(pack([([i] * n, [1] * n) for i, n in enumerate(lengths)], 9))
-    assert [ids for ids, _ in blocks] == [[0] * 5 + [3] * 4, [1] * 6 + [2] * 3]
+    assert [sorted(ids) for ids, _ in blocks] == [[0] * 5 + [3] * 4, [1] * 6 + [2] * 3]
     rng = np.random.default_rng(0)
     many = [([i] * n, [i % 2] * n) for i, n in enumerate(rng.integers(1, 101, 2000).tolist())]
-    blocks = list(pack([(list(ids), list(mask)) for ids, mask in many], 100))
+    blocks = list(pack(many, 100))
     assert all(len(ids) == len(mask) <= 100 for ids, mask in blocks)
     found = [i for ids, _ in blocks for i, before in zip(ids, [None, *ids]) if i != before]
     assert sorted(found) == list(range(2000))  # each in one piece
     assert sum(len(ids) for ids, _ in blocks) == sum(len(ids) for ids, _ in many)
     assert len(blocks) < 1.05 * sum(len(ids) for ids, _ in many) / 100  # little is filled up
+
+
+def test_short_conversations_begin_blocks_too():
+    """They come last to a block that is nearly full, and a chat begins with nothing before it."""
+    rng = np.random.default_rng(0)
+    blocks = list(pack([([n] * n, [1] * n) for n in rng.choice([10, 90], 1000).tolist()], 100))
+    first = [ids[0] for ids, _ in blocks if len(set(ids)) == 2]
+    assert 0.4 < first.count(10) / len(first) < 0.6
 
 
 def test_shards_masks_and_meta(tmp_path):
