@@ -1,5 +1,6 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
+import errno
 import gzip
 import http.server
 import json
@@ -361,6 +362,27 @@ def test_a_disk_that_refuses_leaves_whole_shards_and_one_line(tmp_path):
     assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
 
 
+def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    fsync, calls = os.fsync, []
+
+    def full(number):
+        calls.append(number)
+        if len(calls) > 5:  # meta.json, then a shard and meta.json each: the third shard fails
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(number)
+
+    with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
+        make(tmp_path, path, shard_size=4000)
+    before = listing(tmp_path / "out")
+    assert len(before) == 3 and not any(name.endswith(".part") for name in before)
+    make(tmp_path, path, shard_size=4000)
+    assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
+    assert {name: listing(tmp_path / "out")[name] for name in before if name.endswith(".npy")} == {
+        name: digest for name, digest in before.items() if name.endswith(".npy")
+    }
+
+
 def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
     texts = documents(50)
     for i in range(5):
@@ -599,7 +621,7 @@ def bad_inputs(tmp_path):
         "part without a file": (["--input", good, "--part", "0/4"], ["0/4"]),
         "another data set": (["--dataset", "python-docs", "--out-dir", tmp_path / "taken"], ["input", "python-docs"]),
         "another file": (["--input", other, "--out-dir", tmp_path / "taken"], ["good.jsonl", "other.jsonl"]),
-        "another tokenizer": (["--tokenizer", "bytes+chat", "--input", good, "--out-dir", tmp_path / "taken"], ["chat"]),
+        "another tokenizer": (["--tokenizer", "bytes+chat", "--input", good, "--out-dir", tmp_path / "taken"], ["+c"]),
         "another shard size": (["--input", good, "--out-dir", tmp_path / "taken", "--shard-size", 7], ["shard_size"]),
         "shards of unknown origin": (["--input", good, "--out-dir", tmp_path / "foreign"], ["meta.json"]),
         "a strange meta.json": (["--input", good, "--out-dir", tmp_path / "strange"], ["strange"]),
@@ -632,7 +654,8 @@ def refusals(tmp_path_factory):
     "not UTF-8", "truncated parquet", "truncated gzip", "unknown kind", "missing file", "a folder", "broken tokenizer",
     "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
     "part without a file", "another data set", "another file", "another tokenizer", "another shard size",
-    "shards of unknown origin", "a strange meta.json", "a file for a folder", "no network", "no network for a URL", "no contaminated shards",
+    "shards of unknown origin", "a strange meta.json", "a file for a folder", "no network", "no network for a URL",
+    "no contaminated shards",
     "no evaluation",
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(refusals, name):
@@ -666,7 +689,8 @@ def naive_contamination(examples, tokens):
 
 
 @needs_shared
-def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys):
+def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fineweb, "TABLE_BITS", 12)  # nearly every token gets a second look
     with open(SHARED / "hellaswag_val.jsonl", encoding="utf-8") as file:
         examples = [json.loads(line) for _, line in zip(range(60), file)]
     play = (SHARED / "tinyshakespeare.txt").read_text()
