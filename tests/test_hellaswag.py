@@ -106,7 +106,7 @@ def test_endings_are_scored_and_nothing_else():
 
 
 def test_winners_computed_by_hand():
-    """Sum: "b", 10 bits, the first of two equals. Mean over tokens: E_ACUTE * 4, 17/9. Over characters: "aaab", 13/4."""
+    """Sum: "b", 10 bits, the first of two equals. Mean over tokens: E_ACUTE * 4, 17/9. Characters: "aaab", 13/4."""
     example = render_example(WINNERS, ENC)
     total, mean = score(Planted(SUCCESSORS), [example], ENC.n_vocab)
     assert total[0] / -np.log(2) == pytest.approx([10, 17, 13, 10], rel=1e-5)

@@ -26,7 +26,12 @@ def talk(*contents, first="user"):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, s\u00fc\u00df!"), ("2+2", "4")]
+PAIRS = [
+    ("What is red?", "A rose."),
+    ("What is blue?", "The sky."),
+    ("Wer ist da?", "Niemand, s\u00fc\u00df!"),
+    ("2+2", "4"),
+]
 
 
 def write_conversations(path, conversations):
