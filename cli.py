@@ -49,7 +49,7 @@ def parse(config_class, args=None, default=None):
         # tyro draws a box around its message: the message stands above the box's inner rule
         box = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
         message = " ".join(box[1 : box.index("", 1)]).strip(" .")
-        raise UserError(f"got {' '.join(args or sys.argv[1:])}, needed flags as in --help: {message}") from None
+        raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
     if unknown:
         flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
         got = unknown[0].split("=")[0]

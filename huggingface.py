@@ -20,12 +20,13 @@ def load_huggingface(name_or_directory):
 
     Raises UserError where there is none, or a variant of GPT-2 that GPT does not compute.
     """
+    from safetensors import SafetensorError
     from transformers import GPT2LMHeadModel, logging  # takes seconds, and only this needs it
 
     logging.disable_progress_bar()
     try:
         hf = GPT2LMHeadModel.from_pretrained(name_or_directory)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"got no GPT-2 from {name_or_directory} ({reason}), needed a folder with config.json and "
@@ -46,6 +47,7 @@ def export_huggingface(model, enc, directory):
     GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained read it without a network. The vocabulary
     is cut to the tokenizer's; every other weight goes out bit for bit.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
@@ -70,5 +72,6 @@ def export_huggingface(model, enc, directory):
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         shutil.rmtree(directory, ignore_errors=True)
         part.rename(directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
         raise UserError(f"got '{error}' while writing {directory}, needed room, make some and try again") from error

@@ -160,16 +160,14 @@ def parse_args(args=None):
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
     wrong = []
-    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
-    for name in [*positive.split(), "val_tokens", "keep_checkpoints"]:
-        if getattr(config, name) <= 0:
-            wrong.append(f"got {name} {getattr(config, name)}, needed more than 0")
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            wrong.append(f"got {setting.name} {value}, needed 0 or more")
+    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr val_tokens"
+    for name, value in dataclasses.asdict(config).items():
+        if name in [*positive.split(), "keep_checkpoints"] and not 0 < value < math.inf:
+            wrong.append(f"got {name} {value}, needed more than 0")
+        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            wrong.append(f"got {name} {value}, needed 0 or more")
     if wrong:  # the checks below divide
-        raise UserError("; ".join(dict.fromkeys(wrong)))
+        raise UserError("; ".join(wrong))
 
     B, T, total = config.batch_size, config.sequence_length, config.total_batch_size
     if config.n_embd % config.n_head:
@@ -841,7 +839,7 @@ def evaluate_hellaswag(raw_model, examples, enc, ddp):
 def print_samples(raw_model, enc, config, step, ddp):
     """Print four continuations of the prompt. Their own generator leaves training's random state alone."""
     generator = torch.Generator(device=ddp.device).manual_seed(config.seed)
-    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt)] * 4, device=ddp.device)
+    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=ddp.device)
     with ddp.autocast():
         rows = torch.stack(list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator)), 1)
     for row in rows.tolist():
@@ -913,10 +911,11 @@ def load_checkpoint(path):
     try:
         with warnings.catch_warnings(action="ignore"):  # about the pickle protocol of what is no checkpoint
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"model", "config", "step", "tokenizer"} - set(checkpoint)
+        missing = {"model", "optimizer", "config", "step", "loader", "tokenizer_file"} - set(checkpoint)
+        missing |= {f.name for f in dataclasses.fields(GPTConfig)} - set(checkpoint.get("config", ()))
     except pickle.UnpicklingError:
         raise UserError(f"got {path}, which is no checkpoint or holds code, needed one of train_gpt2.py, take another")
-    except (OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else "empty"
         raise UserError(f"got {path}, which does not load ({reason}), needed a whole checkpoint, take another")
     if missing:
@@ -990,8 +989,11 @@ def find_run(config):
     if not config.resume or not out_dir.exists():
         return None
     if (out_dir / "run.txt").exists():
-        text = (out_dir / "run.txt").read_text()
-        old = json.loads(next(x for x in text.splitlines() if x.startswith("config: ")).removeprefix("config: "))
+        lines = (out_dir / "run.txt").read_text().splitlines()
+        try:
+            old = json.loads(next(line for line in lines if line.startswith("config: ")).removeprefix("config: "))
+        except (StopIteration, ValueError):
+            raise UserError(f"got {out_dir / 'run.txt'} without the run's config, needed this run, {remedy}") from None
         new = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
         different = [f"{name} {old.get(name)} there, {new[name]} here" for name in new if new[name] != old.get(name)]
         if different:
@@ -1032,8 +1034,8 @@ def report(log, step, text, streams):
     """Print a line about a step and log its `step stream value` lines, in one write. Rank 0 has the log."""
     if log is None:
         return
-    print(f"step {step:5d} | {text}", flush=True)
     try:
+        print(f"step {step:5d} | {text}", flush=True)
         log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
         log.flush()
     except OSError as error:
