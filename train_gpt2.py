@@ -166,13 +166,12 @@ def check_config(config, world_size):
             wrong.append(f"got {name} {value}, needed more than 0")
         elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
             wrong.append(f"got {name} {value}, needed 0 or more")
-    if wrong:  # the checks below divide
-        raise UserError("; ".join(wrong))
 
-    B, T, total = config.batch_size, config.sequence_length, config.total_batch_size
-    if config.n_embd % config.n_head:
-        nearest = config.n_head * max(1, round(config.n_embd / config.n_head))
-        wrong.append(f"got n_embd {config.n_embd}, needed a multiple of n_head {config.n_head}, try --n-embd {nearest}")
+    # what is wrong already must not keep the rest from being checked: nothing is divided by 0 here
+    B, T, total, n_head = max(1, config.batch_size), max(1, config.sequence_length), config.total_batch_size, max(1, config.n_head)
+    if config.n_embd % n_head:
+        nearest = n_head * max(1, round(config.n_embd / n_head))
+        wrong.append(f"got n_embd {config.n_embd}, needed a multiple of n_head {n_head}, try --n-embd {nearest}")
     if T > config.block_size:
         wrong.append(f"got sequence_length {T}, needed at most the block size {config.block_size}, raise --block-size")
     micro_batch = B * T * world_size
