@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -98,8 +99,8 @@ def timed(function, device):
     return start.elapsed_time(end) / 1e3, result
 
 
-def peak_gib(device, reset=False):
-    """Peak memory since the last reset, all sides' weights included: CUDA's tensors, or resident memory."""
+def peak_gib(device):
+    """Peak memory since the last call, all sides' weights included: CUDA's tensors, or resident memory."""
     if device.startswith("cuda"):
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -140,22 +141,25 @@ def report(options, device, measured, work, unit, extra=None):
     """
     ours, *others = measured
     width = max(map(len, measured)) + 2
-    print(f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'CPU s':>9}{'peak GiB':>10}{'ratio':>8}  of the rounds")
-    rates, ratios = {}, {}
+    print(f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'peak GiB':>10}{'CPU s':>9}{'ratio':>7}"
+          f"{'(of the rounds)':>17}{'by CPU s':>10}")
+    rates, ratios, cpu_ratios = {}, {}, {}
     for name, run in measured.items():
         seconds = run["seconds"]
         median = statistics.median(seconds)
         rates[name] = work / median
         line = f"{name:{width}}{work / median:12,.1f}{median:11.4f}{min(seconds):9.4f}{max(seconds):9.4f}"
-        line += f"{statistics.median(run['cpu_seconds']):9.4f}{run['peak_gib']:10.2f}"
+        line += f"{run['peak_gib']:10.2f}{statistics.median(run['cpu_seconds']):9.4f}"
         if name != ours:
-            paired = sorted(theirs / mine for theirs, mine in zip(seconds, measured[ours]["seconds"]))
+            paired = [theirs / mine for theirs, mine in zip(seconds, measured[ours]["seconds"])]
             ratios[name] = statistics.median(paired)
-            line += f"{ratios[name]:8.2f}  ({paired[0]:.2f} to {paired[-1]:.2f})"
+            busy = zip(run["cpu_seconds"], measured[ours]["cpu_seconds"])
+            cpu_ratios[name] = statistics.median(theirs / mine for theirs, mine in busy)
+            line += f"{ratios[name]:7.2f}{f'({min(paired):.2f} to {max(paired):.2f})':>17}{cpu_ratios[name]:10.2f}"
         print(line)
     numbers = {
         "what": options.what, "ratio": ratios[others[0]] if others else None, f"{unit}_per_s": rates[ours],
-        "ratios": ratios, "rates": rates,
+        "ratios": ratios, "cpu_ratios": cpu_ratios, "rates": rates,
         **{key: {name: run[key] for name, run in measured.items()} for key in ("seconds", "cpu_seconds", "peak_gib")},
         **(extra or {}), **machine(device), "options": dataclasses.asdict(options),
     }  # fmt: skip
@@ -175,8 +179,7 @@ def machine(device):
         name = f"{found[1] if found else platform.processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
     packages = ("torch", "numpy", "transformers", "tiktoken")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    with contextlib.suppress(OSError):
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     return {
         "device": name,
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
@@ -632,9 +635,8 @@ def bench_gpu(options, device):
 
     def versions():
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
-        with contextlib.suppress(OSError):
-            return {"nvidia-smi": subprocess.run(smi, capture_output=True, text=True).stdout, **about}
-        return about
+        found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
+        return about | {"nvidia-smi": found}
 
     def recompiles():
         run = ours()
