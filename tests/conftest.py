@@ -175,6 +175,7 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
+    cli.RANK_PATIENCE = 2  # enough for processes that are there in 50 ms
     cli.run(lambda: function(*args))
 
 

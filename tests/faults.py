@@ -253,7 +253,8 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
     try:
         status = agent.wait(120)
     except subprocess.TimeoutExpired:
-        kill_family(agent)
+        agent.terminate()  # kill -9 would leave its ranks behind
+        agent.wait(60)
         raise SystemExit(f"the restarted ranks hang: {(folder / 'two.out').read_text()[-3000:]}") from None
     say(f"2 ranks: one killed with -9 after {killed} steps, torchrun left with status {status}")
     if status:

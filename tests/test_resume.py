@@ -401,7 +401,6 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
 
-@pytest.mark.xfail(reason="torchrun's store outlives a restart and leads ranks to dead peers")
 def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(forked, tmp_path):
     """SIGTERM on one process, then two under torchrun --max-restarts=2, one of which is killed with -9."""
     found = faults.elastic(tmp_path, steps=150)
