@@ -1201,8 +1201,8 @@ def prepare(config, ddp):
     Returns train_loader, val_loader, enc, examples, raw_model, checkpoint (None for a new run).
     """
     T = config.sequence_length
-    if config.preset == "quickstart" and not Path(config.data).exists():
-        import fineweb  # only this preset makes its own data
+    if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
+        import fineweb  # only this preset makes its own data; what is there already stays
 
         ddp.on_master(fineweb.prepare, fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data))
     layout = dict(B=config.batch_size, T=T, rank=ddp.rank, world_size=ddp.world_size, device=ddp.device)
