@@ -29,13 +29,14 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+import cli  # before torch: it says how OpenMP's threads wait
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-import cli
 from cli import UserError
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"

@@ -34,9 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-# subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning
-# threads on a core that is also wanted elsewhere can make a small training step 20 times slower
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import cli  # before torch: it says how OpenMP's threads wait
 
 import numpy as np
 import torch
@@ -46,7 +44,6 @@ import torch.utils.checkpoint
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import cli
 import hellaswag
 import tokenizer
 from cli import UserError
@@ -60,7 +57,7 @@ from huggingface import MATRICES, export_huggingface, load_huggingface
 class TrainConfig:
     """Train GPT-2 from scratch. Each --preset sets its own defaults for the flags below."""
 
-    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, quickstart or chat
+    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, speedrun, quickstart or chat
     # the run
     data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py writes them
     out_dir: str = "log"  # where the run lives
@@ -123,11 +120,15 @@ PRESETS = {
     "gpt2-xl": TrainConfig(
         preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5
     ),
+    # the architecture of gpt2 in half of its tokens: see records/2026-11-20-speedrun-ablation
+    "speedrun": TrainConfig(
+        preset="speedrun", optimizer="muon", schedule="wsd", max_steps=9536, warmup_steps=250, max_lr=1.8e-3
+    ),
     "quickstart": TrainConfig(
         preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
-        total_batch_size=2048, max_steps=1000, warmup_steps=50, max_lr=3e-3, min_lr=3e-4,
-        val_every=200, val_tokens=2**16, hellaswag_every=0, sample_every=500, sample_prompt="The ",
+        total_batch_size=2048, max_steps=500, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
+        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=250, sample_prompt="The ",
         checkpoint_every=250,
     ),
     # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
