@@ -762,6 +762,8 @@ def open_store(rank, world_size):
     torchrun's own store outlives a restart, and then leads ranks to peers that are dead (pytorch issue 135712).
     """
     shared, host = next(dist.rendezvous("env://"))[0], os.environ["MASTER_ADDR"]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return shared  # started by something else: rank 0 has just made this one
     if rank == 0:
         store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
         shared.set("port", str(store.port))
