@@ -86,7 +86,7 @@ class TrainConfig:
     max_lr: float = 6e-4  # peak learning rate: GPT-3 Small's
     min_lr: float = 6e-5  # a tenth of the peak, where the cosine ends
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm up, stay, decay linearly to zero
-    decay_fraction: float = 0.5  # wsd: the share of max_steps that decays
+    decay_fraction: float = 0.7  # wsd: the share of max_steps that decays
     # the optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     weight_decay: float = 0.1  # on tensors with 2 or more dimensions
