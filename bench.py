@@ -204,6 +204,7 @@ def train_config(options, device):
     config = dataclasses.replace(
         config,
         dtype=options.dtype,
+        optimizer="adamw",  # as the references; a variant may have another
         block_size=max(config.block_size, config.sequence_length),
         vocab_size=config.vocab_size or math.ceil(num_ids / 64) * 64,
         total_batch_size=options.total_batch_size or max(micro_batch, config.total_batch_size // micro_batch * micro_batch),
@@ -624,6 +625,14 @@ def bench_gpu(options, device):
         run.raw_model.residual_dtype = residual or run.raw_model.residual_dtype
         return run
 
+    def reference(make, *args, **kwargs):
+        """rate of a reference at the largest B, from ours down, that fits."""
+        smaller = config
+        while True:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return rate(make(smaller, *here, *args, **kwargs))
+            smaller = dataclasses.replace(smaller, batch_size=smaller.batch_size // 2)
+
     def with_attention(backend):
         with torch.nn.attention.sdpa_kernel(backend):
             return rate(ours())
@@ -666,10 +675,10 @@ def bench_gpu(options, device):
     questions = {"machine": versions, f"B={B}, with its roofline": first, "recompiles": recompiles, "hellaswag": hella}
     questions["a real run"] = lambda: real_run(options, config, out)
     if cuda:
-        questions["transformers, compiled"] = lambda: rate(make_transformers(config, *here, compiled=True, fused=True))
-    questions["transformers, eager"] = lambda: rate(make_transformers(config, *here, fused=True))
+        questions["transformers, compiled"] = lambda: reference(make_transformers, compiled=True, fused=True)
+    questions["transformers, eager"] = lambda: reference(make_transformers, fused=True)
     if options.peer:
-        questions["nanoGPT"] = lambda: rate(make_peer(config, *here, options.peer))
+        questions["nanoGPT"] = lambda: reference(make_peer, options.peer)
     if options.build_nanogpt:
         questions["build-nanogpt"] = lambda: run_build_nanogpt(options.build_nanogpt, out)
     for each in {32, 128, 96, 16} - {B} if cuda else {1}:
