@@ -15,8 +15,6 @@ pattern that splits text before merging and the special tokens, then tiktoken's 
 """
 
 import base64
-import binascii
-import glob
 import hashlib
 import itertools
 import json
@@ -24,6 +22,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import tiktoken
 
@@ -64,15 +63,11 @@ def get_encoding(name_or_path):
         with open(name_or_path, encoding="ascii") as file:
             return loads(file.read())
     except (OSError, UnicodeDecodeError):
-        known = ["gpt2", "bytes"]
-        hint = cli.nearest(str(name_or_path), known)
-        raise cli.UserError(
-            f"got tokenizer {name_or_path}, needed gpt2, bytes or the path of a .tiktoken file, {hint}"
-        ) from None
+        needed = f"gpt2, bytes or the path of a .tiktoken file, {cli.nearest(str(name_or_path), ['gpt2', 'bytes'])}"
+        raise cli.UserError(f"got tokenizer {name_or_path}, needed {needed}") from None
     except ValueError as error:
-        raise cli.UserError(
-            f"got {name_or_path} ({error}), needed a whole .tiktoken file, make it with python tokenizer.py"
-        ) from None
+        needed = "a whole .tiktoken file, make it with python tokenizer.py"
+        raise cli.UserError(f"got {name_or_path} ({error}), needed {needed}") from None
 
 
 def gpt2_encoding():
@@ -89,35 +84,35 @@ def gpt2_encoding():
 
 def bytes_encoding():
     """Ids 0..255 are the bytes of UTF-8, 256 is <|endoftext|>: BPE without a single merge."""
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=BYTES,
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={EOT: 256},
-    )
+    ranks = {bytes([i]): i for i in range(256)}
+    return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
+
+
+def remake(enc, name, special_tokens):
+    """`enc` under another name and with other special tokens; with its own, a second copy of it."""
+    parts = {"pat_str": enc._pat_str, "mergeable_ranks": enc._mergeable_ranks}
+    return tiktoken.Encoding(name, **parts, special_tokens=special_tokens)
 
 
 def with_chat(enc):
     """The same tokenizer with CHAT_TOKENS appended: "gpt2" -> "gpt2+chat", ids 50257..50260."""
     markers = {token: enc.n_vocab + i for i, token in enumerate(CHAT_TOKENS)}
-    return tiktoken.Encoding(
-        enc.name + "+chat",
-        pat_str=enc._pat_str,
-        mergeable_ranks=enc._mergeable_ranks,
-        special_tokens={**enc._special_tokens, **markers},
-    )
+    return remake(enc, enc.name + "+chat", enc._special_tokens | markers)
 
 
 def folder_encoding(folder):
     """The tokenizer that a folder of shards was written with (GPT-2's if it has no meta.json)."""
-    metas = sorted(glob.glob(os.path.join(glob.escape(str(folder)), "meta*.json")))
+    metas = sorted(Path(folder).glob("meta*.json"))
     if not metas:
         return get_encoding("gpt2")
-    with open(metas[0], encoding="utf-8") as file:
-        name = json.load(file)["tokenizer"]
-    base = name.removesuffix("+chat")
+    try:
+        name = json.loads(metas[0].read_text(encoding="utf-8"))["tokenizer"]
+        base = name.removesuffix("+chat")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        needed = "the meta.json that fineweb.py writes, with the tokenizer's name"
+        raise cli.UserError(f"got {metas[0]} that names no tokenizer, needed {needed}, make the shards again") from None
     if base not in ("gpt2", "bytes"):
-        name = os.path.join(str(folder), base + ".tiktoken") + name[len(base) :]
+        name = os.path.join(folder, base + ".tiktoken") + name[len(base) :]
     return get_encoding(name)
 
 
@@ -126,9 +121,8 @@ def save_beside(enc, folder):
     base = enc.name.removesuffix("+chat")
     if base not in ("gpt2", "bytes"):
         own = {token: i for token, i in enc._special_tokens.items() if base == enc.name or token not in CHAT_TOKENS}
-        parts = {"pat_str": enc._pat_str, "mergeable_ranks": enc._mergeable_ranks, "special_tokens": own}
-        with cli.atomic_write(os.path.join(str(folder), base + ".tiktoken"), "w", encoding="ascii") as file:
-            file.write(dumps(tiktoken.Encoding(base, **parts)))
+        with cli.atomic_write(os.path.join(folder, base + ".tiktoken"), "w", encoding="ascii") as file:
+            file.write(dumps(remake(enc, base, own)))
 
 
 # -----------------------------------------------------------------------------
@@ -148,18 +142,16 @@ def loads(text):
     head, *lines = text.split("\n")
     try:
         head = json.loads(head)
+        name, pat_str, special = head["name"], head["pat_str"], head["special_tokens"]
         pairs = [line.split() for line in lines if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        special_tokens = head["special_tokens"]
-        ids = sorted([*ranks.values(), *special_tokens.values()])
-    except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
+        ids = sorted([*ranks.values(), *special.values()])
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("no line of JSON with name, pat_str and special_tokens, then `base64 rank` lines") from None
     # subtle: a file cut short shows as a hole between its last rank and the special tokens' ids
-    if ids != list(range(len(ids))) or EOT not in special_tokens or any(bytes([i]) not in ranks for i in range(256)):
+    if ids != list(range(len(ids))) or EOT not in special or any(bytes([i]) not in ranks for i in range(256)):
         raise ValueError(f"{len(ids)} tokens that are not 0, 1, 2 ... with all bytes and {EOT} among them")
-    return tiktoken.Encoding(
-        head["name"], pat_str=head["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
-    )
+    return tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
 
 
 # -----------------------------------------------------------------------------
@@ -195,7 +187,7 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     """
     from tokenizers import pre_tokenizers, trainers
 
-    pat_str = {"gpt2": FAST_GPT2}.get(pattern, PATTERNS[pattern])
+    pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
     special_tokens = [EOT, *special_tokens]
     model = huggingface_model(pat_str)
     trainer = trainers.BpeTrainer(
@@ -207,9 +199,8 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     char_bytes = {char: byte for byte, char in byte_chars().items()}
     ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in model.get_vocab().items()}
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-    parts = {"pat_str": pat_str, "mergeable_ranks": ranks, "special_tokens": special}
-    text = dumps(tiktoken.Encoding("", **parts))
-    return tiktoken.Encoding(f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", **parts)
+    enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
+    return remake(enc, f"{name}-{hashlib.sha256(dumps(enc).encode()).hexdigest()[:8]}", special)
 
 
 def last_merge(token, ranks):
@@ -226,25 +217,18 @@ def export_huggingface(enc, directory):
     """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids."""
     from tokenizers import AddedToken
 
-    chars = byte_chars()
-    ranks = sorted(enc._mergeable_ranks.items(), key=lambda item: item[1])
-    spell = {token: "".join(chars[byte] for byte in token) for token, _ in ranks}
-    merges = [last_merge(token, enc._mergeable_ranks) for token, _ in ranks if len(token) > 1]
-    model = huggingface_model(
-        enc._pat_str, {spell[token]: rank for token, rank in ranks}, [(spell[a], spell[b]) for a, b in merges]
-    )
+    chars, ranks = byte_chars(), enc._mergeable_ranks
+    spell = {token: "".join(chars[byte] for byte in token) for token in sorted(ranks, key=ranks.get)}
+    merges = [last_merge(token, ranks) for token in spell if len(token) > 1]
+    vocab = {spell[token]: ranks[token] for token in spell}
+    model = huggingface_model(enc._pat_str, vocab, [(spell[a], spell[b]) for a, b in merges])
     special = sorted(enc._special_tokens, key=enc._special_tokens.get)
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": EOT,
-        "eos_token": EOT,
-        "unk_token": EOT,
-        "clean_up_tokenization_spaces": False,
-    }
-    os.makedirs(directory, exist_ok=True)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
     texts = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
     texts["tokenizer.tiktoken"] = dumps(enc)
+    os.makedirs(directory, exist_ok=True)
     for name, text in texts.items():
         with cli.atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
             file.write(text)
@@ -275,28 +259,28 @@ def read_texts(patterns, text_column):
             yield from (piece.text for piece in batch.pieces if piece.text)
 
 
-def main(args=None):
-    options = cli.parse(Options, args)
-    least = 257 + len(options.special_tokens)
-    complaints = []
+def check_options(options):
+    complaints, special, least = [], options.special_tokens, 257 + len(options.special_tokens)
     if not options.input:
         complaints.append("got no --input, needed files to learn from, do give some")
     if not options.out.endswith(".tiktoken") or os.path.exists(options.out):
         complaints.append(f"got --out {options.out or 'nothing'}, needed a new file .tiktoken, do give another")
     if not least <= options.vocab_size <= MAX_VOCAB:
-        complaints.append(
-            f"got --vocab-size {options.vocab_size}, needed {least} (the bytes and the special tokens) to {MAX_VOCAB} "
-            "(shards are uint16), do choose one between"
-        )
+        needed = f"{least} (the bytes and the special tokens) to {MAX_VOCAB} (shards are uint16)"
+        complaints.append(f"got --vocab-size {options.vocab_size}, needed {needed}, do choose one between")
     if options.pattern not in PATTERNS:
         hint = cli.nearest(options.pattern, list(PATTERNS))
         complaints.append(f"got --pattern {options.pattern}, needed a known one, {hint}")
-    if len({EOT, *options.special_tokens}) <= len(options.special_tokens) or "" in options.special_tokens:
-        got = " ".join(options.special_tokens)
+    if len({EOT, "", *special}) < len(special) + 2:
+        got = " ".join(special)
         complaints.append(f"got --special-tokens {got}, needed each once and none {EOT} or empty, do drop some")
     if complaints:
         raise cli.UserError("; ".join(complaints))
 
+
+def main(args=None):
+    options = cli.parse(Options, args)
+    check_options(options)
     start = time.perf_counter()
     texts = read_texts(options.input, options.text_column)
     first = next(texts, None)

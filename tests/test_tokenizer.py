@@ -157,6 +157,13 @@ def test_a_folder_without_meta_json_is_gpt2s(tmp_path):
     assert tokenizer.folder_encoding(tmp_path).name == "gpt2"
 
 
+@pytest.mark.parametrize("content", ['{"tokenizer": "byt', "{}", "[]", '{"tokenizer": 3}', ""])
+def test_a_meta_json_that_names_no_tokenizer_is_named_itself(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(UserError, match="^got .*meta.json .*tokenizer"):
+        tokenizer.folder_encoding(tmp_path)
+
+
 # -----------------------------------------------------------------------------
 # Export
 
@@ -263,6 +270,7 @@ def test_bad_input_is_one_line_and_status_2(refusals, name):
     lambda text: text[: len(text) // 2],  # cut short
     lambda text: text.split("\n", 1)[1],  # OpenAI's format, which has no first line
     lambda text: text.replace('"<|endoftext|>"', '"<|end|>"'),
+    lambda text: text.replace('"pat_str"', '"pattern"'),
     lambda text: text.replace("\n", "\nnot base64 \n", 1),
     lambda text: text.replace("IQ== ", "Ig== ", 1),  # a byte is missing
     lambda text: "",
