@@ -19,6 +19,7 @@ bytes, whenever it was killed and on however many cores it runs.
 
 import ast
 import collections
+import contextlib
 import errno
 import fnmatch
 import glob
@@ -42,6 +43,7 @@ import urllib.request
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +77,6 @@ EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # of GPT-2 and <|endoftext|>; only to say how long it takes
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 RETRY_SECONDS = 1.0  # before the second attempt; it doubles with each
 BLOCK_CHARS = 2**20  # a long .txt is read in blocks of so many; where a begun run goes on is counted in them
 BATCH_CHARS = 2**19  # text handed to a core at a time: 0.1 s of work, so that the overhead disappears
@@ -90,17 +91,15 @@ def list_inputs(patterns):
     """The files and URLs that `--input` means, each glob sorted by name."""
     sources = []
     for pattern in patterns:
-        if is_url(pattern):
-            sources.append(Source(pattern, 0))
-            continue
-        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        if not paths:
+        is_one = is_url(pattern) or os.path.exists(pattern)
+        names = [pattern] if is_one else sorted(glob.glob(pattern, recursive=True))
+        if not names:
             raise UserError(f"got --input {pattern}, needed files that exist, do check the path")
-        sources += [Source(path, os.path.getsize(path)) for path in paths]
-    for source in sources:
-        if os.path.isdir(source.name):
-            raise UserError(f"got the folder {source.name}, needed files, do give --input '{source.name}/*'")
-        kind(source.name)
+        for name in names:
+            if os.path.isdir(name):
+                raise UserError(f"got the folder {name}, needed files, do give --input '{name}/*'")
+            kind(name)
+            sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
     return sources
 
 
@@ -111,10 +110,10 @@ def is_url(name):
 def kind(name):
     """"a/b.jsonl.gz" -> ".jsonl" """
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
-    match = re.search(r"(\.parquet|(\.jsonl|\.txt)(\.gz|\.zst)?)$", path)
+    match = re.search(r"\.parquet$|(\.jsonl|\.txt)(\.gz|\.zst)?$", path)
     if not match:
         raise UserError(f"got {name}, needed .parquet, .jsonl, .txt, or .gz or .zst of the last two, do convert it")
-    return match[2] or match[1]
+    return match[1] or match[0]
 
 
 # -----------------------------------------------------------------------------
@@ -129,32 +128,29 @@ class Piece(NamedTuple):
 
 def read_pieces(path, name, text_column, skip):
     """The pieces of the file at `path` without the first `skip`; `name` is what the user calls it."""
-    reader = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}[kind(name)]
     try:
-        yield from reader(path, name, text_column, skip)
+        if name == PYTHON_DOCS:
+            pieces = (Piece(text, True) for text in python_docs())
+        else:
+            reader = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}[kind(name)]
+            pieces = reader(path, name, text_column)
+        yield from itertools.islice(pieces, skip, None)
     except UnicodeDecodeError as error:
         raise UserError(f"got {name} with {error.reason}, needed UTF-8, do convert it with iconv") from None
     except (OSError, ValueError, LookupError, NotImplementedError) as error:  # pyarrow's own are among them
         raise UserError(f"got {name} that cannot be read ({error}), needed a whole file, do fetch it again") from None
 
 
-def read_parquet(path, name, text_column, skip):
+def read_parquet(path, name, text_column):
     import pyarrow.parquet  # slow to import: only where files are read
 
     file = pyarrow.parquet.ParquetFile(path)
     columns = {field.name: str(field.type) for field in file.schema_arrow}
-    if "string" not in columns.get(text_column, ""):
-        raise UserError(
-            f"got column {text_column} of {name}: {columns.get(text_column, 'not there')}, needed a string column, "
-            f"do give --text-column, one of {', '.join(columns)}"
-        )
-    groups = range(file.num_row_groups)
-    while groups and skip >= (rows := file.metadata.row_group(groups[0]).num_rows):
-        groups, skip = groups[1:], skip - rows  # whole row groups are skipped unread
-    for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[text_column]):
-        for text in batch.column(0).to_pylist()[skip:]:
-            yield Piece(text or "", True)
-        skip = max(0, skip - len(batch))
+    if "string" not in (got := columns.get(text_column, "not there")):
+        needed = f"a string column, do give --text-column, one of {', '.join(columns)}"
+        raise UserError(f"got column {text_column} of {name}: {got}, needed {needed}")
+    for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+        yield from (Piece(text or "", True) for text in batch.column(0).to_pylist())
 
 
 def open_text(path):
@@ -164,29 +160,26 @@ def open_text(path):
     return io.TextIOWrapper(pyarrow.input_stream(path, compression=compression), encoding="utf-8-sig", newline="")
 
 
-def read_jsonl(path, name, text_column, skip):
+def read_jsonl(path, name, text_column):
     with open_text(path) as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
-        for number, line in itertools.islice(lines, skip, None):
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
             try:
                 record = json.loads(line)
-                text, found = record.get(text_column), f"keys {', '.join(record)}"
-            except (ValueError, RecursionError) as error:
-                text, found = None, error
-            except AttributeError:
-                text, found = None, "no object"
-            if not isinstance(text, str):
-                raise UserError(
-                    f"got {name} line {number}: {found}, needed a JSON object with a string under {text_column}, "
-                    "do mend it or give --text-column"
-                )
-            yield Piece(text, True)
+                found = f"keys {', '.join(record)}" if isinstance(record, dict) else "no object"
+            except (ValueError, RecursionError) as error:  # the second: brackets in brackets without end
+                record, found = None, error
+            if not isinstance(record, dict) or not isinstance(record.get(text_column), str):
+                needed = f"a JSON object with a string under {text_column}, do mend it or give --text-column"
+                raise UserError(f"got {name} line {number}: {found}, needed {needed}")
+            yield Piece(record[text_column], True)
 
 
-def read_txt(path, name, text_column, skip):
+def read_txt(path, name, text_column):
     with open_text(path) as file:
-        pieces = cut(iter(lambda: file.read(BLOCK_CHARS), ""))
-        yield from itertools.islice((Piece(text, i == 0) for i, text in enumerate(pieces)), skip, None)
+        for i, text in enumerate(cut(iter(lambda: file.read(BLOCK_CHARS), ""))):
+            yield Piece(text, i == 0)
 
 
 def cut(blocks):
@@ -237,16 +230,17 @@ def docstrings(path, module):
     except (OSError, SyntaxError, ValueError):  # lib2to3 and the like ship files that are not Python 3
         return ""
     parts = []
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.Module):
+            declared = f"module {module}"
+        elif isinstance(node, ast.ClassDef):
+            declared = f"class {node.name}"
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            declared = f"def {node.name}({ast.unparse(node.args)})"
+        else:
+            continue
         if text := ast.get_docstring(node):
-            if isinstance(node, ast.Module):
-                parts.append(f"module {module}\n\n{text}")
-            elif isinstance(node, ast.ClassDef):
-                parts.append(f"class {node.name}\n\n{text}")
-            else:
-                parts.append(f"def {node.name}({ast.unparse(node.args)})\n\n{text}")
+            parts += [declared, text]
     return "\n\n".join(parts)
 
 
@@ -278,48 +272,49 @@ def retry(name, function, attempts=3):
         try:
             return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
-            if isinstance(error, UserError):
-                raise
-            if getattr(error, "errno", None) in DISK_ERRORS:
-                reason = os.strerror(error.errno)
-                raise UserError(f"got '{reason}' while downloading {name}, needed room, do make some, run again") from None
-            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
             reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
-            if status in (401, 403, 404) or "Offline" in type(error).__name__:  # asking again would not help
-                break
+            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+            is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES)
+            if status in (401, 403, 404) or "Offline" in type(error).__name__ or is_full:
+                break  # asking again would not help
             if attempt < attempts - 1:
                 time.sleep(RETRY_SECONDS * 2**attempt)
     raise UserError(
-        f"got {reason} for {name}, needed a network that reaches it, do run the same command again later, "
-        "or work without one: --dataset python-docs, or --input with files of yours"
+        f"got {reason} for {name}, needed a network that reaches it and room on the disk, do run the same command "
+        "again later, or work without a network: --dataset python-docs, or --input with files of yours"
     )
 
 
-def fetch_url(url, path):
-    """Download `url` to `path`, whole or not at all."""
-    with urllib.request.urlopen(url, timeout=60) as response, open(path + ".part", "wb") as file:
-        shutil.copyfileobj(response, file, 2**20)
-        expected = int(response.headers.get("Content-Length") or file.tell())
-        if file.tell() != expected:
-            raise ConnectionError(f"{file.tell():,} bytes of {expected:,}")
-    os.replace(path + ".part", path)
+def fetch_hub(repo, file, revision, folder, attempts):
+    """The path of a data set's file from the hub, downloaded into `folder`."""
+    import huggingface_hub  # slow to import
+
+    args = {"repo_type": "dataset", "revision": revision, "local_dir": folder}
+    return retry(file, lambda: huggingface_hub.hf_hub_download(repo, file, **args), attempts)
+
+
+def fetch_url(url, folder, attempts):
+    """The path of what `url` names, downloaded into `folder`."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]  # two URLs may end in the same name
+    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(url).path))
+
+    def download():
+        os.makedirs(folder, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
+            shutil.copyfileobj(response, file, 2**20)
+            expected = int(response.headers.get("Content-Length") or file.tell())
+            if file.tell() != expected:
+                raise ConnectionError(f"{file.tell():,} bytes of {expected:,}")
+        return path
+
+    return retry(url, download, attempts)
 
 
 def fetch(source, folder, revision, attempts=9):
     """The path of a local copy of `source`: itself if it is a file here."""
     if revision:
-        import huggingface_hub  # slow to import
-
-        get = huggingface_hub.hf_hub_download
-        args = {"repo_type": "dataset", "revision": revision, "local_dir": folder}
-        return retry(source.name, lambda: get(EDU_REPO, source.name, **args), attempts)
-    if not is_url(source.name):
-        return source.name
-    os.makedirs(folder, exist_ok=True)
-    digest = hashlib.sha256(source.name.encode()).hexdigest()[:8]  # two URLs may end in the same name
-    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(source.name).path))
-    retry(source.name, lambda: fetch_url(source.name, path), attempts)
-    return path
+        return fetch_hub(EDU_REPO, source.name, revision, folder, attempts)
+    return fetch_url(source.name, folder, attempts) if is_url(source.name) else source.name
 
 
 def list_hub():
@@ -343,44 +338,30 @@ class Batch(NamedTuple):
     pieces: list[Piece]
 
 
-class Tokens(NamedTuple):
-    batch: Batch
-    tokens: np.ndarray  # (n,) uint16, of all its pieces
-    ends: np.ndarray  # (pieces,) where each piece ends in `tokens`
-
-
 def read_batches(sources, options, folder, revision, source=0, skip=0):
     """All pieces of `sources` from piece `skip` of file `source` on, BATCH_CHARS of text at a time.
 
     While a file is read the next one is downloaded into `folder`; what was downloaded is removed
     as soon as it is read.
     """
-    # with --max-tokens the next file may never be wanted
-    prefetch = not options.max_tokens
     coming = None
     for number in range(source, len(sources)):
         name = sources[number].name
         path = coming.result() if coming else fetch(sources[number], folder, revision, 9 if number > source else 3)
-        if prefetch and number + 1 < len(sources):
+        if number + 1 < len(sources) and not options.max_tokens:  # which may end before the next file
             coming = background(fetch, sources[number + 1], folder, revision)
-        try:
-            if name == PYTHON_DOCS:
-                pieces = (Piece(text, True) for text in python_docs()[skip:])
-            else:
-                pieces = read_pieces(path, name, options.text_column, skip)
-            held, chars = [], 0
-            for piece in pieces:
-                held.append(piece)
-                chars += len(piece.text)
-                if chars >= BATCH_CHARS:
-                    yield Batch(number, skip, held)
-                    skip, held, chars = skip + len(held), [], 0
-            if held:
+        held, chars = [], 0
+        for piece in read_pieces(path, name, options.text_column, skip):
+            held.append(piece)
+            chars += len(piece.text)
+            if chars >= BATCH_CHARS:
                 yield Batch(number, skip, held)
-        finally:
-            if path != name:
-                os.remove(path)
+                skip, held, chars = skip + len(held), [], 0
+        if held:
+            yield Batch(number, skip, held)
         skip = 0
+        if path != name:
+            os.remove(path)
 
 
 def encode_text(enc, text):
@@ -402,34 +383,43 @@ def encode_text(enc, text):
 
 
 def encode_batch(enc, batch):
-    """The tokens of a batch: per document one <|endoftext|>, then its text's ids."""
+    """(tokens, ends) of a batch: per document one <|endoftext|>, then its text's ids.
+
+    tokens (n,) uint16; ends (pieces,) is where in them each piece ends.
+    """
     eot = np.array([enc.eot_token], dtype=np.uint32)
     arrays, lengths = [], []
     for text, starts in batch.pieces:
         ids = encode_text(enc, text)
         arrays += [eot, ids] if starts else [ids]
         lengths.append(len(ids) + starts)
-    return Tokens(batch, np.concatenate(arrays, dtype=np.uint16, casting="unsafe"), np.cumsum(lengths))
+    return np.concatenate(arrays, dtype=np.uint16, casting="unsafe"), np.cumsum(lengths)
 
 
 def encode_all(enc, batches, num_proc):
-    """`encode_batch` of each batch, in order, on `num_proc` cores.
+    """(batch, tokens, ends) of each batch, in order, tokenized on `num_proc` cores.
 
-    subtle: threads, not processes. tiktoken works outside Python's global lock and gives back one
-    buffer per text, so threads scale as processes do, and there is nothing to pickle or to fork.
+    Threads, not processes: tiktoken works outside Python's global lock and gives back one buffer
+    per text, and there is nothing to pickle or to fork. subtle: each thread has a copy of the
+    tokenizer. Of those that share one, its regex serves the first best, the others 15% slower.
     """
-    with ThreadPoolExecutor(num_proc) as pool:
-        ahead = collections.deque()
-        try:
-            for batch in batches:
-                ahead.append(pool.submit(encode_batch, enc, batch))
-                if len(ahead) > 4 * num_proc:  # enough work in store while a shard is written
-                    yield ahead.popleft().result()
-            while ahead:
+    own = threading.local()
+
+    def encode(batch):
+        if not hasattr(own, "enc"):
+            own.enc = tokenizer.remake(enc, enc.name, enc._special_tokens)
+        return batch, *encode_batch(own.enc, batch)
+
+    pool, ahead = ThreadPoolExecutor(num_proc), collections.deque()
+    try:
+        for batch in batches:
+            ahead.append(pool.submit(encode, batch))
+            if len(ahead) > 4 * num_proc:  # enough work in store while a shard is written
                 yield ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            batches.close()  # removes what was downloaded
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # -----------------------------------------------------------------------------
@@ -437,7 +427,7 @@ def encode_all(enc, batches, num_proc):
 
 
 def pack(stream, shard_size, limit=math.inf, skip=0, progress=None):
-    """Cut a stream of `Tokens` into shards, `skip` tokens left out in front, `limit` in all.
+    """Cut a stream of (batch, tokens, ends) into shards, `skip` tokens left out in front, `limit` in all.
 
     Yields (tokens, end): `end` = [source, piece, token] is where in the input the next shard
     starts, None after the last. Documents of 3, 5 and 1 tokens in shards of 4:
@@ -466,10 +456,10 @@ def meta_path(folder, part, num_parts):
     return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
 
 
-def new_meta(dataset, enc):
+def new_meta(dataset, enc, made_from):
     """A meta.json before the first shard. `ends`: where in the input each shard ends, and the documents so far."""
     meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
-    return meta | {"shards": {}, "complete": False, "made_from": {"sources": []}, "ends": {}}
+    return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
 
 
 class Writer:
@@ -510,21 +500,16 @@ class Writer:
             self.save()
 
     def save(self):
-        try:
+        with contextlib.suppress(OSError):  # where it cannot be made, what follows says so
             os.makedirs(self.folder, exist_ok=True)
-        except OSError as error:
-            reason = f"got --out-dir {self.folder} ({error.strerror}), needed a folder to write to, do give another"
-            raise UserError(reason) from None
         with cli.atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self):
         self.meta["complete"] = True
         self.save()
-        print(
-            f"{self.folder}: {self.meta['tokens']:,} tokens, {self.meta['documents']:,} documents, "
-            f"{len(self.meta['shards'])} shards (the last one is meant to be short)"
-        )
+        tokens, documents, shards = f"{self.meta['tokens']:,}", f"{self.meta['documents']:,}", len(self.meta["shards"])
+        print(f"{self.folder}: {tokens} tokens, {documents} documents, {shards} shards (the last is meant to be short)")
 
 
 def open_shard(path):
@@ -533,7 +518,7 @@ def open_shard(path):
         if path.endswith(".bin"):
             return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(check_bin(path),))
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:  # the last: an empty file
         raise UserError(f"got {path} that cannot be read ({error}), needed a whole shard, do make it again") from None
 
 
@@ -547,74 +532,67 @@ def is_whole(path, num_tokens):
 
 def read_metas(folder):
     """{path: contents} of the meta.json, or one per part, in `folder`; refuses a folder that cannot be ours."""
-    listing = []
-    if os.path.exists(folder):
-        try:
-            listing = os.listdir(folder)
-        except OSError as error:
-            raise UserError(f"got --out-dir {folder} ({error.strerror}), needed a folder, do give another") from None
+    try:
+        files = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"got --out-dir {folder} ({error.strerror}), needed a folder, do give another") from None
     metas = {}
-    for path in (os.path.join(folder, file) for file in fnmatch.filter(listing, "meta*.json")):
+    for path in (os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")):
         try:
             with open(path, encoding="utf-8") as file:
-                metas[path] = json.load(file)
-            identity(metas[path], 0), metas[path]["ends"], metas[path]["shards"]
+                metas[path] = meta = json.load(file)
+            meta["dataset"], meta["tokenizer"], meta["made_from"]["sources"], meta["ends"], meta["shards"]
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(f"got {path} that fineweb.py did not write, do give another --out-dir") from None
-    if not metas and any(re.search(r"_(train|val)_.*\.(npy|bin)$", file) for file in listing):
+    if not metas and any(re.search(r"_(train|val)_.*\.(npy|bin)$", file) for file in files):
         raise UserError(f"got {folder} with shards and no meta.json, needed a free folder, do give another --out-dir")
     return metas
 
 
-def identity(meta, num_read):
-    """What two runs must have in common to make one data set: the options, and the files.
-
-    Of files that are not read to their end yet, `num_read` and on, only the names count: bad lines may be mended.
-    """
-    sources = [name if i >= num_read else [name, size] for i, (name, size) in enumerate(meta["made_from"]["sources"])]
-    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **meta["made_from"], "sources": sources}
-
-
 def same_data(folder, metas, path, meta):
     """What `metas` holds at `path` if it continues `meta`, or `meta` itself; refuses another data set's folder."""
+
+    def identity(meta):
+        sources = [[name, size * (i < num_read)] for i, (name, size) in enumerate(meta["made_from"]["sources"])]
+        return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **meta["made_from"], "sources": sources}
+
     for other, old in metas.items():
+        # of a file that is not read to its end yet only the name counts: bad lines may be mended
         ends = list(old["ends"].values())
         num_read = sys.maxsize if old["complete"] else ends[-1][0] if ends else 0
-        was, now = identity(old, num_read), identity(meta, num_read)
+        was, now = identity(old), identity(meta)
         for key in now:  # the other parts of a data set differ from this one in their files
             if was.get(key) != now[key] and (other == path or key != "sources"):
-                differing = f"{key} {str(was.get(key))[:90]}, now {str(now[key])[:90]}"
-                raise UserError(
-                    f"got {folder} that holds another data set ({differing}), "
-                    "needed a free folder or the same options, do give another --out-dir"
-                )
-    return metas.get(path, meta)
+                got = f"another data set ({key} {str(was.get(key))[:90]}, now {str(now[key])[:90]})"
+                raise UserError(f"got {folder} that holds {got}, needed a free folder, do give another --out-dir")
+    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # of a mended file, the size that it has now
 
 
 # -----------------------------------------------------------------------------
 # The whole way
 
 
-def plan(options):
-    """(folder, first part of the shards' names, sources, the hub's commit, what was there already)."""
-    part, num_parts = parse_part(options.part)
+def plan(options, part, num_parts):
+    """(folder, first part of the shards' names, what is in the folder, sources, the hub's commit)."""
+    folder, stem = DATASETS[options.dataset]
+    sources, revision = [Source(PYTHON_DOCS, 0)], ""
     if options.input:
         sources = list_inputs(options.input)
-        folder = options.out_dir or os.path.basename(sources[0].name).split(".")[0]
+        folder = os.path.basename(sources[0].name).split(".")[0]
+    folder = options.out_dir or folder
+    if options.input:
         stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    else:
-        folder, stem = DATASETS[options.dataset]
-        folder, sources = options.out_dir or folder, [Source(PYTHON_DOCS, 0)]
-    metas, revision = read_metas(folder), ""
+    metas = read_metas(folder)
     if options.dataset == "fineweb-edu" and not options.input:
-        old = metas.get(meta_path(folder, part, num_parts))
-        if old:  # what was begun is continued with the same files
+        if old := metas.get(meta_path(folder, part, num_parts)):  # what was begun is continued with the same files
             made_from = old["made_from"]
-            return folder, stem, [Source(*source) for source in made_from["sources"]], made_from["revision"], metas
+            return folder, stem, metas, [Source(*source) for source in made_from["sources"]], made_from["revision"]
         sources, revision = list_hub()
     if num_parts > len(sources):
         raise UserError(f"got --part {options.part} of {len(sources)} files, needed one for each, do make fewer parts")
-    return folder, stem, sources[part::num_parts], revision, metas
+    return folder, stem, metas, sources[part::num_parts], revision
 
 
 def prepare(options=Options()):
@@ -627,17 +605,12 @@ def prepare(options=Options()):
         raise UserError(f"got a tokenizer of {enc.n_vocab:,} ids, needed 65,536 at most (uint16), do train another")
     num_proc = options.num_proc or num_cores()
     part, num_parts = parse_part(options.part)
-    folder, stem, sources, revision, metas = plan(options)
-    meta = new_meta("input" if options.input else options.dataset, enc)
-    meta["made_from"] = {
-        "text_column": options.text_column,
-        "shard_size": options.shard_size,
-        "max_tokens": options.max_tokens,
-        "revision": revision,
-        "sources": [[s.name if revision or is_url(s.name) else os.path.basename(s.name), s.size] for s in sources],
-    }
-    path = meta_path(folder, part, num_parts)
-    meta = same_data(folder, metas, path, meta)
+    folder, stem, metas, sources, revision = plan(options, part, num_parts)
+    made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
+    names = [s.name if revision or is_url(s.name) else os.path.basename(s.name) for s in sources]
+    made_from |= {"revision": revision, "sources": [[name, s.size] for name, s in zip(names, sources)]}
+    meta = new_meta("input" if options.input else options.dataset, enc, made_from)
+    meta = same_data(folder, metas, meta_path(folder, part, num_parts), meta)
 
     # go on where an earlier run ended
     writer = Writer(folder, stem, part, num_parts, meta, enc)
@@ -650,14 +623,11 @@ def prepare(options=Options()):
         left, size = min(limit, EDU_TOKENS // num_parts - meta["tokens"]), sum(s.size for s in sources[source:])
         # beside the shards, one file is on disk while it is tokenized, and the next one as it comes
         need_disk(folder, 2 * left + 2 * max(s.size for s in sources))
-        print(
-            f"{left / 1e9:.1f}B tokens to {folder}: about {left / num_proc / 60e6:.0f} minutes on {num_proc} cores "
-            f"(a million tokens a second each), if the network brings {size / 1e9:.0f} GB in that time"
-        )
+        minutes = f"about {left / num_proc / 60e6:.0f} minutes on {num_proc} cores (a million tokens a second each)"
+        print(f"{left / 1e9:.1f}B tokens to {folder}: {minutes}, if the network brings {size / 1e9:.0f} GB in that time")
 
     # read, tokenize, cut, write: a shard goes to disk while the next one fills
     downloads = os.path.join(folder, f".download-{part}-of-{num_parts}")
-    is_new = not os.path.exists(folder)
     stream = encode_all(enc, read_batches(sources, options, downloads, revision, source, piece), num_proc)
     writing = None
     with tqdm(initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
@@ -672,7 +642,7 @@ def prepare(options=Options()):
             if writing:
                 writing.result()
             shutil.rmtree(downloads, ignore_errors=True)
-            if is_new and os.path.exists(folder) and not os.listdir(folder):
+            with contextlib.suppress(OSError):  # of a run that came to nothing, not even an empty folder stays
                 os.rmdir(folder)
     if not meta["shards"] and (last == enc.eot_token).all():
         raise UserError(f"got an empty corpus ({len(last)} documents without text), needed text, do check the input")
@@ -685,10 +655,9 @@ def prepare(options=Options()):
 
 def need_disk(folder, size):
     """Refuse to begin what the disk cannot hold."""
-    parent = os.path.abspath(folder)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
-    if (free := shutil.disk_usage(parent).free) < size:
+    path = Path(folder).absolute()
+    free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    if free < size:
         got, needed = f"{free / 1e9:.1f} GB free for {folder}", f"{size / 1e9:.1f} GB"
         raise UserError(f"got {got}, needed {needed}, do make room or ask for less")
 
@@ -710,12 +679,11 @@ def check_options(options):
     if options.dataset not in DATASETS:
         hint = cli.nearest(options.dataset, list(DATASETS))
         complaints.append(f"got --dataset {options.dataset}, needed a known one, {hint}")
-    # a shard is held in memory: 2**31 tokens are 4 GB
-    for field, least, most in (
-        ("shard_size", 1, 2**31), ("max_tokens", 0, 2**63), ("num_proc", 0, 1024), ("pretokenized", 0, 10**6 - 1)
-    ):  # fmt: skip
-        if not least <= getattr(options, field) <= most:
-            complaints.append(f"got --{field.replace('_', '-')} {getattr(options, field)}, needed {least} to {most}")
+    for flag in ("max_tokens", "num_proc", "pretokenized"):
+        if getattr(options, flag) < 0:
+            complaints.append(f"got --{flag.replace('_', '-')} {getattr(options, flag)}, needed 0 or more")
+    if not 1 <= options.shard_size <= 2**31:  # two are held in memory, of 4 GB then
+        complaints.append(f"got --shard-size {options.shard_size}, needed 1 to {2**31:,}")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         complaints.append("got --pretokenized with --input, --part or --tokenizer, needed it without, do drop them")
     if complaints:
@@ -737,178 +705,42 @@ def check_bin(path):
 
 def fetch_pretokenized(options):
     """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
-    import huggingface_hub  # slow to import
-
-    def fetch_shard(file):
-        path = huggingface_hub.hf_hub_download(READY_REPO, file, repo_type="dataset", local_dir=downloads)
-        try:
-            check_bin(path)
-        except UserError as error:  # cut short on the way: once more
-            os.remove(path)
-            raise ConnectionError(str(error)) from None
-        return path
-
     folder = options.out_dir or DATASETS["fineweb-edu"][0]
     downloads = os.path.join(folder, ".download")
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
-    meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), new_meta(READY_REPO, enc))
+    meta = new_meta(READY_REPO, enc, {"sources": []})
+    meta = same_data(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
     writer = Writer(folder, "finewebedu", 0, 1, meta, enc)
     missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
     need_disk(folder, 200_001_024 * len(missing))
     print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
-    for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-        path = retry(file, lambda: fetch_shard(file), 3 if file == missing[0] else 9)
-        writer.save()
-        os.replace(path, os.path.join(folder, file))
-        tokens = open_shard(os.path.join(folder, file))
-        # a damaged one that is fetched again was counted before
-        meta["documents"] += int(np.count_nonzero(tokens == enc.eot_token)) if file not in meta["shards"] else 0
-        meta["shards"][file] = len(tokens)
-        meta["tokens"] = sum(meta["shards"].values())
-        writer.save()
-    shutil.rmtree(downloads, ignore_errors=True)
+    try:
+        for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
+            path = fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
+            tokens = open_shard(path)
+            writer.save()
+            os.replace(path, os.path.join(folder, file))
+            if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
+                meta["documents"] += int(np.count_nonzero(tokens == enc.eot_token))
+            meta["shards"][file] = len(tokens)
+            meta["tokens"] = sum(meta["shards"].values())
+            writer.save()
+    finally:
+        shutil.rmtree(downloads, ignore_errors=True)
     writer.finish()
     return folder
 
 
 # -----------------------------------------------------------------------------
-# Contamination: which examples of an evaluation stand in the training text?
-
-RUN = 13  # tokens in common that count, as in GPT-3's study of contamination
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
-TABLE_BITS = 27  # 128 MB of flags: at a million runs looked for, 1 token in 100 needs a second look
-SEGMENT = 2**24  # tokens of a shard that a core reads at a time
-
-
-def run_hashes(tokens):
-    """(n,) uint16 -> (n - RUN + 1,) uint64, a polynomial in FACTOR of the RUN tokens from each position."""
-    tokens = tokens.astype(np.uint64) + 1  # else leading zeros would not show
-    hashes = tokens[: len(tokens) - RUN + 1].copy()
-    for i in range(1, RUN):
-        hashes *= np.uint64(FACTOR)  # wraps around
-        hashes += tokens[i : i + len(hashes)]
-    return hashes
-
-
-def read_examples(path, enc):
-    """The lines of a HellaSwag file as [(line number, the tokens of its context and each ending)]."""
-    examples = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    example = json.loads(line)
-                    texts = [f"{example['ctx']} {ending}" for ending in example["endings"]]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(
-                        f"got {path} line {number} ({error!r}), needed HellaSwag's ctx and endings, do mend it"
-                    ) from None
-                examples.append((number, [encode_text(enc, text).astype(np.uint16) for text in texts]))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"got --contamination {path} ({error}), needed a HellaSwag file, do check the path") from None
-    return examples
-
-
-def segments(folder):
-    """[(shard, start, stop, shard that follows)] over all the tokens of a folder."""
-    numbers = {}
-    for file in os.listdir(folder) if os.path.isdir(folder) else []:
-        if match := re.search(r"_(?:train|val)_(\d+)\.(npy|bin)$", file):
-            numbers[int(match[1])] = os.path.join(folder, file)
-    # written in parts, shards follow each other in steps of the number of parts
-    steps = [int(match[1]) for path in read_metas(folder) if (match := re.search(r"-of-(\d+)\.json$", path))]
-    for number, path in sorted(numbers.items()):
-        size = len(open_shard(path))
-        for start in range(0, size, SEGMENT):
-            stop = min(start + SEGMENT, size)
-            yield path, start, stop, numbers.get(number + max(steps, default=1)) if stop == size else None
-
-
-def contamination(folder, path, num_proc=0):
-    """Search the shards in `folder` for runs of RUN tokens of the examples in `path`; prints a report.
-
-    Exact: hashes only say where to look, tokens decide. Memory does not grow with the corpus.
-    Returns {line number: longest run in common}.
-    """
-    work = list(segments(folder))
-    if not work:
-        raise UserError(f"got {folder} without shards, needed the training text, do make it or give --out-dir")
-    enc = tokenizer.folder_encoding(folder)
-    examples = read_examples(path, enc)
-    texts = [tokens for _, endings in examples for tokens in endings if len(tokens) >= RUN]
-    if not texts:
-        raise UserError(f"got {path} without an example of {RUN} tokens, needed some, do give HellaSwag's file")
-    # every distinct run that is looked for, and the run at each place of each text
-    runs = np.concatenate([np.lib.stride_tricks.sliding_window_view(tokens, RUN) for tokens in texts])  # (runs, RUN)
-    wanted, first, which = np.unique(
-        np.concatenate([run_hashes(tokens) for tokens in texts]), return_index=True, return_inverse=True
-    )
-    assert (runs[first][which] == runs).all(), "two runs with one hash: choose another FACTOR"
-    runs = runs[first]
-    shift = np.uint64(64 - TABLE_BITS)
-    table = np.zeros(2**TABLE_BITS, dtype=bool)
-    table[wanted >> shift] = True
-
-    def search(segment):
-        """The wanted runs in a segment, and where each is seen first."""
-        shard, start, stop, follower = segment
-        tokens = open_shard(shard)[start : stop + RUN - 1]
-        if follower:  # a run may begin in one shard and end in the next
-            tokens = np.concatenate([tokens, open_shard(follower)[: RUN - 1]])
-        seen, places = [], []
-        for at in range(0, len(tokens) - RUN + 1, 2**16):  # small enough to stay in the cache
-            block = np.asarray(tokens[at : at + 2**16 + RUN - 1])
-            hashes = run_hashes(block)
-            place = np.flatnonzero(table[hashes >> shift])
-            index = np.minimum(np.searchsorted(wanted, hashes[place]), len(wanted) - 1)
-            place, index = place[same := wanted[index] == hashes[place]], index[same]
-            equal = (block[place[:, None] + np.arange(RUN)] == runs[index]).all(axis=1)
-            seen.append(index[equal])
-            places.append(start + at + place[equal])
-        seen, order = np.unique(np.concatenate(seen or [[]]), return_index=True)
-        return stop - start, seen.astype(np.int64), np.concatenate(places or [[]])[order]
-
-    found = {}  # run: (shard, position)
-    clock = time.perf_counter()
-    num_proc = num_proc or num_cores()
-    with ThreadPoolExecutor(num_proc) as pool, tqdm(unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
-        for (shard, *_), (size, seen, places) in zip(work, pool.map(search, work)):
-            for run, place in zip(seen.tolist(), places.tolist()):
-                found.setdefault(run, (shard, int(place)))
-            bar.update(size)
-        num_tokens, seconds = bar.n, time.perf_counter() - clock
-
-    # per example the longest stretch of runs that were all found
-    is_found = np.zeros(len(wanted) + 1, dtype=bool)
-    is_found[list(found)] = True
-    at, worst = 0, {}
-    for number, endings in examples:
-        for tokens in endings:
-            which_here = which[at : at + max(0, len(tokens) - RUN + 1)]
-            at += len(which_here)
-            for hit, stretch in itertools.groupby(range(len(which_here)), key=lambda i: is_found[which_here[i]]):
-                stretch = list(stretch)
-                length = len(stretch) + RUN - 1
-                if hit and length > worst.get(number, (0,))[0]:
-                    worst[number] = length, *found[which_here[stretch[0]]], tokens[stretch[0] : stretch[0] + length]
-    short = sum(all(len(tokens) < RUN for tokens in endings) for _, endings in examples)
-    rate = num_tokens / seconds
-    print(
-        f"{len(worst)} of {len(examples)} examples ({len(worst) / len(examples):.2%}) of {path} have {RUN} tokens "
-        f"in a row in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
-    )
-    for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
-        print(f"  line {number}: {length} tokens, {os.path.basename(shard)} at {place:,}: {enc.decode(tokens)[:150]!r}")
-    minutes = 1e10 / rate / 60
-    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} min")
-    return {number: length for number, (length, *_) in worst.items()}
 
 
 def main(args=None):
     options = cli.parse(Options, args)
     if options.contamination:
-        contamination(options.out_dir or DATASETS[options.dataset][0], options.contamination, options.num_proc)
+        import contamination  # imports this file
+
+        contamination.report(options.out_dir or DATASETS[options.dataset][0], options.contamination, options.num_proc)
     else:
         prepare(options)
 

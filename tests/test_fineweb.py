@@ -23,6 +23,7 @@ import pytest
 import tiktoken
 from conftest import ROOT, SHARED, listing, patched, run
 
+import contamination
 import fineweb
 import tokenizer
 from cli import UserError
@@ -188,7 +189,7 @@ def test_shards_are_cut_as_the_docstring_of_pack_says():
     def stream(*texts):
         for i, text in enumerate(texts):
             tokens = np.array([ord(char) for char in text], dtype=np.uint16)
-            yield fineweb.Tokens(fineweb.Batch(0, i, [None]), tokens, np.array([len(text)]))
+            yield fineweb.Batch(0, i, [None]), tokens, np.array([len(text)])
 
     def cut(*texts, **options):
         return [("".join(map(chr, shard)), end) for shard, end in fineweb.pack(stream(*texts), 4, **options)]
@@ -325,13 +326,13 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path
     before = listing(folder)
     make(tmp_path, path, shard_size=5000)
     assert "is complete" in capsys.readouterr().out
-    for damage in (lambda file: os.truncate(file, 5000), os.remove):
+    for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove):
         damage(Path(folder) / "out_train_000002.npy")
         make(tmp_path, path, shard_size=5000)
         assert listing(folder) == before
 
 
-def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path):
+def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     texts = documents(60)
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
     lines = path.read_text().splitlines()
@@ -342,6 +343,10 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path):
     path.write_text("\n".join(lines))
     folder = make(tmp_path, str(path), shard_size=5000)
     assert np.array_equal(read(folder), as_bytes(texts))
+    # meta.json tells of the file as it is now, else the same command would take it for another one
+    before = listing(folder)
+    make(tmp_path, str(path), shard_size=5000)
+    assert "is complete" in capsys.readouterr().out and listing(folder) == before
 
 
 def limited(options, size):
@@ -690,7 +695,7 @@ def naive_contamination(examples, tokens):
 
 @needs_shared
 def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fineweb, "TABLE_BITS", 12)  # nearly every token gets a second look
+    monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
     with open(SHARED / "hellaswag_val.jsonl", encoding="utf-8") as file:
         examples = [json.loads(line) for _, line in zip(range(60), file)]
     play = (SHARED / "tinyshakespeare.txt").read_text()
@@ -705,13 +710,13 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     # shards of 40 tokens: nearly every planted run begins in one shard and ends in the next
     for name, size in (("one", 10**6), ("many", 40)):
         folder = make(tmp_path, path, name=name, tokenizer="gpt2", shard_size=size)
-        found = fineweb.contamination(folder, evaluation)
+        found = contamination.report(folder, evaluation)
         # neighbours in the file often have their context in common, hence more than were planted
         assert set(found) == naive_contamination(examples, read(folder).tolist()) >= set(range(1, 61, 7))
         assert 2 not in found and len(found) < 20
         assert f"{len(found)} of 60 examples ({len(found) / 60:.2%})" in capsys.readouterr().out
     clean = make(tmp_path, write_jsonl(tmp_path / "clean.jsonl", [play[:200_000]]), name="clean", tokenizer="gpt2")
-    assert fineweb.contamination(clean, evaluation) == {}
+    assert contamination.report(clean, evaluation) == {}
     # the words of the report come from the real command
     done = script("--out-dir", tmp_path / "one", "--contamination", evaluation)
     assert done.returncode == 0 and "line 1:" in done.stdout and "10B tokens would take" in done.stdout
