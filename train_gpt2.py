@@ -805,9 +805,11 @@ def print0(*args):
 # Evaluation
 
 
-@torch.no_grad()
 def evaluate_val_loss(model, loader, num_windows, ddp):
-    """The mean loss over the first num_windows windows of the validation split, on all ranks."""
+    """The mean loss over the first num_windows windows of the validation split, on all ranks.
+
+    Gradients stay switched on, though none are taken: the graph that was compiled for training then serves here.
+    """
     loader.position = 0
     sums = torch.zeros(2, device=ddp.device)  # loss, targets
     for first in range(0, num_windows, loader.B * ddp.world_size):
@@ -815,7 +817,7 @@ def evaluate_val_loss(model, loader, num_windows, ddp):
         # the last batch is as large as the others, and compiled for it: rows past the end just don't count
         y[max(0, num_windows - first - ddp.rank * loader.B) :] = IGNORE
         with ddp.autocast():
-            _, loss = model(x, y, return_logits=False)
+            loss = model(x, y, return_logits=False)[1].detach()  # lets go of the activations
         targets = (y != IGNORE).sum()
         sums += torch.stack([loss * targets, targets])
     loss, targets = ddp.sum(sums).tolist()
@@ -1137,7 +1139,7 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp):
 
 
 def fit_to_machine(raw_model, config, ddp):
-    """Try a micro-step and its validation before step 0, and step back from what this machine can't do.
+    """Try a micro-step before step 0, and step back from what this machine can't do.
 
     Out of memory: B is halved, which leaves the losses as they are. A compiler or an attention kernel that
     fails: one warning, and on without it. All ranks decide alike. Returns the model to train and B.
@@ -1152,8 +1154,6 @@ def fit_to_machine(raw_model, config, ddp):
             x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=ddp.device).unbind()
             with ddp.autocast():
                 model(x, y, return_logits=False)[1].backward()
-            with torch.no_grad(), ddp.autocast():
-                model(x, y, return_logits=False)
         except torch.OutOfMemoryError:
             trouble = "out of memory"
         except Exception as error:  # compilers fail in many ways. What is not theirs comes again, and is raised
@@ -1274,14 +1274,14 @@ def train(config, ddp):
         print0(f"the run in {out_dir} is finished: {max_steps} steps, its model is in {out_dir / 'hf'}")
         return 0
 
-    # raw_model is what is saved, sampled and scored; `model` is it compiled and wrapped, for the one shape (B, T)
+    # raw_model is what is saved, sampled and scored; `compiled` knows one shape, (B, T); `model` is it with DDP around
     raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
     raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
     model, B = fit_to_machine(raw_model, config, ddp)
-    train_loader.B = val_loader.B = B
+    compiled, train_loader.B, val_loader.B = model, B, B
     if ddp.world_size > 1:
-        model = DDP(model, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
+        model = DDP(compiled, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
     optimizers = configure_optimizers(raw_model, config, ddp.device_type)
     scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
     val_loss = None
@@ -1306,7 +1306,7 @@ def train(config, ddp):
         last_step = step == max_steps
         # every evaluation of step N sees the weights after N updates, the last update included
         if is_due(step, config.val_every, max_steps) and not stopping:
-            val_loss = evaluate_val_loss(model, val_loader, num_val_windows, ddp)
+            val_loss = evaluate_val_loss(compiled, val_loader, num_val_windows, ddp)
             report(log, step, f"val loss {val_loss:.6f}", {"val": val_loss})
         if is_due(step, config.hellaswag_every, max_steps) and not stopping:
             counts = evaluate_hellaswag(raw_model, examples, enc, ddp)
