@@ -235,11 +235,11 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys
     assert listing(stopped) == before
 
 
-def test_checkpoints_beyond_step_99999_are_newer(tmp_path):
+def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
+    checkpoint = newest_checkpoint(straight)
     for step in (99_998, 99_999, 100_000):
-        checkpoint = {"model": {}, "config": {}, "step": step, "tokenizer": "bytes"}
-        train_gpt2.write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint, 2)
+        train_gpt2.write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
@@ -380,8 +380,17 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
-def killed_at(step, args):
-    with patched(train_gpt2, "report", lambda log, now, *rest: die() if now == step else report(log, now, *rest)) as report:
+def killed_at(step, checkpoint, args):
+    """Train, and be killed after that step, when that checkpoint, which is written meanwhile, is there."""
+
+    def report_and_die(log, now, *rest):
+        report(log, now, *rest)
+        if now == step:
+            while not checkpoint.exists():
+                time.sleep(0.01)
+            die()
+
+    with patched(train_gpt2, "report", report_and_die) as report:
         train_gpt2.main(args)
 
 
@@ -392,8 +401,8 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert train(folder, tmp_path / "straight", batch_size=8, **options) == 0
     output = tmp_path / "output"
     first, second, third = (tiny_flags(folder, tmp_path / "out", batch_size=B, **options) for B in (8, 2, 4))
-    assert run(killed_at, 22, first, output=output) == [-signal.SIGKILL], output.read_text()
-    statuses = run(killed_at, 41, second, output=output, ranks=2)
+    assert run(killed_at, 22, tmp_path / "out" / "model_00020.pt", first, output=output) == [-signal.SIGKILL], output.read_text()
+    statuses = run(killed_at, 41, tmp_path / "out" / "model_00040.pt", second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
     assert run(train_gpt2.main, third, output=output) == [0], output.read_text()
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()

@@ -520,7 +520,7 @@ def test_too_little_memory_for_one_sequence_is_an_error(data, tmp_path, capsys):
     with no_room(0):
         assert train(data, tmp_path / "out", batch_size=4) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: got too little memory")
+    assert len(lines) == 1 and lines[0].startswith("error: got ") and "memory" in lines[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -551,7 +551,8 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     assert "step 3" in errors[0] and "loss nan" in errors[0]
     assert "tiny_train_000001.npy token 480, tiny_train_000001.npy token 496" in errors[0]
     assert "token 448" not in errors[0]  # rank 0's window of that micro-step
-    assert (tmp_path / "output.1").read_text() == ""
+    # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
+    assert (tmp_path / "output.1").read_text() == errors[0] + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert train_gpt2.newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command goes on to the end
