@@ -89,17 +89,36 @@ def values(out_dir):
     return [line for line in lines if line.split()[1] in ("train", "val")]
 
 
-def phase(out_dir):
-    """Where a killed training run was, as its folder shows it."""
-    if not (out_dir / "log.txt").exists():
-        return "starting"
-    if (out_dir / "hf.part").exists():
-        return "exporting"
+def starts(out_dir):
+    """How many processes have come to train in a folder."""
+    return (out_dir / "run.txt").read_text().count("started: ") if (out_dir / "run.txt").exists() else 0
+
+
+def phase(out_dir, trains):
+    """Where a killed process was, as the folder shows it."""
     if list(out_dir.glob("*.part")):
-        return "writing a file"
-    if (out_dir / "hf").exists():
-        return "after the last step"
-    return "training" if values(out_dir) else "starting"
+        return "writing " + sorted(path.name for path in out_dir.glob("*.part"))[0].split("_")[0].removesuffix(".part")
+    if not trains:
+        return "starting"
+    return "after the export" if (out_dir / "hf").exists() else "training"
+
+
+def wait_or_kill(process, out_dir, startup, training, rng):
+    """Wait for the end of a process, or kill it at a random moment; the moment's phase, None if it has ended.
+
+    One kill in five falls anywhere into the seconds of `startup`, the others into those of `training`.
+    """
+    before, begin = starts(out_dir), time.monotonic()
+    early = rng.random() < 0.2
+    moment = rng.uniform(0, startup if early else training)
+    while process.poll() is None:
+        if not early and starts(out_dir) == before:
+            begin = time.monotonic()
+        if time.monotonic() - begin >= moment:
+            kill_family(process)
+            return phase(out_dir, starts(out_dir) > before)
+        time.sleep(0.005)
+    return None
 
 
 def kill_trainer(folder, kills, seed, say):
@@ -111,35 +130,43 @@ def kill_trainer(folder, kills, seed, say):
         script = [sys.executable, str(ROOT / "train_gpt2.py")]
         return [*script, "--data", str(data), "--out-dir", str(out_dir), "--max-steps", "60", *TRAINER]
 
-    seconds = run_through(command(folder / "straight"), folder / "straight.out")
-    expected = values(folder / "straight")
-    found = {"kills": 0, "runs": 0, "different": 0, "seconds of a run": round(seconds, 1), "killed while": collections.Counter()}
+    straight = folder / "straight"
+    begin = time.monotonic()
+    process = launch(command(straight), folder / "straight.out")
+    wait_for(lambda: starts(straight) or process.poll() is not None)
+    startup = time.monotonic() - begin
+    status = process.wait(300)
+    training = time.monotonic() - begin - startup
+    if status:
+        raise SystemExit((folder / "straight.out").read_text()[-3000:])
+    expected = values(straight)
+    found = {"kills": 0, "runs": 0, "different": 0, "startup s": round(startup, 1), "training s": round(training, 1)}
+    found["killed while"] = collections.Counter()
     while found["kills"] < kills:
         out_dir = folder / f"run{found['runs']}"
         found["runs"] += 1
-        # up to six kills per run; a run that has begun is always brought to its end
-        patience = rng.randint(1, 6)
+        patience = rng.randint(1, 6)  # kills of this run; one that has begun is always brought to its end
         while True:
             process = launch(command(out_dir), folder / f"{out_dir.name}.out")
-            try:
-                # between the imports' end and a bit before a whole run's
-                aim = patience > 0 and found["kills"] < kills
-                status = process.wait(rng.uniform(0.3, 1.0) * seconds if aim else 300)
-            except subprocess.TimeoutExpired:
-                kill_family(process)
-                patience -= 1
-                found["kills"] += 1
-                found["killed while"][phase(out_dir)] += 1
-                at = len(values(out_dir)) if (out_dir / "log.txt").exists() else 0
-                say(f"kill {found['kills']}: {out_dir.name}, {phase(out_dir)}, {at} values logged")
-                continue
-            if status:
-                raise SystemExit(f"{out_dir} left with {status}: {(folder / f'{out_dir.name}.out').read_text()[-3000:]}")
-            break
-        same = values(out_dir) == expected
+            if patience == 0 or found["kills"] == kills:
+                process.wait(300)
+                break
+            hit = wait_or_kill(process, out_dir, startup, training, rng)
+            if hit is None:
+                break
+            patience -= 1
+            found["kills"] += 1
+            found["killed while"][hit] += 1
+            logged = len(values(out_dir)) if (out_dir / "log.txt").exists() else 0
+            say(f"kill {found['kills']}: {out_dir.name}, {hit}, {logged} values logged")
+        if process.wait():
+            raise SystemExit(f"{out_dir} left with {process.wait()}: {(folder / f'{out_dir.name}.out').read_text()[-3000:]}")
+        same = values(out_dir) == expected and (out_dir / "hf" / "model.safetensors").read_bytes() == (
+            straight / "hf" / "model.safetensors"
+        ).read_bytes()
         found["different"] += not same
-        starts = (out_dir / "run.txt").read_text().count("started: ")
-        say(f"{out_dir.name}: {starts} starts, {len(expected)} train and val values {'equal' if same else 'DIFFERENT'}")
+        word = "equal" if same else "DIFFERENT"
+        say(f"{out_dir.name}: {starts(out_dir)} starts, {len(expected)} train and val values and the exported model {word}")
     return found
 
 

@@ -7,6 +7,7 @@ run, and returns the command line, as flags to add to a good one or as a list th
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -80,7 +81,6 @@ for name, flags, *expected in [
     ("a vocabulary below the tokenizer's", dict(vocab_size=200), "vocab_size 200", "257"),
     ("a ramp whose steps do not divide", dict(batch_ramp=10**6), "batch_ramp", "32768"),
     ("a device that does not exist", dict(device="gpu"), "got --device gpu"),
-    ("a prompt of nothing", dict(sample_prompt="", sample_every=2), "sample_prompt"),
     (
         "three mistakes at once", dict(n_embd=33, sequence_length=64, total_batch_size=1000, batch_size=2),
         "n_embd 33", "sequence_length 64", "total_batch_size 1000",
@@ -406,14 +406,7 @@ def good(tmp_path_factory):
     return make_good(tmp_path_factory.mktemp("good"))
 
 
-WAITING = {"a prompt of nothing"}
-
-
-@pytest.mark.parametrize(
-    "one",
-    [pytest.param(c, marks=pytest.mark.xfail(strict=True, reason="a traceback") if c.name in WAITING else ()) for c in CASES],
-    ids=lambda one: one.name,
-)
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
 def test_a_mistake_gives_one_line_and_changes_nothing(one, good, tmp_path):
     folder = shutil.copytree(good, tmp_path / "folder")
     status, out, err, unchanged = try_case(one, folder)
@@ -449,6 +442,26 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_byte_changed_is_no_traceback(
     assert refused >= 15  # every cut at least
 
 
+@pytest.mark.parametrize("script", ["sample", "hellaswag"])
+def test_a_hostile_checkpoint_is_refused_by_every_script(script, good, tmp_path, monkeypatch, capsys):
+    """Through -m, as the file itself and as the folder of a run; its code would make the file `touched`."""
+    folder = shutil.copytree(good, tmp_path / "folder")
+    hostile_checkpoint(folder)
+    hostile_run(folder)
+    (tmp_path / "examples.jsonl").write_text(json.dumps(dict(activity_label="a", ctx="b", endings=list("cdef"), label=0)))
+    module = importlib.import_module(script)
+    for source in (folder / "bad.pt", folder / "run"):
+        rest = ["To be"] if script == "sample" else ["--data", str(tmp_path / "examples.jsonl")]
+        monkeypatch.setattr(sys, "argv", [script, *rest, "-m", str(source)])
+        assert status_of(module.main) == 2
+        assert capsys.readouterr().err.count("error: got ") == 1
+    assert not (folder / "touched").exists()
+    with pytest.raises(Exception):  # the file does hold code: a loader without weights_only runs it
+        torch.load(folder / "bad.pt", weights_only=True)
+    torch.load(folder / "bad.pt", weights_only=False)
+    assert (folder / "touched").exists()
+
+
 def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: True)
@@ -468,9 +481,9 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypa
     assert train_gpt2.choose_dtype(train_gpt2.TrainConfig(n_embd=128), "cpu") == torch.float32
 
 
-@pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600"])
+@pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])
 def test_odd_prompts_are_only_text(prompt, data, tmp_path):
-    """Longer than the block size of 32; with the text of a special token; beyond ASCII."""
+    """Longer than the block size of 32; with the text of a special token; beyond ASCII; the start of a document."""
     assert train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2) == 0
 
 
