@@ -120,6 +120,7 @@ def alternate(runs, rounds, device):
     the processor's seconds say what a side costs where others use the machine, too.
     """
     measured = {name: {"seconds": [], "cpu_seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
+    gc.freeze()  # what is there stays: collecting between the turns is then cheap
     for turn in range(-1, rounds):
         for name, function in runs.items():
             gc.collect()

@@ -29,9 +29,9 @@ def model():
 
 
 def save(path, model, enc=BYTES):
-    """A checkpoint with what a model needs, as the trainer writes it."""
+    """A checkpoint as the trainer writes it, with nothing in it to train on with."""
     checkpoint = {
-        "model": model.state_dict(), "config": vars(model.config), "step": 1,
+        "model": model.state_dict(), "config": vars(model.config), "step": 1, "optimizer": [], "loader": {},
         "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc),
     }  # fmt: skip
     torch.save(checkpoint, path)
