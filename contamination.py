@@ -143,7 +143,8 @@ def report(folder, path, num_proc=0):
         f"in a row in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
     )
     for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
-        print(f"  line {number}: {length} tokens, {os.path.basename(shard)} at {place:,}: {enc.decode(tokens)[:150]!r}")
+        text, shard = enc.decode(tokens)[:150], os.path.basename(shard)
+        print(f"  line {number}: {length} tokens, {shard} at {place:,}: {text!r}")
     rate, minutes = num_tokens / seconds, 1e10 * seconds / num_tokens / 60
     print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} min")
     return {number: length for number, (length, *_) in worst.items()}

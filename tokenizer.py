@@ -110,7 +110,7 @@ def folder_encoding(folder):
         base = name.removesuffix("+chat")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         needed = "the meta.json that fineweb.py writes, with the tokenizer's name"
-        raise cli.UserError(f"got {metas[0]} that names no tokenizer, needed {needed}, make the shards again") from None
+        raise cli.UserError(f"got {metas[0]} that names no tokenizer, needed {needed}, make them again") from None
     if base not in ("gpt2", "bytes"):
         name = os.path.join(folder, base + ".tiktoken") + name[len(base) :]
     return get_encoding(name)
@@ -288,7 +288,8 @@ def main(args=None):
         raise cli.UserError("got --input without any text, needed some to learn from, do give other files")
     stem = os.path.basename(options.out).removesuffix(".tiktoken")
     with cli.atomic_write(options.out, "w", encoding="ascii") as file:
-        enc = train(itertools.chain([first], texts), options.vocab_size, stem, options.pattern, options.special_tokens)
+        texts = itertools.chain([first], texts)
+        enc = train(texts, options.vocab_size, stem, options.pattern, options.special_tokens)
         file.write(dumps(enc))
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
     if enc.n_vocab < options.vocab_size:

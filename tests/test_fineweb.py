@@ -632,6 +632,7 @@ def bad_inputs(tmp_path):
         "a strange meta.json": (["--input", good, "--out-dir", tmp_path / "strange"], ["strange"]),
         "a file for a folder": (["--input", good, "--out-dir", tmp_path / "file"], ["file"]),
         "no network": ([], ["--dataset python-docs", "--input"]),
+        "no network for ready-made shards": (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
         "no network for a URL": (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
         "no contaminated shards": (["--out-dir", tmp_path / "none", "--contamination", good], ["without shards"]),
         "no evaluation": (["--out-dir", tmp_path / "taken", "--contamination", good], ["line 1", "ctx"]),
@@ -660,8 +661,7 @@ def refusals(tmp_path_factory):
     "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
     "part without a file", "another data set", "another file", "another tokenizer", "another shard size",
     "shards of unknown origin", "a strange meta.json", "a file for a folder", "no network", "no network for a URL",
-    "no contaminated shards",
-    "no evaluation",
+    "no network for ready-made shards", "no contaminated shards", "no evaluation",
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(refusals, name):
     cases, done, untouched = refusals
@@ -716,6 +716,8 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
         assert 2 not in found and len(found) < 20
         assert f"{len(found)} of 60 examples ({len(found) / 60:.2%})" in capsys.readouterr().out
     clean = make(tmp_path, write_jsonl(tmp_path / "clean.jsonl", [play[:200_000]]), name="clean", tokenizer="gpt2")
+    assert contamination.report(clean, evaluation) == {}
+    (Path(clean) / "meta.json").unlink()  # as build-nanogpt's shards have none
     assert contamination.report(clean, evaluation) == {}
     # the words of the report come from the real command
     done = script("--out-dir", tmp_path / "one", "--contamination", evaluation)
