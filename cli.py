@@ -51,7 +51,8 @@ def parse(config_class, args=None, default=None):
         if not leaving.code:  # --help has been printed
             raise
         # tyro draws a box around its message: the message stands above the box's inner rule
-        box = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
+        lines = [line.strip("│╭╮╰╯─| ") for line in console.getvalue().splitlines()]
+        box = ["" if set(line) <= {"-"} else line for line in lines]  # rules where the console is ASCII
         message = " ".join(box[1 : box.index("", 1)]).strip(" .")
         raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
     if unknown:
