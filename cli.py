@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import os
 import sys
 import time
@@ -50,10 +51,10 @@ def parse(config_class, args=None, default=None):
     except SystemExit as leaving:
         if not leaving.code:  # --help has been printed
             raise
-        # tyro draws a box around its message: the message stands above the box's inner rule
-        lines = [line.strip("│╭╮╰╯─| ") for line in console.getvalue().splitlines()]
-        box = ["" if set(line) <= {"-"} else line for line in lines]  # rules where the console is ASCII
-        message = " ".join(box[1 : box.index("", 1)]).strip(" .")
+        # tyro draws a box: a title, the message, and from "Argument helptext" or "For full helptext" on its help
+        lines = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
+        lines = [line for line in lines if line.strip("-")]  # without rules, which are dashes on an ASCII console
+        message = " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
         raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
     if unknown:
         flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
