@@ -1,5 +1,6 @@
 """Whole runs: beside a plain loop with transformers' GPT-2, on one process and two, and where things go wrong."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -524,20 +525,32 @@ def test_too_little_memory_for_one_sequence_is_an_error(data, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@contextlib.contextmanager
+def spoiled(step, micro_step, spoil):
+    """spoil(model, loss) takes the place of the loss in that micro-step of that step."""
+    at = {"step": -1, "micro_step": None}  # no micro-step: outside of training
+
+    def counting_step(*args):
+        at.update(step=at["step"] + 1, micro_step=-1)
+        try:
+            return train_step(*args)
+        finally:
+            at["micro_step"] = None
+
+    def forward(self, *args, **options):
+        logits, loss = whole_forward(self, *args, **options)
+        if at["micro_step"] is not None:
+            at["micro_step"] += 1
+        return logits, spoil(self, loss) if at == {"step": step, "micro_step": micro_step} else loss
+
+    with patched(train_gpt2, "train_step", counting_step) as train_step:
+        with patched(train_gpt2.GPT, "forward", forward) as whole_forward:
+            yield
+
+
 def train_with_a_nan_on_rank_1(args):
     """Rank 1's loss is NaN in the second micro-step of step 3."""
-    calls = []
-
-    def poisoned(self, idx, targets=None, **options):
-        logits, loss = forward(self, idx, targets, **options)
-        if torch.is_grad_enabled():
-            calls.append(len(idx))
-            # the first call tries the machine, then there are two per step
-            if len(calls) == 1 + 3 * 2 + 2 and os.environ["RANK"] == "1":
-                loss = loss * math.nan
-        return logits, loss
-
-    with patched(train_gpt2.GPT, "forward", poisoned) as forward:
+    with spoiled(3, 1, lambda model, loss: loss * math.nan) if os.environ["RANK"] == "1" else contextlib.nullcontext():
         train_gpt2.main(args)
 
 
@@ -562,17 +575,11 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
 
 
 def test_an_infinite_gradient_norm_stops_the_run_before_the_update(data, tmp_path, capsys):
-    calls = []
+    def infinite(model, loss):
+        model.transformer.wte.weight.register_hook(lambda grad: grad * math.inf)
+        return loss
 
-    def poisoned(self, idx, targets=None, **options):
-        logits, loss = forward(self, idx, targets, **options)
-        if torch.is_grad_enabled():
-            calls.append(1)
-            if len(calls) == 6:  # after the trial, two per step: the first micro-step of step 2
-                self.transformer.wte.weight.register_hook(lambda grad: grad * math.inf)
-        return logits, loss
-
-    with patched(train_gpt2.GPT, "forward", poisoned) as forward:
+    with spoiled(2, 0, infinite):
         assert train(data, tmp_path / "out", checkpoint_every=1) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "step 2" in line and "gradient norm" in line and ".npy token" in line
