@@ -208,7 +208,7 @@ def train_config(options, device):
         optimizer="adamw",  # as the references; a variant may have another
         block_size=max(config.block_size, config.sequence_length),
         vocab_size=config.vocab_size or math.ceil(num_ids / 64) * 64,
-        total_batch_size=options.total_batch_size or max(micro_batch, config.total_batch_size // micro_batch * micro_batch),
+        total_batch_size=options.total_batch_size or max(1, config.total_batch_size // micro_batch) * micro_batch,
     )
     t.check_config(config, 1)
     return config
@@ -450,8 +450,9 @@ def bench_train(options, device):
         steps = options.steps or max(1, round(0.5 / min(timed(ours, device)[0] for _ in range(3))))
         for run in runs.values():
             run.steps = steps
-        shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, T {config.sequence_length}"
-        print(f"{shape}, {config.total_batch_size:,} tokens a step, {steps} steps a turn, {ddp.dtype}")
+        c = config
+        print(f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, B {ours.B}, T {c.sequence_length}")
+        print(f"{config.total_batch_size:,} tokens a step, {steps} steps a turn, {ddp.dtype}")
         measured = alternate(runs, options.rounds, device)
         extra = {"steps": steps, "losses": {name: run["result"] for name, run in measured.items()}}
         ours.steps = 1
@@ -534,7 +535,8 @@ def bench_hellaswag(options, device):
     """hellaswag.predict beside `four_rows`, by the same weights, and whether both choose the same endings."""
     model, enc = some_model(options, device)
     limit = options.limit or (1000 if device.startswith("cuda") else 24)
-    examples = [hellaswag.render_example(e, enc) for e in itertools.islice(hellaswag.iterate_examples(options.data), limit)]
+    lines = itertools.islice(hellaswag.iterate_examples(options.data), limit)
+    examples = [hellaswag.render_example(line, enc) for line in lines]
     ddp = alone(options, device)
 
     def under_autocast(function):
@@ -547,7 +549,8 @@ def bench_hellaswag(options, device):
     print(f"{len(examples)} examples, {ddp.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
     extra = {"examples": len(examples), "same_by_sum": same[0], "same_by_mean": same[1]}
     numbers = report(options, device, measured, len(examples), "examples", extra)
-    print(f"all {hellaswag.NUM_EXAMPLES:,} examples at this rate: {hellaswag.NUM_EXAMPLES / numbers['examples_per_s']:.1f} s")
+    seconds = hellaswag.NUM_EXAMPLES / numbers["examples_per_s"]
+    print(f"all {hellaswag.NUM_EXAMPLES:,} examples at this rate: {seconds:.1f} s")
     return numbers
 
 
@@ -587,7 +590,8 @@ def bench_sample(options, device):
         )  # fmt: skip
         return ids[:, prompt.size(1) :].tolist()
 
-    measured = alternate({"sample.py": ours, "without a cache": plain, "transformers": transformers}, options.rounds, device)
+    runs = {"sample.py": ours, "without a cache": plain, "transformers": transformers}
+    measured = alternate(runs, options.rounds, device)
     results = [run.pop("result") for run in measured.values()]
     same = {name: result == results[0] for name, result in zip(measured, results)}
     print(f"{n} tokens for {B} sequence(s), {dtype}, greedy; same tokens as ours: {same}")
@@ -669,10 +673,12 @@ def bench_gpu(options, device):
         return {"examples": num_examples, "hellaswag_s": seconds}
 
     def sampling(B):
-        changed = dataclasses.replace(options, what="sample", batch_size=B, rounds=2, json=str(out / f"sample_{B}.json"))
+        file = str(out / f"sample_{B}.json")
+        changed = dataclasses.replace(options, what="sample", batch_size=B, rounds=2, json=file)
         return {"ratios": bench_sample(changed, device)["ratios"]}
 
-    about, cuda, B = machine(device) | {"cudnn": torch.backends.cudnn.version()}, ddp.device_type == "cuda", config.batch_size
+    about = machine(device) | {"cudnn": torch.backends.cudnn.version()}
+    cuda, B = ddp.device_type == "cuda", config.batch_size
     questions = {"machine": versions, f"B={B}, with its roofline": first, "recompiles": recompiles, "hellaswag": hella}
     questions["a real run"] = lambda: real_run(options, config, out)
     if cuda:
@@ -684,7 +690,8 @@ def bench_gpu(options, device):
         questions["build-nanogpt"] = lambda: run_build_nanogpt(options.build_nanogpt, out)
     for each in {32, 128, 96, 16} - {B} if cuda else {1}:
         total = config.total_batch_size // (each * config.sequence_length) * each * config.sequence_length
-        questions[f"B={each}"] = lambda each=each, total=total: rate(ours(f"batch_size={each},total_batch_size={total}"))
+        changes = f"batch_size={each},total_batch_size={total}"
+        questions[f"B={each}"] = lambda changes=changes: rate(ours(changes))
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if cuda else ("MATH",):
         questions[name] = lambda name=name: with_attention(getattr(torch.nn.attention.SDPBackend, name))
     questions["float32 residual stream"] = lambda: rate(ours(residual=torch.float32))
@@ -723,9 +730,9 @@ def real_run(options, config, out):
     names = ("n_layer", "n_head", "n_embd", "batch_size", "sequence_length", "block_size", "dtype", "device")
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
     flags += [f"--data={options.shards}", f"--out-dir={out / 'real_run'}", "--no-resume", f"--max-steps={steps}",
-              "--warmup-steps=30", f"--total-batch-size={2 * config.batch_size * T}", "--val-every=100", "--sample-every=100",
-              f"--val-tokens={4 * config.batch_size * T}", "--hellaswag-every=0", "--checkpoint-every=100",
-              "--compile" if config.compile else "--no-compile"]  # fmt: skip
+              "--warmup-steps=30", f"--total-batch-size={2 * config.batch_size * T}", "--val-every=100",
+              "--sample-every=100", f"--val-tokens={4 * config.batch_size * T}", "--hellaswag-every=0",
+              "--checkpoint-every=100", "--compile" if config.compile else "--no-compile"]  # fmt: skip
     command = [sys.executable, str(Path(__file__).parent / "train_gpt2.py"), *flags]
     with open(out / "real_run.txt", "w") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=60 * options.minutes).returncode

@@ -41,7 +41,8 @@ class Options:
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-    chat: bool = False  # a conversation: one line is one message; /reset begins anew, /quit ends, Ctrl-C stops an answer
+    # a conversation: one line is one message; /reset begins anew, /quit ends, Ctrl-C stops an answer
+    chat: bool = False
     export: str = ""  # write the model to this folder in Hugging Face format, and sample nothing
 
 

@@ -100,9 +100,8 @@ def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(tmp_path):
     examples = bench.synthetic_examples(12)
     model = tiny_model(block_size=256).eval()
     assert np.array_equal(bench.four_rows(model, examples, 257), hellaswag.predict(model, examples, 257)[:, :2])
-    lines = [
-        {"activity_label": "a", "ctx": f"A man {i}.", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1} for i in range(5)
-    ]
+    example = {"activity_label": "a", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1}
+    lines = [example | {"ctx": f"A man {i}."} for i in range(5)]
     (tmp_path / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shape = dict(n_layer=1, n_head=2, n_embd=32, tokenizer="bytes", device="cpu")
     numbers = measure(tmp_path, "hellaswag", data=tmp_path / "h.jsonl", rounds=1, **shape)
@@ -118,12 +117,12 @@ def test_sample_gives_the_same_tokens_on_every_side(tmp_path):
 
 
 def test_data_counts_the_tokens_that_tiktoken_counts(tmp_path, capsys):
-    for i in range(2):
-        text = "".join(json.dumps({"text": f"Document {i} {j}. " * 50}) + "\n" for j in range(20))
-        (tmp_path / f"{i}.jsonl").write_text(text)
+    texts = [[f"Document {i} {j}. " * 50 for j in range(20)] for i in range(2)]
+    for i, part in enumerate(texts):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     numbers = measure(tmp_path, "data", input=tmp_path / "*.jsonl", tokenizer="bytes", rounds=1, device="cpu")
     enc = tokenizer.get_encoding("bytes")
-    assert numbers["tokens"] == sum(len(enc.encode_ordinary(f"Document {i} {j}. " * 50)) + 1 for i in range(2) for j in range(20))
+    assert numbers["tokens"] == sum(len(enc.encode_ordinary(text)) + 1 for part in texts for text in part)
     assert numbers["tok_per_s"] > 0 and "disagree" not in capsys.readouterr().out
 
 
@@ -151,7 +150,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "did you mean --rounds?": ["train", "--round", "3"],
         "--max-new-tokens 0": ["sample", "--max-new-tokens", "0"],
         "rounds -1": ["train", "--rounds", "-1"],
-        "no-such.jsonl": ["hellaswag", "--data", str(tmp_path / "no-such.jsonl"), "--n-layer=1", "--n-embd=12", "--tokenizer=bytes"],
+        "no-such.jsonl": ["hellaswag", "--data", str(tmp_path / "no-such.jsonl"), *flags(n_layer=1, tokenizer="bytes")],
         "--device tpu": ["train", "--device", "tpu"],
     }
     for part, args in mistakes.items():

@@ -68,8 +68,8 @@ def test_greedy_is_what_transformers_generates_from_the_exported_model(model, tm
     hf = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("Hello", return_tensors="pt").input_ids
     assert ids.tolist() == [PROMPT]
-    theirs = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=27, do_sample=False, eos_token_id=None,
-                         pad_token_id=0)  # fmt: skip
+    endless = dict(eos_token_id=None, pad_token_id=0)
+    theirs = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=27, do_sample=False, **endless)
     (row,) = rows_of(model, PROMPT, 27, temperature=0)
     assert theirs[0].tolist() == PROMPT + row
 
@@ -83,7 +83,8 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(model):
         padded.transformer.wte.weight[257:] = 9.0
         padded.transformer.wte.weight[:257] *= 0.01
     assert padded(torch.tensor([PROMPT]))[0][0, -1].argmax() >= 257
-    for options in (dict(temperature=0), dict(top_k=0), dict(top_k=400), dict(top_p=0.5), dict(temperature=50.0, top_k=0)):
+    flat = dict(temperature=50.0, top_k=0)
+    for options in (dict(temperature=0), dict(top_k=0), dict(top_k=400), dict(top_p=0.5), flat):
         ids = [token for row in rows_of(padded, PROMPT, 40, rows=4, **options) for token in row]
         assert len(ids) == 160 and max(ids) < 257
 
@@ -146,7 +147,8 @@ def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_pat
     expected = expected[: expected.index(256)] if 256 in expected else expected
     assert capsys.readouterr().out == BYTES.decode(expected) + "\n"
     assert status_of(sample.main, [*command, "-n", "3"]) == 0
-    assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [BYTES.decode(expected)] * 2 + [BYTES.decode(expected) + "\n"]
+    text = BYTES.decode(expected)
+    assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [text, text, text + "\n"]
 
 
 def test_a_prompt_that_spells_a_special_token_is_text(model, tmp_path, capsys):
