@@ -252,12 +252,16 @@ def logged_steps(out_dir):
 
 def elastic(folder, steps=150, seed=0, say=lambda text: None):
     """SIGTERM on 1 process at a third, on with 2 ranks of which one is killed at two thirds; the largest
-    difference of a train loss to the uninterrupted run on 1 process."""
+    difference of a train loss to the uninterrupted run on 1 process.
+
+    The ranks have B = 2 instead of 4: with the same micro-batches the two runs' sums would be the same bits.
+    """
     folder = Path(folder)
     data = make_data(folder / "data", seed)
 
-    def args(out_dir):
-        return ["--data", str(data), "--out-dir", str(out_dir), "--max-steps", str(steps), *TRAINER]
+    def args(out_dir, batch_size="4"):
+        trainer = [batch_size if before == "--batch-size" else word for before, word in zip(["", *TRAINER], TRAINER)]
+        return ["--data", str(data), "--out-dir", str(out_dir), "--max-steps", str(steps), *trainer]
 
     run_through([sys.executable, str(ROOT / "train_gpt2.py"), *args(folder / "straight")], folder / "straight.out")
     out_dir = folder / "out"
@@ -270,7 +274,7 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
         raise SystemExit(f"status {status} after {stopped} steps")
 
     agent = launch(
-        torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", "--monitor-interval=0.1") + args(out_dir),
+        torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", "--monitor-interval=0.1") + args(out_dir, "2"),
         folder / "two.out",
     )
     wait_for(lambda: logged_steps(out_dir) >= 2 * steps // 3 or agent.poll() is not None)
