@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 # kill finds each of them
 TRAINER = (
     "--n-layer 2 --n-head 2 --n-embd 64 --block-size 64 --sequence-length 32 --batch-size 4 --total-batch-size 256 "
-    "--warmup-steps 5 --max-lr 3e-3 --min-lr 3e-4 --val-every 5 --val-tokens 2048 --hellaswag-every 0 --sample-every 20 "
-    "--checkpoint-every 7 --device cpu --dtype float32 --no-compile"
+    "--warmup-steps 5 --max-lr 3e-3 --min-lr 3e-4 --val-every 5 --val-tokens 2048 --hellaswag-every 0 "
+    "--sample-every 20 --checkpoint-every 7 --device cpu --dtype float32 --no-compile"
 ).split()
 
 
@@ -160,13 +160,13 @@ def kill_trainer(folder, kills, seed, say):
             logged = len(values(out_dir)) if (out_dir / "log.txt").exists() else 0
             say(f"kill {found['kills']}: {out_dir.name}, {hit}, {logged} values logged")
         if process.wait():
-            raise SystemExit(f"{out_dir} left with {process.wait()}: {(folder / f'{out_dir.name}.out').read_text()[-3000:]}")
-        same = values(out_dir) == expected and (out_dir / "hf" / "model.safetensors").read_bytes() == (
-            straight / "hf" / "model.safetensors"
-        ).read_bytes()
+            printed = (folder / f"{out_dir.name}.out").read_text()
+            raise SystemExit(f"{out_dir} left with {process.wait()}: {printed[-3000:]}")
+        exports = [run / "hf" / "model.safetensors" for run in (out_dir, straight)]
+        same = values(out_dir) == expected and exports[0].read_bytes() == exports[1].read_bytes()
         found["different"] += not same
         word = "equal" if same else "DIFFERENT"
-        say(f"{out_dir.name}: {starts(out_dir)} starts, {len(expected)} train and val values and the exported model {word}")
+        say(f"{out_dir.name}: {starts(out_dir)} starts, {len(expected)} values and the exported model {word}")
     return found
 
 
@@ -273,10 +273,8 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
     if status or not steps // 3 <= stopped < steps:
         raise SystemExit(f"status {status} after {stopped} steps")
 
-    agent = launch(
-        torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", "--monitor-interval=0.1") + args(out_dir, "2"),
-        folder / "two.out",
-    )
+    elastic_torchrun = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", "--monitor-interval=0.1")
+    agent = launch(elastic_torchrun + args(out_dir, "2"), folder / "two.out")
     wait_for(lambda: logged_steps(out_dir) >= 2 * steps // 3 or agent.poll() is not None)
     ranks = children(agent.pid)
     os.kill(ranks[1], signal.SIGKILL)
@@ -312,8 +310,8 @@ def start_agents(args, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
-    command = torchrun("--nnodes=2", "--nproc_per_node=1", *rendezvous) + args
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    command = torchrun("--nnodes=2", "--nproc_per_node=1", *rendezvous, "--local-addr=127.0.0.1") + args
     return [launch(command, Path(folder) / f"agent{number}") for number in (0, 1)]
 
 

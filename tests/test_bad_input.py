@@ -66,7 +66,7 @@ for name, flags, *expected in [
     ("an unknown optimizer", ["--optimizer", "sgd"], "sgd", "adamw"),
     ("an unknown dtype", ["--dtype", "float8"], "float8", "bfloat16"),
     ("a word too many", ["train"], "train"),
-    ("a batch that does not divide", dict(total_batch_size=1000), "got total_batch_size 1000", "try --total-batch-size 1024"),
+    ("a batch that does not divide", dict(total_batch_size=1000), "size 1000", "try --total-batch-size 1024"),
     ("heads that do not divide the width", dict(n_embd=33), "n_embd 33", "n_head 2", "try --n-embd 32"),
     ("T beyond the block size", dict(sequence_length=64, batch_size=2), "sequence_length 64", "block size 32"),
     ("a negative count", dict(n_layer=-1), "got n_layer -1"),
@@ -248,8 +248,8 @@ def hostile_pickle(folder):
 
 
 case("checkpoints", "--init-from nothing", "no-such-model")(dict(init_from="no-such-model"))
-case("checkpoints", "--init-from a name that is nearly right", "did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
-case("checkpoints", "--init-from OpenAI's weights without a network", "gpt2-large", "network")(dict(init_from="gpt2-large"))
+case("checkpoints", "--init-from a misspelt name", "did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
+case("checkpoints", "--init-from OpenAI's, no network", "gpt2-large", "network")(dict(init_from="gpt2-large"))
 
 
 @case("checkpoints", "--init-from a folder without a model", "empty")
@@ -448,7 +448,8 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, good, tmp_path,
     folder = shutil.copytree(good, tmp_path / "folder")
     hostile_checkpoint(folder)
     hostile_run(folder)
-    (tmp_path / "examples.jsonl").write_text(json.dumps(dict(activity_label="a", ctx="b", endings=list("cdef"), label=0)))
+    example = dict(activity_label="a", ctx="b", endings=list("cdef"), label=0)
+    (tmp_path / "examples.jsonl").write_text(json.dumps(example))
     module = importlib.import_module(script)
     for source in (folder / "bad.pt", folder / "run"):
         rest = ["To be"] if script == "sample" else ["--data", str(tmp_path / "examples.jsonl")]
@@ -508,8 +509,9 @@ def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
     (tmp_path / "late.py").write_text(LATE_RANK_0)
     args = tiny_flags(data, tmp_path / "out", n_layer=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*command, str(tmp_path / "late.py"), "3", *args], capture_output=True, text=True, cwd=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, str(tmp_path / "late.py"), "3", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "n_layer 0" in lines[0], done.stderr
     assert not (tmp_path / "out").exists()
@@ -618,7 +620,7 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         good = make_good(Path(place) / "good")
         group = ""
-        print("What the trainer prints for each mistake. All of them: exit status 2, one line, nothing changed on disk.\n")
+        print("What the trainer prints for each mistake: one line, exit status 2, nothing changed on disk.\n")
         for number, one in enumerate(CASES):
             folder = shutil.copytree(good, Path(place) / f"case{number}")
             try:

@@ -43,7 +43,8 @@ def assert_same_run(out_dir, straight, val_loss=True):
     ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(straight)
     assert ours["step"] == theirs["step"] and (not val_loss or ours["val_loss"] == theirs["val_loss"])
     assert all(torch.equal(ours["model"][name], theirs["model"][name]) for name in theirs["model"])
-    assert (Path(out_dir) / "hf" / "model.safetensors").read_bytes() == (straight / "hf" / "model.safetensors").read_bytes()
+    exports = [Path(folder) / "hf" / "model.safetensors" for folder in (out_dir, straight)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
     assert not list(Path(out_dir).glob("*.part"))
 
 
@@ -86,7 +87,7 @@ def train_until(moment, args):
         "after the log line of step 6": lambda: die_at(train_gpt2, "report", lambda log, step, *rest: step == 7),
         "in the validation of step 6": lambda: die_at(train_gpt2, "report", lambda log, step, *rest: step == 6),
         "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", lambda *args: len(calls) == 10, wait_for_8),
-        "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, file: state["step"] == 8, write_half),
+        "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
             train_gpt2, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
@@ -214,7 +215,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
         path.unlink()
     else:
         half = len(whole) // 2
-        path.write_bytes({"cut to half": whole[:half], "emptied": b"", "zeroed at the end": whole[:half] + bytes(half)}[damage])
+        left = {"cut to half": whole[:half], "emptied": b"", "zeroed at the end": whole[:half] + bytes(half)}
+        path.write_bytes(left[damage])
     assert train(folder, stopped, keep_checkpoints=keep_checkpoints, **OPTIONS | {"checkpoint_every": 3}) == 0
     printed = capsys.readouterr().out
     assert ("skipping a damaged checkpoint" in printed and "model_00008.pt" in printed) == (damage != "deleted")
@@ -401,8 +403,9 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert train(folder, tmp_path / "straight", batch_size=8, **options) == 0
     output = tmp_path / "output"
     first, second, third = (tiny_flags(folder, tmp_path / "out", batch_size=B, **options) for B in (8, 2, 4))
-    assert run(killed_at, 22, tmp_path / "out" / "model_00020.pt", first, output=output) == [-signal.SIGKILL], output.read_text()
-    statuses = run(killed_at, 41, tmp_path / "out" / "model_00040.pt", second, output=output, ranks=2)
+    checkpoint_20, checkpoint_40 = (tmp_path / "out" / f"model_000{step}.pt" for step in (20, 40))
+    assert run(killed_at, 22, checkpoint_20, first, output=output) == [-signal.SIGKILL], output.read_text()
+    statuses = run(killed_at, 41, checkpoint_40, second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
     assert run(train_gpt2.main, third, output=output) == [0], output.read_text()
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()

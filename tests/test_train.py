@@ -127,12 +127,13 @@ def train_and_report(args, report):
         model.register_comm_hook(None, reduce)
         return model
 
-    with patched(train_gpt2, "train_step", step_and_digest) as train_step, patched(train_gpt2, "DDP", counting_ddp) as DDP:
-        try:
-            train_gpt2.main(args)
-        finally:
-            found = {"weights": digests, "reductions": len(reductions)}
-            Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
+    with patched(train_gpt2, "train_step", step_and_digest) as train_step:
+        with patched(train_gpt2, "DDP", counting_ddp) as DDP:
+            try:
+                train_gpt2.main(args)
+            finally:
+                found = {"weights": digests, "reductions": len(reductions)}
+                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
 
 
 def check_ranks_agree(report, steps):
@@ -177,7 +178,8 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, 
     folder, start, _ = plain
     masks = any(folder.glob("*.mask"))
     more = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
-    options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size, val_tokens=37 * 16, val_every=1)
+    options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size)
+    options |= dict(val_tokens=37 * 16, val_every=1)
     assert train(more, tmp_path / "out", **TINY | options | {"max_steps": 1}) == 0
     model, _ = train_gpt2.load_model(str(start))
     model.resize(32, 320)
@@ -211,14 +213,18 @@ def test_a_model_learns_one_batch_by_heart(optimizer, tmp_path):
     assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1
 
 
+def hellaswag_file(folder, contexts):
+    """An example per context, with endings of four lengths."""
+    rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
+    examples = [rest | {"ctx": ctx, "label": number % 4} for number, ctx in enumerate(contexts)]
+    (folder / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return folder / "hellaswag.jsonl"
+
+
 def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
-    examples = [
-        {"activity_label": "Roof", "ctx": f"A man is on roof {n}. he", "endings": ["a b", "cde", "f", "gh"], "label": n % 4}
-        for n in range(6)
-    ]
-    (tmp_path / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    hellaswag_data = hellaswag_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
     off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
-    on = dict(val_every=1, sample_every=2, hellaswag_every=2, hellaswag_data=tmp_path / "hellaswag.jsonl", checkpoint_every=3)
+    on = dict(val_every=1, sample_every=2, hellaswag_every=2, hellaswag_data=hellaswag_data, checkpoint_every=3)
     assert train(data, tmp_path / "off", **off) == 0
     assert train(data, tmp_path / "on", **on) == 0
     assert read_log(tmp_path / "off") == read_log(tmp_path / "on")
@@ -463,9 +469,8 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path):
     """Training, validation, HellaSwag and samples on; a recompilation is an error."""
     import torch._dynamo
 
-    examples = [{"activity_label": "A", "ctx": "ab " * n, "endings": ["c", "cd", "cde", "cdef"], "label": 0} for n in (1, 3, 7)]
-    (tmp_path / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    options = dict(val_every=4, sample_every=4, hellaswag_every=4, hellaswag_data=tmp_path / "hellaswag.jsonl")
+    hellaswag_data = hellaswag_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
+    options = dict(val_every=4, sample_every=4, hellaswag_every=4, hellaswag_data=hellaswag_data)
     assert train(data, tmp_path / "plain", **options) == 0
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
