@@ -127,8 +127,8 @@ PRESETS = {
     "quickstart": TrainConfig(
         preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
-        total_batch_size=2048, max_steps=500, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
-        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=250, sample_prompt="The ",
+        total_batch_size=2048, max_steps=400, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
+        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ",
         checkpoint_every=250,
     ),
     # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
