@@ -128,8 +128,8 @@ PRESETS = {
         preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
         total_batch_size=2048, max_steps=400, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
-        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ",
-        checkpoint_every=250,
+        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0,
+        sample_every=200, sample_prompt="The ", checkpoint_every=200,
     ),
     # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
     "chat": TrainConfig(
@@ -161,15 +161,16 @@ def parse_args(args=None):
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
     wrong = []
-    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr val_tokens"
+    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
     for name, value in dataclasses.asdict(config).items():
-        if name in [*positive.split(), "keep_checkpoints"] and not 0 < value < math.inf:
+        if name in [*positive.split(), "val_tokens", "keep_checkpoints"] and not 0 < value < math.inf:
             wrong.append(f"got {name} {value}, needed more than 0")
         elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
             wrong.append(f"got {name} {value}, needed 0 or more")
 
     # what is wrong already must not keep the rest from being checked: nothing is divided by 0 here
-    B, T, total, n_head = max(1, config.batch_size), max(1, config.sequence_length), config.total_batch_size, max(1, config.n_head)
+    B, T, n_head = (max(1, number) for number in (config.batch_size, config.sequence_length, config.n_head))
+    total = config.total_batch_size
     if config.n_embd % n_head:
         nearest = n_head * max(1, round(config.n_embd / n_head))
         wrong.append(f"got n_embd {config.n_embd}, needed a multiple of n_head {n_head}, try --n-embd {nearest}")
@@ -183,7 +184,7 @@ def check_config(config, world_size):
             f"ranks = {micro_batch}, try --total-batch-size {nearest}"
         )
     if config.batch_ramp and (total % 2**15 or 2**15 % (T * world_size)):
-        wrong.append(f"got a batch_ramp, needed 32768 to divide {total} and to be divided by T * ranks = {T * world_size}")
+        wrong.append(f"got a batch_ramp, needed T * ranks, {T * world_size}, to divide 32768, and that {total}")
     if config.val_tokens < T:
         wrong.append(f"got val_tokens {config.val_tokens}, needed at least one sequence of {T}")
     if config.decay_fraction > 1:
@@ -222,7 +223,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, attn_mask=None, cache=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
-        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
+        # (B, nh, T, hs) each
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache T is 1 (the newest token sees all) or S (the prompt: plain causal)
@@ -270,7 +272,7 @@ class KVCache:
 
     def append(self, layer, k, v):
         """Store k, v (B, nh, T, hs) of one layer behind those of the past; return both with their past."""
-        assert self.length == 0 or k.size(2) == 1, "a prompt at once, then token by token: attention is masked for these"
+        assert self.length == 0 or k.size(2) == 1, "a prompt at once, then token by token: the mask is right for these"
         if layer not in self.keys_values:
             self.keys_values[layer] = k.new_empty(self.room), v.new_empty(self.room)
         end = self.length + k.size(2)
@@ -481,8 +483,9 @@ class DataLoaderLite:
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.paths = find_shards(folder, split)
         self.shards = [load_tokens(path) for path in self.paths]
-        masked = any(path.with_suffix(".mask").exists() for path in self.paths)
-        self.masks = [load_mask(path.with_suffix(".mask"), len(s)) for path, s in zip(self.paths, self.shards)] if masked else None
+        masks = [path.with_suffix(".mask") for path in self.paths]
+        masked = any(path.exists() for path in masks)
+        self.masks = [load_mask(path, len(shard)) for path, shard in zip(masks, self.shards)] if masked else None
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -784,7 +787,8 @@ def setup_distributed(config):
     dtype = choose_dtype(config, device.split(":")[0])
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
-        raise UserError(f"got {local_ranks} ranks on a machine of {gpus} GPUs, needed a GPU each, lower --nproc_per_node")
+        needed = "a GPU for each, lower --nproc_per_node"
+        raise UserError(f"got {local_ranks} ranks on a machine of {gpus} GPUs, needed {needed}")
     if device == "cuda":
         device = f"cuda:{local_rank}"
     if device.startswith("cuda"):
@@ -1221,7 +1225,8 @@ def prepare(config, ddp):
     examples = ddp.on_master(load_hellaswag, config, enc) if config.hellaswag_every else []
 
     checkpoint = ddp.on_master(find_run, config)
-    padded_vocab_size = math.ceil(enc.n_vocab / 64) * 64  # 50,257 tokens, 50,304 rows: even tiles for the largest matmul
+    # 50,257 tokens become 50,304 rows: even tiles for the largest matmul
+    padded_vocab_size = math.ceil(enc.n_vocab / 64) * 64
     if checkpoint:
         raw_model, model_enc = model_from_checkpoint(checkpoint)
     elif config.init_from:
@@ -1249,10 +1254,12 @@ def print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_ste
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     groups = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
     accumulation = S // (B * config.sequence_length * ddp.world_size)
-    print0(f"model: {sum(p.numel() for p in raw_model.parameters()):,} parameters on {ddp.world_size} x {device}, {ddp.dtype}")
+    num_params = sum(p.numel() for p in raw_model.parameters())
+    print0(f"model: {num_params:,} parameters on {ddp.world_size} x {device}, {ddp.dtype}")
     print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
            f"shards, tokenizer {enc.name}")  # fmt: skip
-    print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * {accumulation} micro-steps")
+    print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * "
+           f"{accumulation} micro-steps")  # fmt: skip
     parts = [part / 2**30 for part in estimate_memory(raw_model, config, B, ddp.dtype)]
     print0("memory: {:.2f} GiB of weights + {:.2f} gradients + {:.2f} optimizer + {:.2f} activations".format(*parts)
            + f" = {sum(parts):.2f} GiB, estimated")  # fmt: skip
@@ -1351,7 +1358,8 @@ def train(config, ddp):
         export_huggingface(raw_model, enc, out_dir / "hf")
         minutes = (time.perf_counter() - started) / 60
         memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most" if ddp.device_type == "cuda" else ""
-        print(f"done in {minutes:.1f} minutes{memory}, {writer.seconds:.1f} s of it for checkpoints; {out_dir}/hf has the model")
+        print(f"done in {minutes:.1f} minutes{memory}, {writer.seconds:.1f} s of it for checkpoints")
+        print(f"the model is in {out_dir / 'hf'}")
     return 0
 
 
