@@ -867,6 +867,26 @@ def to_cpu(state):
     return [to_cpu(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
+def training_state(raw_model, optimizers, scaler, loader):
+    """What a run needs to go on as if it had never stopped: `restore_state` takes it, and the model its weights."""
+    return {
+        "model": raw_model.state_dict(),
+        "optimizer": [optimizer.state_dict() for optimizer in optimizers],
+        "scaler": scaler.state_dict(),
+        "loader": loader.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def restore_state(checkpoint, optimizers, scaler, loader):
+    """Put back what `training_state` took; the weights come with `model_from_checkpoint`."""
+    for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
+        optimizer.load_state_dict(state)
+    scaler.load_state_dict(checkpoint["scaler"])
+    loader.load_state_dict(checkpoint["loader"])
+    torch.set_rng_state(checkpoint["rng"])
+
+
 def list_checkpoints(folder):
     """The paths of a folder's checkpoints, oldest first."""
     paths = [path for path in Path(folder).glob("model_*.pt") if path.stem.removeprefix("model_").isdigit()]
@@ -1293,18 +1313,17 @@ def train(config, ddp):
     scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
     val_loss = None
     if checkpoint:
-        for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
-            optimizer.load_state_dict(state)
-        scaler.load_state_dict(checkpoint["scaler"])
-        train_loader.load_state_dict(checkpoint["loader"])
-        torch.set_rng_state(checkpoint["rng"])
+        restore_state(checkpoint, optimizers, scaler, train_loader)
         val_loss, checkpoint = checkpoint["val_loss"], None  # let go of gigabytes
 
     ddp.on_master(start_run, config)
     log = open_log(out_dir, start_step) if ddp.is_master else None
     writer = CheckpointWriter(out_dir, config.keep_checkpoints)
     print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_step)
-    peak, tokenizer_file = peak_flops(ddp), tokenizer.dumps(enc)  # a checkpoint says all that its model needs
+    # a checkpoint says all that its model needs, the tokenizer included
+    about = {"config": dataclasses.asdict(config) | dataclasses.asdict(raw_model.config)}
+    about |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    peak = peak_flops(ddp)
     signals, stopping, started = catch_signals(), False, time.perf_counter()
     gc.collect()
     gc.freeze()  # what lives now lives on: the collector need not look at it again
@@ -1322,13 +1341,8 @@ def train(config, ddp):
         if is_due(step, config.sample_every, max_steps) and not stopping and ddp.is_master:
             print_samples(raw_model, enc, config, step, ddp)
         if (is_due(step, config.checkpoint_every, max_steps) or last_step or stopping) and step > start_step and log:
-            writer.write({
-                "step": step, "val_loss": val_loss, "model": raw_model.state_dict(),
-                "optimizer": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
-                "loader": train_loader.state_dict(), "rng": torch.get_rng_state(),
-                "config": dataclasses.asdict(config) | dataclasses.asdict(raw_model.config),
-                "tokenizer": enc.name, "tokenizer_file": tokenizer_file,
-            })  # fmt: skip
+            state = training_state(raw_model, optimizers, scaler, train_loader)
+            writer.write({"step": step, "val_loss": val_loss, **state, **about})
         if last_step or stopping:
             break
 
