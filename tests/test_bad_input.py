@@ -145,25 +145,26 @@ def large_ids(folder):
 case("data", "less data than a step", "4688 training tokens", "10240")(dict(total_batch_size=10_240))
 
 
+def break_meta(folder, text):
+    """The good data with another meta.json."""
+    data = shutil.copytree(folder / "data", folder / "broken")
+    (data / "meta.json").write_text(text)
+    return dict(data=data)
+
+
 @case("data", "a meta.json that is no JSON", "meta.json")
 def torn_meta(folder):
-    data = shutil.copytree(folder / "data", folder / "broken")
-    (data / "meta.json").write_text('{"tokenizer": "byt')
-    return dict(data=data)
+    return break_meta(folder, '{"tokenizer": "byt')
 
 
 @case("data", "a meta.json without a tokenizer", "meta.json", "tokenizer")
 def empty_meta(folder):
-    data = shutil.copytree(folder / "data", folder / "broken")
-    (data / "meta.json").write_text("{}")
-    return dict(data=data)
+    return break_meta(folder, "{}")
 
 
 @case("data", "a tokenizer whose file is not there", "my-1a2b3c4d.tiktoken")
 def missing_tokenizer(folder):
-    data = shutil.copytree(folder / "data", folder / "broken")
-    (data / "meta.json").write_text('{"tokenizer": "my-1a2b3c4d"}')
-    return dict(data=data)
+    return break_meta(folder, '{"tokenizer": "my-1a2b3c4d"}')
 
 
 @case("data", "GPT-2's shards, no tables, no network", "TIKTOKEN_CACHE_DIR", "bytes")
