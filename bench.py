@@ -234,9 +234,7 @@ class Ours:
         self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
-        self.raw_model = t.GPT(t.GPTConfig(*shape)).to(ddp.device)
-        self.raw_model.activation_checkpointing = config.activation_checkpointing
-        self.raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
+        self.raw_model = t.GPT(t.GPTConfig(*shape))
         self.model, self.B = t.fit_to_machine(self.raw_model, config, ddp)
         layout = dict(B=self.B, T=config.sequence_length, device=ddp.device)
         self.loader = t.DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)

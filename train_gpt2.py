@@ -65,7 +65,8 @@ class TrainConfig:
     resume: bool = True  # continue the run in out_dir; --no-resume sets it aside and starts afresh
     seed: int = 1337  # of the initial weights, the data order and the samples
     device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations; weights stay float32
+    # of activations, weights stay float32; fp8 is bfloat16 but for the output layer's matmuls
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
     # the model: GPT-2 124M
     n_layer: int = 12  # blocks
@@ -185,6 +186,8 @@ def check_config(config, world_size):
         )
     if config.batch_ramp and (total % 2**15 or 2**15 % (T * world_size)):
         wrong.append(f"got a batch_ramp, needed T * ranks, {T * world_size}, to divide 32768, and that {total}")
+    if config.dtype == "fp8" and (T % 16 or config.n_embd % 16 or config.vocab_size % 16):
+        wrong.append("got dtype fp8, needed sequence_length, n_embd and vocab_size to be multiples of 16")
     if config.val_tokens < T:
         wrong.append(f"got val_tokens {config.val_tokens}, needed at least one sequence of {T}")
     if config.decay_fraction > 1:
@@ -259,6 +262,36 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def to_float8(tensor, dtype):
+    """The tensor divided by a scale that brings its largest value to the end of an 8-bit dtype's range, and the scale."""
+    scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (tensor / scale).to(dtype), scale
+
+
+class Float8Matmul(torch.autograd.Function):
+    """x (N, C) @ w (V, C).T in 8-bit floats, whose matmuls run at twice bfloat16's rate (Hopper, Ada, and newer).
+
+    Four bits of exponent and three of mantissa for x and w, five and two for the gradient, which spans more
+    (Micikevicius et al. 2022). N, C and V must be multiples of 16.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x, x_scale = to_float8(x, torch.float8_e4m3fn)
+        w, w_scale = to_float8(w, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, x_scale, w, w_scale)
+        return torch._scaled_mm(x, w.T, x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, x_scale, w, w_scale = ctx.saved_tensors
+        grad, scale = to_float8(grad, torch.float8_e5m2)
+        # the hardware wants rows of the first operand and columns of the second in one piece
+        grad_x = torch._scaled_mm(grad, w.T.contiguous().T, scale, w_scale, out_dtype=torch.bfloat16)
+        grad_w = torch._scaled_mm(grad.T.contiguous(), x.T.contiguous().T, scale, x_scale, out_dtype=torch.float32)
+        return grad_x, grad_w
+
+
 class KVCache:
     """Keys and values of the tokens so far, for generating one token at a time.
 
@@ -292,6 +325,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # of the stream between the blocks
+        self.float8_head = False  # whether training computes the logits in 8 bits
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -338,9 +372,13 @@ class GPT(nn.Module):
         Targets (B, T) that are IGNORE don't count. return_logits=False leaves the logits out (None): whoever
         only wants the loss then never has them written to memory.
         """
-        logits = self.lm_head(self.hidden_states(idx))
+        x = self.hidden_states(idx)
         if targets is None:
-            return logits, None
+            return self.lm_head(x), None
+        if self.float8_head:
+            logits = Float8Matmul.apply(x.flatten(0, 1), self.lm_head.weight).view(*idx.shape, -1)
+        else:
+            logits = self.lm_head(x)
         # in float32: a bfloat16 loss near 11 knows steps of 0.06 only. The count may be 0, hence no mean
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
         loss = loss / (targets != IGNORE).sum().clamp(min=1)
@@ -750,6 +788,10 @@ def choose_dtype(config, device_type):
     if config.dtype != "auto":
         if config.dtype == "bfloat16" and device_type == "cuda" and not torch.cuda.is_bf16_supported(False):
             raise UserError("got --dtype bfloat16, needed a GPU that has it (Ampere or newer), try --dtype float16")
+        if config.dtype == "fp8":
+            if device_type == "mps" or device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+                raise UserError("got --dtype fp8, needed a GPU that has it (Ada, Hopper or newer), try --dtype bfloat16")
+            return torch.bfloat16
         return getattr(torch, config.dtype)
     if device_type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
@@ -1163,11 +1205,15 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp):
 
 
 def fit_to_machine(raw_model, config, ddp):
-    """Try a micro-step before step 0, and step back from what this machine can't do.
+    """Move the model to the device, try a micro-step, and step back from what this machine can't do.
 
     Out of memory: B is halved, which leaves the losses as they are. A compiler or an attention kernel that
     fails: one warning, and on without it. All ranks decide alike. Returns the model to train and B.
     """
+    raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
+    # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
+    raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
+    raw_model.float8_head = config.dtype == "fp8"
     B, T, compiled, fused_attention = config.batch_size, config.sequence_length, config.compile, True
     while True:
         model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
@@ -1302,9 +1348,6 @@ def train(config, ddp):
         return 0
 
     # raw_model is what is saved, sampled and scored; `compiled` knows one shape, (B, T); `model` is it with DDP around
-    raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
-    # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
-    raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
     model, B = fit_to_machine(raw_model, config, ddp)
     compiled, train_loader.B, val_loader.B = model, B, B
     if ddp.world_size > 1:

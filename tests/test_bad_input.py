@@ -77,6 +77,7 @@ for name, flags, *expected in [
     ("an infinite learning rate", dict(max_lr="inf"), "got max_lr inf"),
     ("no checkpoints to keep", dict(keep_checkpoints=0), "got keep_checkpoints 0"),
     ("a decay of more than the run", dict(schedule="wsd", decay_fraction=1.5), "got decay_fraction 1.5"),
+    ("fp8 at a width that it can't tile", dict(dtype="fp8", n_embd=40), "dtype fp8", "multiples of 16"),
     ("fewer validation tokens than a window", dict(val_tokens=15), "val_tokens 15"),
     ("a vocabulary below the tokenizer's", dict(vocab_size=200), "vocab_size 200", "257"),
     ("a ramp whose steps do not divide", dict(batch_ramp=10**6), "batch_ramp", "32768"),
@@ -481,6 +482,17 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypa
         train_gpt2.choose_dtype(train_gpt2.TrainConfig(dtype="bfloat16"), "cuda")
     assert train_gpt2.choose_dtype(train_gpt2.TrainConfig(), "cuda") == torch.float16
     assert train_gpt2.choose_dtype(train_gpt2.TrainConfig(n_embd=128), "cpu") == torch.float32
+
+
+def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
+    config = train_gpt2.TrainConfig(dtype="fp8")
+    for device, capability in [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        with pytest.raises(train_gpt2.UserError, match="got --dtype fp8, .* try --dtype bfloat16"):
+            train_gpt2.choose_dtype(config, device)
+    for capability in [(8, 9), (9, 0), (10, 0)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        assert train_gpt2.choose_dtype(config, "cuda") == torch.bfloat16, "but for the output layer"
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])

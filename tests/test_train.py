@@ -398,7 +398,7 @@ def test_a_run_goes_on_from_the_weights_of_another(data, tmp_path):
 # Precision and compiler
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8"])
 def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     options = dict(max_steps=24, max_lr=1e-2)
     assert train(data, tmp_path / "half", dtype=dtype, **options) == 0
