@@ -263,7 +263,7 @@ class Block(nn.Module):
 
 
 def to_float8(tensor, dtype):
-    """The tensor divided by a scale that brings its largest value to the end of an 8-bit dtype's range, and the scale."""
+    """The tensor in an 8-bit dtype, its largest value at the end of the range, and the scale to multiply it with."""
     scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
     return (tensor / scale).to(dtype), scale
 
@@ -682,7 +682,7 @@ class Muon(torch.optim.Optimizer):
         padded = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - len(matrices)))
         mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
         everyones = mine.new_empty(padded.shape)
-        dist.all_gather_into_tensor(everyones, mine)
+        dist.all_gather(list(everyones.chunk(world_size)), mine)
         return everyones[: len(matrices)]
 
 
@@ -747,6 +747,10 @@ class Distributed:
         """The context in which matmuls and attention compute in dtype; the weights stay float32."""
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def no_sync(self, model):
+        """The context in which forward and backward pass leave each rank its own gradients."""
+        return model.no_sync() if self.world_size > 1 else contextlib.nullcontext()
+
     def sum(self, tensor):
         """Sum over the ranks, in place. A mean is this over world_size: gloo knows no average."""
         if self.world_size > 1:
@@ -790,7 +794,7 @@ def choose_dtype(config, device_type):
             raise UserError("got --dtype bfloat16, needed a GPU that has it (Ampere or newer), try --dtype float16")
         if config.dtype == "fp8":
             if device_type == "mps" or device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-                raise UserError("got --dtype fp8, needed a GPU that has it (Ada, Hopper or newer), try --dtype bfloat16")
+                raise UserError("got --dtype fp8, needed a GPU that has it (Ada, Hopper, newer), try --dtype bfloat16")
             return torch.bfloat16
         return getattr(torch, config.dtype)
     if device_type == "cuda":
@@ -1172,9 +1176,9 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp):
     losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch()
-        # gradients are summed over the ranks once, behind the last micro-step; DDP asks before the forward pass
+        # gradients are summed over the ranks once, behind the last micro-step
         last = micro_step == grad_accum_steps - 1
-        with contextlib.nullcontext() if last or ddp.world_size == 1 else model.no_sync():
+        with contextlib.nullcontext() if last else ddp.no_sync(model):
             with ddp.autocast():
                 _, loss = model(x, y, return_logits=False)
             # from the mean over these targets to their part in the mean over the step's; DDP will average
@@ -1208,7 +1212,8 @@ def fit_to_machine(raw_model, config, ddp):
     """Move the model to the device, try a micro-step, and step back from what this machine can't do.
 
     Out of memory: B is halved, which leaves the losses as they are. A compiler or an attention kernel that
-    fails: one warning, and on without it. All ranks decide alike. Returns the model to train and B.
+    fails: one warning, and on without it. All ranks decide alike. Returns the model to train (compiled, and in DDP
+    where there are several ranks) and B.
     """
     raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
@@ -1217,12 +1222,16 @@ def fit_to_machine(raw_model, config, ddp):
     B, T, compiled, fused_attention = config.batch_size, config.sequence_length, config.compile, True
     while True:
         model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
+        if ddp.world_size > 1:
+            # subtle: the compiler, which starts with the first call, finds DDP around it and cuts the graph where a
+            # bucket of gradients is full: its sum over the ranks then runs beside the rest of the backward pass
+            model = DDP(model, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
         trouble = ""
         try:
             # the optimizer's state is not there yet, but will be: two numbers per weight
             reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
             x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=ddp.device).unbind()
-            with ddp.autocast():
+            with ddp.autocast(), ddp.no_sync(model):
                 model(x, y, return_logits=False)[1].backward()
         except torch.OutOfMemoryError:
             trouble = "out of memory"
@@ -1349,9 +1358,8 @@ def train(config, ddp):
 
     # raw_model is what is saved, sampled and scored; `compiled` knows one shape, (B, T); `model` is it with DDP around
     model, B = fit_to_machine(raw_model, config, ddp)
-    compiled, train_loader.B, val_loader.B = model, B, B
-    if ddp.world_size > 1:
-        model = DDP(compiled, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
+    compiled = model.module if ddp.world_size > 1 else model
+    train_loader.B = val_loader.B = B
     optimizers = configure_optimizers(raw_model, config, ddp.device_type)
     scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
     val_loss = None
