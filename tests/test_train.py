@@ -1,6 +1,7 @@
 """Whole runs: beside a plain loop with transformers' GPT-2, on one process and two, and where things go wrong."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -464,17 +465,22 @@ def test_a_defect_in_the_model_is_raised_and_not_explained_away(data, tmp_path):
         train(data, tmp_path / "out", max_steps=2)
 
 
-@pytest.mark.slow
-def test_a_compiled_run_compiles_nothing_anew(data, tmp_path):
-    """Training, validation, HellaSwag and samples on; a recompilation is an error."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
+    """Training, validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
     import torch._dynamo
 
     hellaswag_data = hellaswag_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
     options = dict(val_every=4, sample_every=4, hellaswag_every=4, hellaswag_data=hellaswag_data)
     assert train(data, tmp_path / "plain", **options) == 0
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    compile_with = functools.partial(torch.compile, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True), patched(torch, "compile", compile_with):
         assert train(data, tmp_path / "compiled", compile=True, **options) == 0
+    assert graphs["unique_graphs"] == 1, "one for training and validation"
+    assert "going on without torch.compile" not in capsys.readouterr().out
     assert np.allclose(losses(tmp_path / "plain"), losses(tmp_path / "compiled"), atol=1e-4)
     assert np.allclose(losses(tmp_path / "plain", "val"), losses(tmp_path / "compiled", "val"), atol=1e-4)
     names = train_gpt2.load_checkpoint(tmp_path / "compiled" / "model_00012.pt")["model"]
