@@ -5,7 +5,6 @@
     python bench.py data --input docs/*.parquet    fineweb.py beside tiktoken on one thread
     python bench.py hellaswag --data hellaswag_val.jsonl    packed rows beside four padded rows an example
     python bench.py sample                      generate beside a loop without a cache, and transformers'
-    python bench.py gpu --out gpu_log           all that a new GPU raises as questions, in ten minutes
 
 Every run is warmed up, then the runs take turns for --rounds rounds: what else the machine does hits all
 of them alike. A ratio is the median over the rounds of reference / ours. --json FILE keeps the numbers.
@@ -51,7 +50,7 @@ from huggingface import MATRICES
 class Options:
     """Measure the program beside references in the same run."""
 
-    what: tyro.conf.Positional[Literal["train", "data", "hellaswag", "sample", "gpu"]]  # what to measure
+    what: tyro.conf.Positional[Literal["train", "data", "hellaswag", "sample"]]  # what to measure
     device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
@@ -68,17 +67,13 @@ class Options:
     n_head: int = 0  # attention heads
     n_embd: int = 0  # channels
     vocab_size: int = 0  # rows of the embedding
-    # data, hellaswag, sample, gpu
+    # data, hellaswag, sample
     input: tuple[str, ...] = ()  # data: documents, as fineweb.py takes them; default the built-in corpus
     tokenizer: str = "gpt2"  # data, hellaswag, sample: gpt2, bytes or a .tiktoken file
     model: str = ""  # hellaswag, sample: a GPT-2 name, checkpoint or folder; default GPT-2 124M with random weights
-    data: str = "hellaswag/hellaswag_val.jsonl"  # hellaswag, gpu: the examples
+    data: str = "hellaswag/hellaswag_val.jsonl"  # hellaswag: the examples
     limit: int = 0  # hellaswag: examples; 0: 24 on a CPU, 1000 on a GPU
     max_new_tokens: int = 256  # sample: tokens to generate
-    out: str = "gpu_log"  # gpu: folder for the raw logs
-    minutes: float = 9.0  # gpu: start nothing new after that
-    shards: str = "python_docs"  # gpu: token shards for a short real run; made of the built-in corpus if not there
-    build_nanogpt: str = ""  # gpu: a checkout of build-nanogpt, run as published but for its data and number of steps
 
 
 # -----------------------------------------------------------------------------
@@ -597,168 +592,6 @@ def bench_sample(options, device):
 
 
 # -----------------------------------------------------------------------------
-# Everything at once, for the day that there is a GPU
-
-
-def rate(run, rounds=3):
-    """tok/s, memory and loss of a run that makes one step at a time."""
-    device, tokens = run.ddp.device, run.config.total_batch_size
-    compiling = timed(run, device)[0]
-    run()
-    peak_gib(device)
-    seconds = [timed(run, device) for _ in range(rounds)]
-    median = statistics.median(each for each, _ in seconds)
-    return {
-        "tok_per_s": tokens / median, "ms": 1e3 * median, "first_step_s": compiling, "peak_gib": peak_gib(device),
-        "B": getattr(run, "B", run.config.batch_size), "loss": seconds[-1][1],
-    }  # fmt: skip
-
-
-def bench_gpu(options, device):
-    """One question after the other, until --minutes are over; each answer is a line of JSON in --out/answers.jsonl."""
-    out, deadline = Path(options.out), time.monotonic() + 60 * options.minutes
-    out.mkdir(parents=True, exist_ok=True)
-    config = train_config(options, device)
-    ddp, folder = alone(config, device), str(out)
-    random_shards(folder, config)
-    here = (folder, ddp, 1)
-
-    def ours(changes="", residual=None):
-        run = Ours(apply_variant(config, changes) if changes else config, *here)
-        run.raw_model.residual_dtype = residual or run.raw_model.residual_dtype
-        return run
-
-    def reference(make, *args, **kwargs):
-        """rate of a reference at the largest B, from ours down, that fits."""
-        smaller = config
-        while True:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                return rate(make(smaller, *here, *args, **kwargs))
-            smaller = dataclasses.replace(smaller, batch_size=smaller.batch_size // 2)
-
-    def with_attention(backend):
-        with torch.nn.attention.sdpa_kernel(backend):
-            return rate(ours())
-
-    def first():
-        run = ours()
-        numbers = rate(run)
-        return numbers | roofline(run, numbers["ms"] / 1e3)
-
-    def versions():
-        smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
-        found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
-        return about | {"nvidia-smi": found}
-
-    def recompiles():
-        run = ours()
-        run()
-        examples = synthetic_examples(64)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(2):
-                t.evaluate_val_loss(run.model, run.val_loader, 2 * run.B, ddp)
-                t.evaluate_hellaswag(run.raw_model, examples, tokenizer.get_encoding("bytes"), ddp)
-                t.print_samples(run.raw_model, tokenizer.get_encoding("bytes"), config, 0, ddp)
-                run()
-        return {"recompiled": False}
-
-    def hella():
-        model, num_examples = ours("compile=False").raw_model, hellaswag.NUM_EXAMPLES if cuda else 8
-        examples = synthetic_examples(num_examples)
-        with ddp.autocast():
-            hellaswag.predict(model, examples[:500], 257)
-            seconds = timed(lambda: hellaswag.predict(model, examples, 257), device)[0]
-        return {"examples": num_examples, "hellaswag_s": seconds}
-
-    def sampling(B):
-        file = str(out / f"sample_{B}.json")
-        changed = dataclasses.replace(options, what="sample", batch_size=B, rounds=2, json=file)
-        return {"ratios": bench_sample(changed, device)["ratios"]}
-
-    about = machine(device) | {"cudnn": torch.backends.cudnn.version()}
-    cuda, B = ddp.device_type == "cuda", config.batch_size
-    questions = {"machine": versions, f"B={B}, with its roofline": first, "recompiles": recompiles, "hellaswag": hella}
-    questions["a real run"] = lambda: real_run(options, config, out)
-    if cuda:
-        questions["transformers, compiled"] = lambda: reference(make_transformers, compiled=True, fused=True)
-    questions["transformers, eager"] = lambda: reference(make_transformers, fused=True)
-    if options.peer:
-        questions["nanoGPT"] = lambda: reference(make_peer, options.peer)
-    if options.build_nanogpt:
-        questions["build-nanogpt"] = lambda: run_build_nanogpt(options.build_nanogpt, out)
-    for each in {32, 128, 96, 16} - {B} if cuda else {1}:
-        total = config.total_batch_size // (each * config.sequence_length) * each * config.sequence_length
-        changes = f"batch_size={each},total_batch_size={total}"
-        questions[f"B={each}"] = lambda changes=changes: rate(ours(changes))
-    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if cuda else ("MATH",):
-        questions[name] = lambda name=name: with_attention(getattr(torch.nn.attention.SDPBackend, name))
-    questions["float32 residual stream"] = lambda: rate(ours(residual=torch.float32))
-    questions["not compiled"] = lambda: rate(ours("compile=False"))
-    questions["sampling, 1 sequence"], questions["sampling, 8"] = lambda: sampling(1), lambda: sampling(8)
-
-    with open(out / "answers.jsonl", "w") as log:
-        for name, question in questions.items():
-            start = time.monotonic()
-            try:
-                answer = question() if start < deadline else {"skipped": f"{options.minutes} minutes were over"}
-            except Exception as error:  # the other questions still have answers
-                answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            gc.collect()
-            torch._dynamo.reset()
-            if cuda:
-                torch.cuda.empty_cache()
-            line = json.dumps({"question": name, **answer, "took_s": round(time.monotonic() - start, 1)})
-            print(line if len(line) < 400 else line[:400] + " ...", flush=True)
-            log.write(line + "\n")
-            log.flush()
-
-
-def synthetic_examples(num_examples):
-    """Rendered examples of random bytes, as long as HellaSwag's in GPT-2's tokens: 20 to 100 and 4 times 5 to 45."""
-    rng = np.random.default_rng(0)
-    ids = lambda low, high: rng.integers(0, 256, rng.integers(low, high)).tolist()  # noqa: E731
-    return [hellaswag.Rendered(ids(20, 100), [ids(5, 45) for _ in range(4)], 0, [100] * 4) for _ in range(num_examples)]
-
-
-def real_run(options, config, out):
-    """300 steps of the trainer itself, validation, samples and a checkpoint included, on real text."""
-    if not Path(options.shards).exists():
-        fineweb.prepare(fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=options.shards))
-    steps, T = 300, config.sequence_length
-    names = ("n_layer", "n_head", "n_embd", "batch_size", "sequence_length", "block_size", "dtype", "device")
-    flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
-    flags += [f"--data={options.shards}", f"--out-dir={out / 'real_run'}", "--no-resume", f"--max-steps={steps}",
-              "--warmup-steps=30", f"--total-batch-size={2 * config.batch_size * T}", "--val-every=100",
-              "--sample-every=100", f"--val-tokens={4 * config.batch_size * T}", "--hellaswag-every=0",
-              "--checkpoint-every=100", "--compile" if config.compile else "--no-compile"]  # fmt: skip
-    command = [sys.executable, str(Path(__file__).parent / "train_gpt2.py"), *flags]
-    with open(out / "real_run.txt", "w") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=60 * options.minutes).returncode
-    lines = [line.split() for line in (out / "real_run" / "log.txt").read_text().splitlines()]
-    speeds = [float(value) for step, stream, value in lines if stream == "tok/s" and int(step) >= 20]
-    losses = {step: float(value) for step, stream, value in lines if stream == "val"}
-    return {"status": status, "val": losses, "tok_per_s": statistics.median(speeds), "slowest_tok_per_s": min(speeds)}
-
-
-def run_build_nanogpt(checkout, out):
-    """tok/s of build-nanogpt as published, with random shards, 12 steps, and 4 examples of HellaSwag."""
-    folder = out / "build-nanogpt"
-    (folder / "edu_fineweb10B").mkdir(parents=True, exist_ok=True)
-    (folder / "hellaswag").mkdir(exist_ok=True)
-    for name in ("train_gpt2.py", "hellaswag.py"):
-        source = (Path(checkout) / name).read_text()
-        (folder / name).write_text(source.replace("max_steps = 19073", "max_steps = 12"))
-    gpt2 = t.PRESETS["gpt2"]
-    random_shards(folder / "edu_fineweb10B", dataclasses.replace(gpt2, vocab_size=50257), num_windows=8 * 512)
-    example = {"ind": 0, "activity_label": "", "ctx": "A man sits.", "endings": ["He stands."] * 4, "label": 0}
-    (folder / "hellaswag" / "hellaswag_val.jsonl").write_text((json.dumps(example) + "\n") * 4)
-    run = subprocess.run([sys.executable, "train_gpt2.py"], cwd=folder, capture_output=True, text=True, timeout=150)
-    (out / "build-nanogpt.txt").write_text(run.stdout + run.stderr)
-    speeds = [float(speed) for speed in re.findall(r"tok/sec: ([\d.]+)", run.stdout)][2:-1]  # the ends evaluate, too
-    return {"tok_per_s": statistics.median(speeds)}
-
-
-# -----------------------------------------------------------------------------
 
 
 def main(args=None):
@@ -774,7 +607,6 @@ def main(args=None):
         device = "cuda:0"
         torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
     bench = {"train": bench_train, "data": bench_data, "hellaswag": bench_hellaswag, "sample": bench_sample}
-    bench["gpu"] = bench_gpu
     bench[options.what](options, device)
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import flags, status_of, tiny_model
 
 import bench
+import bench_gpu
 import hellaswag
 import tokenizer
 import train_gpt2
@@ -97,7 +98,7 @@ def test_the_references_of_train_do_our_training(tmp_path):
 
 
 def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(tmp_path):
-    examples = bench.synthetic_examples(12)
+    examples = bench_gpu.synthetic_examples(12)
     model = tiny_model(block_size=256).eval()
     assert np.array_equal(bench.four_rows(model, examples, 257), hellaswag.predict(model, examples, 257)[:, :2])
     example = {"activity_label": "a", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1}
@@ -124,23 +125,6 @@ def test_data_counts_the_tokens_that_tiktoken_counts(tmp_path, capsys):
     enc = tokenizer.get_encoding("bytes")
     assert numbers["tokens"] == sum(len(enc.encode_ordinary(text)) + 1 for part in texts for text in part)
     assert numbers["tok_per_s"] > 0 and "disagree" not in capsys.readouterr().out
-
-
-def test_gpu_answers_every_question_as_far_as_a_cpu_can(tmp_path, data, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(PEER)
-    tiny = flags(**TINY, max_new_tokens=4, tokenizer="bytes", out=tmp_path / "out", shards=data, peer=tmp_path)
-    real = []
-    monkeypatch.setattr(bench, "real_run", lambda *args: real.append(args) or {"status": 0})  # its own test is train's
-    assert status_of(bench.main, ["gpu", *tiny]) == 0
-    answers = {a["question"]: a for a in map(json.loads, (tmp_path / "out" / "answers.jsonl").read_text().splitlines())}
-    assert len(answers) == 13 and len(real) == 1
-    assert not [answer for answer in answers.values() if "error" in answer or "skipped" in answer]
-    assert answers["recompiles"]["recompiled"] is False and answers["B=1"]["B"] == 1
-    assert answers["MATH"]["loss"] == pytest.approx(answers["not compiled"]["loss"], abs=1e-5)
-    # without time left it starts nothing
-    assert status_of(bench.main, ["gpu", *tiny, "--minutes", "0"]) == 0
-    assert (tmp_path / "out" / "answers.jsonl").read_text().count("were over") == 13
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
