@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,18 @@ class Bench:
         run = self.ours()
         numbers = rate(run)
         return numbers | bench.roofline(run, numbers["ms"] / 1e3)
+
+    def waits(self):
+        """Where the host waits for the GPU in a step: the trainer means to do so once, for the loss and the norm."""
+        run = self.ours()
+        run()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        torch.cuda.set_sync_debug_mode("default")
+        places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
+        return {"waits": len(places), "places": places}
 
     def recompiles(self):
         """Whether validation, HellaSwag or sampling compile anything anew: an error here if one does."""
@@ -244,6 +257,8 @@ def questions(b):
         if b.options.build_nanogpt and size == B:
             asked["build-nanogpt as published"] = b.build_nanogpt
     asked["recompiles"] = b.recompiles
+    if cuda:
+        asked["waits for the GPU in a step"] = b.waits
     asked["HellaSwag"] = partial(b.hellaswag, hellaswag.NUM_EXAMPLES if cuda else 8)
     for size in (2 * B, B // 2):
         asked[f"train_gpt2, B={size}"] = lambda size=size: rate(b.ours(f"batch_size={size}"))

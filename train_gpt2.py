@@ -1242,6 +1242,7 @@ def fit_to_machine(raw_model, config, ddp):
         x = y = reserved = None
         raw_model.zero_grad(set_to_none=True)
         if ddp.any(trouble == "out of memory"):
+            model = None  # with it go DDP's buckets
             gc.collect()
             if ddp.device_type == "cuda":
                 torch.cuda.empty_cache()

@@ -443,18 +443,38 @@ def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_pat
     assert read_log(tmp_path / "plain") == read_log(tmp_path / "broken")
 
 
-def test_a_fused_attention_that_fails_costs_one_warning(data, tmp_path, capsys):
+def no_flash():
     """Flash attention raises; the plain kernel, which is what is left, does not."""
+    sdpa = F.scaled_dot_product_attention
 
     def attention(q, k, v, **options):
         if torch.backends.cuda.flash_sdp_enabled():
             raise RuntimeError("no kernel for this device")
         return sdpa(q, k, v, **options)
 
-    with patched(F, "scaled_dot_product_attention", attention) as sdpa:
+    return patched(F, "scaled_dot_product_attention", attention)
+
+
+def train_without_flash_on_rank_1(args):
+    with no_flash() if os.environ.get("RANK") == "1" else contextlib.nullcontext():
+        train_gpt2.main(args)
+
+
+def test_a_fused_attention_that_fails_costs_one_warning(data, tmp_path, capsys):
+    with no_flash():
         assert train(data, tmp_path / "out", max_steps=2) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == 1 and "fused attention" in warnings[0]
+
+
+def test_a_kernel_that_fails_on_one_rank_is_given_up_by_all(data, tmp_path):
+    """And what DDP had set up for the failed try doesn't sum gradients any more."""
+    output = tmp_path / "output"
+    args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
+    assert run(train_without_flash_on_rank_1, args, output=output, ranks=2) == [0, 0], output.read_text()
+    assert output.read_text().count("warning: going on without fused attention") == 1
+    assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
+    assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
 
 def test_a_defect_in_the_model_is_raised_and_not_explained_away(data, tmp_path):
