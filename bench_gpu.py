@@ -13,6 +13,7 @@ It needs torch 2.11 or newer, numpy, tiktoken, tqdm, safetensors, transformers a
 none, TIKTOKEN_CACHE_DIR must hold GPT-2's tables for those questions that tokenize.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -104,7 +105,7 @@ class Bench:
         """Whether validation, HellaSwag or sampling compile anything anew: an error here if one does."""
         run, enc, examples = self.ours(), tokenizer.get_encoding("bytes"), synthetic_examples(64)
         run()
-        with torch._dynamo.config.patch(error_on_recompile=True):
+        with torch._dynamo.config.patch(error_on_recompile=True), contextlib.redirect_stdout(None):
             for _ in range(2):
                 t.evaluate_val_loss(run.model, run.val_loader, 2 * run.B, self.ddp)
                 t.evaluate_hellaswag(run.raw_model, examples, enc, self.ddp)
@@ -152,7 +153,7 @@ class Bench:
             run.model = DDP(run.model, gradient_as_bucket_view=bucket_views)
             return rate(run, rounds=20)
         finally:
-            dist.destroy_process_group()
+            t.leave_distributed()
 
     def autotuned(self):
         run = self.ours("compile=False")

@@ -845,6 +845,15 @@ def setup_distributed(config):
     return Distributed(rank, local_rank, world_size, device, dtype)
 
 
+def leave_distributed():
+    """Leave the processes that setup_distributed joined, if any."""
+    if dist.is_initialized():
+        # subtle: gloo's thread takes the interpreter's lock to let go of its last tensor; whoever destroys the group
+        # holds that lock and waits for the thread. Asleep, this thread lets it have the lock first
+        time.sleep(0.1)
+        dist.destroy_process_group()
+
+
 def print0(*args):
     """Print on rank 0."""
     if os.environ.get("RANK", "0") == "0":
@@ -1221,13 +1230,14 @@ def fit_to_machine(raw_model, config, ddp):
     raw_model.float8_head = config.dtype == "fp8"
     B, T, compiled, fused_attention = config.batch_size, config.sequence_length, config.compile, True
     while True:
-        model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
-        if ddp.world_size > 1:
-            # subtle: the compiler, which starts with the first call, finds DDP around it and cuts the graph where a
-            # bucket of gradients is full: its sum over the ranks then runs beside the rest of the backward pass
-            model = DDP(model, [ddp.local_rank] if ddp.device_type == "cuda" else None, gradient_as_bucket_view=True)
         trouble = ""
         try:
+            model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
+            if ddp.world_size > 1:
+                # subtle: the compiler, which starts with the first call, finds DDP around it and cuts the graph where a
+                # bucket of gradients is full: its sum over the ranks then runs beside the rest of the backward pass
+                gpus = [ddp.local_rank] if ddp.device_type == "cuda" else None
+                model = DDP(model, gpus, gradient_as_bucket_view=True)
             # the optimizer's state is not there yet, but will be: two numbers per weight
             reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
             x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=ddp.device).unbind()
@@ -1438,8 +1448,7 @@ def main(args=None):
     try:
         status = train(config, ddp)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
     sys.exit(status)
 
 
