@@ -231,6 +231,8 @@ class Ours:
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = t.GPT(t.GPTConfig(*shape))
         self.model, self.B = t.fit_to_machine(self.raw_model, config, ddp)
+        if config.compile and self.model is self.raw_model:
+            raise RuntimeError("torch.compile failed: what would be measured is not what was asked for")
         layout = dict(B=self.B, T=config.sequence_length, device=ddp.device)
         self.loader = t.DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
         self.val_loader = t.DataLoaderLite(folder, "val", **layout)

@@ -33,6 +33,7 @@ import bench  # before torch: train_gpt2 says how OpenMP's threads wait
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -51,7 +52,7 @@ class Options:
     out: str = "gpu_log"  # folder of the answers and raw logs; what has been answered there is not asked again
     minutes: float = 9.0  # start nothing new after that
     settings: str = ""  # what differs from preset gpt2, for every side: n_layer=24,n_head=16,n_embd=1024
-    shards: str = "python_docs"  # token shards for the real runs; made of the built-in corpus if not there
+    shards: str = "python_docs"  # of the real runs: GPT-2's tokens, 10M or more; else made of the built-in corpus
     hellaswag: str = ""  # its JSON lines, for the real run to score, too
     peer: str = ""  # a nanoGPT checkout
     build_nanogpt: str = ""  # a build-nanogpt checkout, run as published but for its data and number of steps
@@ -64,6 +65,7 @@ class Bench:
     options: Options
     config: t.TrainConfig
     ddp: t.Distributed
+    deadline: float  # of time.monotonic(), from which on nothing new is started; what runs then has 30 seconds more
 
     @property
     def out(self):
@@ -93,11 +95,13 @@ class Bench:
         """Where the host waits for the GPU in a step: the trainer means to do so once, for the loss and the norm."""
         run = self.ours()
         run()
-        torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run()
-        torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
         return {"waits": len(places), "places": places}
 
@@ -121,8 +125,15 @@ class Bench:
         return {"examples": num_examples, "hellaswag_s": second, "first_s": first}
 
     def with_attention(self, backend):
-        with sdpa_kernel(backend):
-            return rate(self.ours())
+        # subtle: the cache of compiled graphs does not know the backend, and would give back the first one's
+        with torch._functorch.config.patch(enable_autograd_cache=False), sdpa_kernel(backend):
+            run = self.ours()
+            numbers = rate(run)
+            activity = getattr(torch.profiler.ProfilerActivity, self.ddp.device_type.upper())
+            with torch.profiler.profile(activities=[activity]) as profile:
+                run()
+        names = {event.key[:100] for event in profile.key_averages()}
+        return numbers | {"kernels": sorted(n for n in names if re.search(bench.FAMILIES["attention"], n.lower()))}
 
     def float32_residual(self):
         run = self.ours()
@@ -177,14 +188,17 @@ class Bench:
             no = "no-" if value is False else ""
             flags.append(f"--{no}{field.replace('_', '-')}" + ("" if isinstance(value, bool) else f"={value}"))
         command = [sys.executable, str(Path(__file__).parent / "train_gpt2.py"), *flags]
-        with open(self.out / f"{name}.txt", "w") as log:
-            run = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=60 * self.options.minutes)
+        left = self.deadline + 30 - time.monotonic()
+        try:
+            with open(self.out / f"{name}.txt", "w") as log:
+                run = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=left)
+        finally:
+            shutil.rmtree(out_dir / "hf", ignore_errors=True)
+            for checkpoint in out_dir.glob("*.pt*"):  # gigabytes that nobody asked for
+                checkpoint.unlink()
         if run.returncode:
             raise RuntimeError((self.out / f"{name}.txt").read_text().splitlines()[-1])
         lines = [line.split() for line in (out_dir / "log.txt").read_text().splitlines()]
-        shutil.rmtree(out_dir / "hf")
-        for checkpoint in out_dir.glob("*.pt"):  # gigabytes that nobody asked for
-            checkpoint.unlink()
         log = {}
         for step, stream, value in lines:
             log.setdefault(stream, {})[step] = float(value)
@@ -205,7 +219,9 @@ class Bench:
         bench.random_shards(folder / "edu_fineweb10B", gpt2, num_windows=8 * 512)
         example = {"ind": 0, "activity_label": "", "ctx": "A man sits.", "endings": ["He stands."] * 4, "label": 0}
         (folder / "hellaswag" / "hellaswag_val.jsonl").write_text((json.dumps(example) + "\n") * 4)
-        run = subprocess.run([sys.executable, "train_gpt2.py"], cwd=folder, capture_output=True, text=True, timeout=180)
+        left = min(180, self.deadline + 30 - time.monotonic())
+        command = [sys.executable, "train_gpt2.py"]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=left)
         (self.out / "build-nanogpt.txt").write_text(run.stdout + run.stderr)
         shutil.rmtree(folder)
         # the first steps warm up, the last one evaluates, too
@@ -276,7 +292,7 @@ def questions(b):
         asked[f"one micro-step, DDP, {parts}"] = partial(b.one_micro_step, parts)
     asked["one micro-step, DDP, no bucket views"] = partial(b.one_micro_step, "a graph per bucket", False)
     for dtype in ("auto", "fp8"):
-        asked[f"1,000 steps, {dtype}"] = partial(b.real_run, f"steps_{dtype}", 1000, max(1, B // 4), dtype=dtype)
+        asked[f"1,000 steps, {dtype}"] = partial(b.real_run, f"steps_{dtype}", 1000, max(1, B // 16), dtype=dtype)
     asked["sampling, 1 sequence"], asked["sampling, 8"] = partial(b.sampling, 1), partial(b.sampling, 8)
     asked["max-autotune"] = b.autotuned
     return asked
@@ -313,31 +329,45 @@ def main(args=None):
     if device == "cuda":
         device = "cuda:0"
         torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
-    b = Bench(options, config, bench.alone(config, device))
+    deadline = started + 60 * options.minutes
+    b = Bench(options, config, bench.alone(config, device), deadline)
     b.out.mkdir(parents=True, exist_ok=True)
     bench.random_shards(b.out, config)
     log = b.out / "answers.jsonl"
     answers = {a["question"]: a for a in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+
+    def keep(name, answer, seconds):
+        answers[name] = {"question": name, **answer, "took_s": round(seconds, 1)}
+        line = json.dumps(answers[name])
+        print(line if len(line) < 400 else line[:400] + " ...", flush=True)
+        with open(log, "a") as file:
+            file.write(line + "\n")
+
+    asking = b.out / "asking.txt"  # the question that has no answer yet
+    if asking.exists():
+        keep(asking.read_text(), {"error": "the process ended while this was asked"}, 0)
     for name, question in questions(b).items():
-        left = options.minutes - (time.monotonic() - started) / 60
-        if name in answers or left <= 0:
+        if name in answers or time.monotonic() > deadline:
             continue
+        asking.write_text(name)
         start = time.monotonic()
         try:
             answer = question()
         except Exception as error:  # the other questions still have answers
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        answers[name] = {"question": name, **answer, "took_s": round(time.monotonic() - start, 1)}
-        line = json.dumps(answers[name])
-        print(line if len(line) < 400 else line[:400] + " ...", flush=True)
-        with open(log, "a") as file:
-            file.write(line + "\n")
+        keep(name, answer, time.monotonic() - start)
+        asking.unlink()
         gc.collect()
         torch._dynamo.reset()
+        # what a failed try of the trainer's has switched off
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
         if b.ddp.device_type == "cuda":
             torch.cuda.empty_cache()
         if "CUDA error" in answer.get("error", ""):  # this process has lost the GPU; another one goes on from here
-            os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={left}"])
+            minutes = (deadline - time.monotonic()) / 60
+            os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={minutes}"])
     print(table(answers))
     unanswered = [name for name in questions(b) if name not in answers]
     if unanswered:

@@ -314,6 +314,17 @@ class KVCache:
         return [store[:, :, :end] for store in self.keys_values[layer]]
 
 
+@contextlib.contextmanager
+def without_cudnn_attention():
+    """Generating, every token sees one key more, and cuDNN would build a kernel for each new length."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 IGNORE = -100  # a target that is no target: cross_entropy's default
 
 
@@ -325,7 +336,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # of the stream between the blocks
-        self.float8_head = False  # whether training computes the logits in 8 bits
+        self.float8_head = False  # whether a loss, in training or validation, comes from logits of 8 bits
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -395,10 +406,11 @@ class GPT(nn.Module):
         block_size = self.config.block_size
         cache = KVCache(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens))
         for _ in range(max_new_tokens):
-            if idx.size(1) <= block_size:
-                x = self.hidden_states(idx[:, cache.length :], cache=cache)
-            else:  # every token has moved to another position: nothing cached is right any more
-                x = self.hidden_states(idx[:, -block_size:])
+            with without_cudnn_attention():
+                if idx.size(1) <= block_size:
+                    x = self.hidden_states(idx[:, cache.length :], cache=cache)
+                else:  # every token has moved to another position: nothing cached is right any more
+                    x = self.hidden_states(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
             if temperature == 0:
                 next_ids = logits.argmax(-1)
@@ -1341,7 +1353,8 @@ def print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_ste
     groups = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
     accumulation = S // (B * config.sequence_length * ddp.world_size)
     num_params = sum(p.numel() for p in raw_model.parameters())
-    print0(f"model: {num_params:,} parameters on {ddp.world_size} x {device}, {ddp.dtype}")
+    head = ", its output layer in 8 bits" if raw_model.float8_head else ""
+    print0(f"model: {num_params:,} parameters on {ddp.world_size} x {device}, {ddp.dtype}{head}")
     print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
            f"shards, tokenizer {enc.name}")  # fmt: skip
     print0(f"step: {S:,} tokens = B {B} * T {config.sequence_length} * {ddp.world_size} ranks * "

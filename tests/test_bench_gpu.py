@@ -1,5 +1,6 @@
 """bench_gpu.py as far as a CPU can answer it: every question runs, and a run that was cut short goes on."""
 
+import functools
 import json
 import os
 
@@ -95,6 +96,52 @@ def test_an_error_is_an_answer_and_a_lost_gpu_a_new_process(ask, monkeypatch):
     assert answers["a"]["error"] == "ZeroDivisionError: division by zero"
     assert "illegal memory access" in answers["b"]["error"] and len(started) == 1
     assert started[0][-1].startswith("--minutes=") and 8 < float(started[0][-1].split("=")[1]) < 9
+
+
+def test_a_question_that_ended_the_process_is_not_asked_again(ask, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "asking.txt").write_text("a")
+    asked = {"a": lambda: 1 / 0, "b": lambda: {"ms": 1.0, "tok_per_s": 2.0}}
+    monkeypatch.setattr(bench_gpu, "questions", lambda b: asked)
+    answers = ask()
+    assert answers["a"]["error"] == "the process ended while this was asked" and answers["b"]["ms"] == 1.0
+    assert not (tmp_path / "out" / "asking.txt").exists()
+
+
+def test_a_question_that_fails_leaves_the_next_one_all_kernels(ask, monkeypatch):
+    def give_up():
+        torch.backends.cuda.enable_flash_sdp(False)
+        raise RuntimeError("as the trainer does where a kernel fails")
+
+    flash = lambda: {"flash": torch.backends.cuda.flash_sdp_enabled()}  # noqa: E731
+    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"a": give_up, "b": flash})
+    assert ask()["b"]["flash"] is True
+
+
+def test_a_compiler_that_fails_is_an_error_not_a_number(ask, monkeypatch):
+    def broken_compile(model, **options):
+        def fail(*args, **kwargs):
+            raise RuntimeError("no C++ compiler found")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken_compile)
+    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"ours": lambda: bench_gpu.rate(b.ours("compile=True"))})
+    assert "torch.compile failed" in ask()["ours"]["error"]
+
+
+@pytest.mark.slow
+def test_each_attention_backend_is_compiled_for_itself(ask, monkeypatch):
+    """The second is not served with the graph that was cached for the first."""
+    backends = {name: getattr(bench_gpu.SDPBackend, name) for name in ("FLASH_ATTENTION", "MATH")}
+    compile_with = functools.partial(torch.compile, backend="inductor")
+    monkeypatch.setattr(torch, "compile", compile_with)
+    monkeypatch.setattr(
+        bench_gpu, "questions", lambda b: {name: functools.partial(b.with_attention, x) for name, x in backends.items()}
+    )
+    answers = ask(settings=SETTINGS.replace("compile=False", "compile=True"))
+    assert any("flash" in kernel for kernel in answers["FLASH_ATTENTION"]["kernels"])
+    assert answers["MATH"]["kernels"] == []
 
 
 def test_a_real_run_tells_its_losses_and_leaves_no_checkpoints(ask, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_model
 
 import tokenizer
@@ -80,7 +81,7 @@ def test_float8_matmul_is_exact_where_8_bits_suffice():
 
 
 def test_float8_keeps_numbers_of_any_size():
-    """A relative error of at most 1/16 with 3 bits of mantissa, and of 1/8 with 2, a factor of 1,000 below the largest."""
+    """Up to 1/16 off with 3 bits of mantissa, up to 1/8 with 2, even a factor of 1,000 below the largest."""
     for dtype, error in [(torch.float8_e4m3fn, 1 / 16), (torch.float8_e5m2, 1 / 8)]:
         for size in (1e-9, 1.0, 1e9):
             tensor = torch.logspace(-3, 0, 100) * size
@@ -89,6 +90,23 @@ def test_float8_keeps_numbers_of_any_size():
             torch.testing.assert_close(small.float() * scale, tensor, rtol=error, atol=0)
         small, scale = train_gpt2.to_float8(torch.zeros(3), dtype)
         assert not (small.float() * scale).any()
+
+
+def test_generating_leaves_cudnn_out_and_then_as_it_was(monkeypatch):
+    """One length more with every token: cuDNN would build a kernel for each."""
+    model, seen = tiny_model(), []
+    sdpa = F.scaled_dot_product_attention
+
+    def attention(*args, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for enabled in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        for _ in model.generate(torch.zeros(1, 3, dtype=torch.long), 2, 320):
+            assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    assert len(seen) == 8 and not any(seen)
 
 
 def test_only_training_computes_the_logits_in_8_bits():
