@@ -176,10 +176,11 @@ class Bench:
         if not Path(self.options.shards).exists():
             fineweb.prepare(fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=self.options.shards))
         out_dir = self.out / name
+        tokens = self.config.batch_size * self.config.sequence_length
         config = dataclasses.replace(
             self.config, data=self.options.shards, out_dir=str(out_dir), resume=False, batch_size=B, max_steps=steps,
             total_batch_size=2 * B * self.config.sequence_length, warmup_steps=steps // 10, val_every=steps // 4,
-            val_tokens=2**20, sample_every=steps // 2, checkpoint_every=steps // 2,
+            val_tokens=16 * tokens, sample_every=steps // 2, checkpoint_every=steps // 2,
             hellaswag_every=steps // 2 if self.options.hellaswag else 0, hellaswag_data=self.options.hellaswag,
             **changes,
         )  # fmt: skip

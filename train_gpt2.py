@@ -316,7 +316,7 @@ class KVCache:
 
 @contextlib.contextmanager
 def without_cudnn_attention():
-    """Generating, every token sees one key more, and cuDNN would build a kernel for each new length."""
+    """For what comes in many shapes: cuDNN would build a kernel for each of them."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -406,7 +406,7 @@ class GPT(nn.Module):
         block_size = self.config.block_size
         cache = KVCache(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens))
         for _ in range(max_new_tokens):
-            with without_cudnn_attention():
+            with without_cudnn_attention():  # each token sees one key more than the last
                 if idx.size(1) <= block_size:
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
                 else:  # every token has moved to another position: nothing cached is right any more
@@ -905,7 +905,7 @@ def load_hellaswag(config, enc):
 
 def evaluate_hellaswag(raw_model, examples, enc, ddp):
     """HellaSwag's counts over all ranks, each of which scores its share of the rendered examples."""
-    with ddp.autocast():
+    with ddp.autocast(), without_cudnn_attention():
         counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, rank=ddp.rank, world_size=ddp.world_size)
     totals = ddp.sum(torch.tensor(counts, device=ddp.device))
     return hellaswag.Counts(*totals.tolist())
