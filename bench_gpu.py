@@ -358,6 +358,9 @@ def main(args=None):
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         keep(name, answer, time.monotonic() - start)
         asking.unlink()
+        if "CUDA error" in answer.get("error", ""):  # this process has lost the GPU; another one goes on from here
+            minutes = (deadline - time.monotonic()) / 60
+            os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={minutes}"])
         gc.collect()
         torch._dynamo.reset()
         # what a failed try of the trainer's has switched off
@@ -366,9 +369,6 @@ def main(args=None):
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         if b.ddp.device_type == "cuda":
             torch.cuda.empty_cache()
-        if "CUDA error" in answer.get("error", ""):  # this process has lost the GPU; another one goes on from here
-            minutes = (deadline - time.monotonic()) / 60
-            os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={minutes}"])
     print(table(answers))
     unanswered = [name for name in questions(b) if name not in answers]
     if unanswered:
