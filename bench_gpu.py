@@ -363,10 +363,7 @@ def main(args=None):
             os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={minutes}"])
         gc.collect()
         torch._dynamo.reset()
-        # what a failed try of the trainer's has switched off
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        torch.backends.cuda.enable_flash_sdp(True)
-        torch.backends.cuda.enable_mem_efficient_sdp(True)
+        t.enable_fused_attention(True)  # a failed try of the trainer's has switched it off
         if b.ddp.device_type == "cuda":
             torch.cuda.empty_cache()
     print(table(answers))

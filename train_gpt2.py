@@ -1229,6 +1229,13 @@ def train_step(model, loader, optimizers, scaler, num_windows, config, ddp):
     return loss, norm
 
 
+def enable_fused_attention(enabled):
+    """Whether this process's attention may use fused kernels; the plain one is always there."""
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    torch.backends.cuda.enable_flash_sdp(enabled)
+    torch.backends.cuda.enable_mem_efficient_sdp(enabled)
+
+
 def fit_to_machine(raw_model, config, ddp):
     """Move the model to the device, try a micro-step, and step back from what this machine can't do.
 
@@ -1279,9 +1286,7 @@ def fit_to_machine(raw_model, config, ddp):
         elif ddp.any(trouble):
             print0(f"warning: going on without fused attention, as this failed: {trouble or 'on another rank'}")
             fused_attention = False
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            torch.backends.cuda.enable_flash_sdp(False)
-            torch.backends.cuda.enable_mem_efficient_sdp(False)
+            enable_fused_attention(False)
         else:
             return model, B
 

@@ -55,9 +55,7 @@ def leave_no_trace():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    train_gpt2.enable_fused_attention(True)
 
 
 @pytest.fixture(autouse=True, scope="session")
