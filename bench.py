@@ -346,11 +346,16 @@ def make_runs(options, config, folder, ddp, steps):
     return runs
 
 
+def to_flag(field, value):
+    """A field's value on the trainer's command line; a switch has none there: --compile or --no-compile."""
+    if str(value) in ("True", "False"):
+        return f"--{'no-' * (str(value) == 'False')}{field}"
+    return f"--{field}={value}"
+
+
 def apply_variant(config, variant):
     """"compile=False,batch_size=32" applied to a TrainConfig."""
-    flags = [f"--{pair.split('=')[0]}={pair.split('=')[-1]}" for pair in variant.split(",")]
-    # a switch has no value on the command line: --compile or --no-compile
-    flags = [re.sub(r"--(.*)=(True|False)", lambda m: f"--{'no-' * (m[2] == 'False')}{m[1]}", flag) for flag in flags]
+    flags = [to_flag(pair.split("=")[0], pair.split("=")[-1]) for pair in variant.split(",")]
     changed = cli.parse(t.TrainConfig, flags, default=config)
     t.check_config(changed, 1)
     return changed
@@ -366,6 +371,15 @@ FAMILIES = {
 }
 
 
+def profiled(run):
+    """The profiler's averages over a turn of a run: by kernel, on a CPU by operator."""
+    activity = torch.profiler.ProfilerActivity
+    activity = activity.CUDA if run.ddp.device_type == "cuda" else activity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        run()
+    return profile.key_averages()
+
+
 def roofline(ours, seconds):
     """Print where a step's time goes, by family of kernels, beside the least it could take; return the numbers.
 
@@ -374,12 +388,9 @@ def roofline(ours, seconds):
     """
     device, c = ours.ddp.device, ours.config
     cuda = device.startswith("cuda")
-    activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        ours()
     spent = dict.fromkeys([*FAMILIES, "pointwise"], 0.0)
     kernels = {}
-    for event in profile.key_averages():
+    for event in profiled(ours):
         microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
         family = next((name for name, names in FAMILIES.items() if re.search(names, event.key.lower())), "pointwise")
         spent[family] += microseconds / 1e6

@@ -129,10 +129,7 @@ class Bench:
         with torch._functorch.config.patch(enable_autograd_cache=False), sdpa_kernel(backend):
             run = self.ours()
             numbers = rate(run)
-            activity = getattr(torch.profiler.ProfilerActivity, self.ddp.device_type.upper())
-            with torch.profiler.profile(activities=[activity]) as profile:
-                run()
-        names = {event.key[:100] for event in profile.key_averages()}
+            names = {event.key[:100] for event in bench.profiled(run)}
         return numbers | {"kernels": sorted(n for n in names if re.search(bench.FAMILIES["attention"], n.lower()))}
 
     def float32_residual(self):
@@ -184,10 +181,7 @@ class Bench:
             hellaswag_every=steps // 2 if self.options.hellaswag else 0, hellaswag_data=self.options.hellaswag,
             **changes,
         )  # fmt: skip
-        flags = []
-        for field, value in dataclasses.asdict(config).items():
-            no = "no-" if value is False else ""
-            flags.append(f"--{no}{field.replace('_', '-')}" + ("" if isinstance(value, bool) else f"={value}"))
+        flags = [bench.to_flag(field, value) for field, value in dataclasses.asdict(config).items()]
         command = [sys.executable, str(Path(__file__).parent / "train_gpt2.py"), *flags]
         left = self.deadline + 30 - time.monotonic()
         try:
@@ -347,7 +341,8 @@ def main(args=None):
     asking = b.out / "asking.txt"  # the question that has no answer yet
     if asking.exists():
         keep(asking.read_text(), {"error": "the process ended while this was asked"}, 0)
-    for name, question in questions(b).items():
+    asked = questions(b)
+    for name, question in asked.items():
         if name in answers or time.monotonic() > deadline:
             continue
         asking.write_text(name)
@@ -367,7 +362,7 @@ def main(args=None):
         if b.ddp.device_type == "cuda":
             torch.cuda.empty_cache()
     print(table(answers))
-    unanswered = [name for name in questions(b) if name not in answers]
+    unanswered = [name for name in asked if name not in answers]
     if unanswered:
         print(f"{options.minutes} minutes were over: the same command asks what is left, {', '.join(unanswered)}")
 
