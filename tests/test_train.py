@@ -467,16 +467,6 @@ def test_a_fused_attention_that_fails_costs_one_warning(data, tmp_path, capsys):
     assert len(warnings) == 1 and "fused attention" in warnings[0]
 
 
-def test_a_kernel_that_fails_on_one_rank_is_given_up_by_all(data, tmp_path):
-    """And what DDP had set up for the failed try doesn't sum gradients any more."""
-    output = tmp_path / "output"
-    args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
-    assert run(train_without_flash_on_rank_1, args, output=output, ranks=2) == [0, 0], output.read_text()
-    assert output.read_text().count("warning: going on without fused attention") == 1
-    assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
-    assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
-
-
 def test_a_defect_in_the_model_is_raised_and_not_explained_away(data, tmp_path):
     def broken(*args, **options):
         raise ValueError("a defect")
@@ -539,11 +529,19 @@ def train_with_little_room_on_rank_1(args):
         train_gpt2.main(args)
 
 
-def test_out_of_memory_on_one_rank_halves_the_batch_of_all(data, tmp_path):
+@pytest.mark.parametrize(
+    "train_on_both, said",
+    [
+        (train_with_little_room_on_rank_1, "out of memory: going on with --batch-size 2"),
+        (train_without_flash_on_rank_1, "warning: going on without fused attention"),
+    ],
+)
+def test_what_one_rank_cannot_do_all_give_up(train_on_both, said, data, tmp_path):
+    """And what DDP had set up for the failed try doesn't sum gradients any more."""
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
-    assert run(train_with_little_room_on_rank_1, args, output=output, ranks=2) == [0, 0], output.read_text()
-    assert output.read_text().count("out of memory: going on with --batch-size 2") == 1
+    assert run(train_on_both, args, output=output, ranks=2) == [0, 0], output.read_text()
+    assert output.read_text().count(said) == 1
     assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
