@@ -38,12 +38,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-import cli
+from plumbing import cli
 import fineweb
 import hellaswag
 import tokenizer
-from cli import UserError
-from huggingface import MATRICES
+from plumbing.cli import UserError
+from plumbing.huggingface import MATRICES
 
 
 @dataclass
@@ -192,7 +192,7 @@ def train_config(options, device):
     """The TrainConfig that the flags mean."""
     preset = options.preset or ("gpt2" if device.startswith("cuda") else "quickstart")
     if preset not in t.PRESETS:
-        raise UserError(f"got --preset {preset}, needed one that exists, {cli.nearest(preset, t.PRESETS)}")
+        raise UserError(f"got --preset {preset}, needed one that exists, {cli.suggest(preset, t.PRESETS)}")
     names = ("batch_size", "sequence_length", "total_batch_size", "n_layer", "n_head", "n_embd", "vocab_size")
     config = dataclasses.replace(t.PRESETS[preset], **{n: getattr(options, n) for n in names if getattr(options, n)})
     num_ids = 257 if preset == "quickstart" else 50257

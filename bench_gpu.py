@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import cli
+from plumbing import cli
 import fineweb
 import hellaswag
 import tokenizer

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import fineweb
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 
 RUN = 13  # tokens in common that count, as in GPT-3's study of contamination
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64

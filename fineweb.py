@@ -49,9 +49,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import cli
+from plumbing import cli
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 
 # -----------------------------------------------------------------------------
 # Options
@@ -686,7 +686,7 @@ def parse_part(part):
 def check_options(options):
     complaints = []
     if options.dataset not in DATASETS:
-        hint = cli.nearest(options.dataset, list(DATASETS))
+        hint = cli.suggest(options.dataset, list(DATASETS))
         complaints.append(f"got --dataset {options.dataset}, needed a known one, {hint}")
     for flag in ("max_tokens", "num_proc", "pretokenized"):
         if getattr(options, flag) < 0:

@@ -29,7 +29,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-import cli  # before torch: it says how OpenMP's threads wait
+from plumbing import cli  # before torch: it says how OpenMP's threads wait
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-from cli import UserError
+from plumbing.cli import UserError
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file

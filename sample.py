@@ -22,8 +22,8 @@ import train_gpt2 as t  # before torch: it sets how OpenMP's threads wait
 import torch
 import tyro
 
-import cli
-from cli import UserError
+from plumbing import cli
+from plumbing.cli import UserError
 
 
 @dataclass

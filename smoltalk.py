@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-import cli
+from plumbing import cli
 import fineweb
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")

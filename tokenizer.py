@@ -26,7 +26,7 @@ from pathlib import Path
 
 import tiktoken
 
-import cli
+from plumbing import cli
 
 EOT = "<|endoftext|>"  # stands before every document
 # who speaks, and where a message ends; they take the ids after the tokenizer's own, which are
@@ -63,7 +63,7 @@ def get_encoding(name_or_path):
         with open(name_or_path, encoding="ascii") as file:
             return loads(file.read())
     except (OSError, UnicodeDecodeError):
-        needed = f"gpt2, bytes or the path of a .tiktoken file, {cli.nearest(str(name_or_path), ['gpt2', 'bytes'])}"
+        needed = f"gpt2, bytes or the path of a .tiktoken file, {cli.suggest(str(name_or_path), ['gpt2', 'bytes'])}"
         raise cli.UserError(f"got tokenizer {name_or_path}, needed {needed}") from None
     except ValueError as error:
         needed = "a whole .tiktoken file, make it with python tokenizer.py"
@@ -269,7 +269,7 @@ def check_options(options):
         needed = f"{least} (the bytes and the special tokens) to {MAX_VOCAB} (shards are uint16)"
         complaints.append(f"got --vocab-size {options.vocab_size}, needed {needed}, do choose one between")
     if options.pattern not in PATTERNS:
-        hint = cli.nearest(options.pattern, list(PATTERNS))
+        hint = cli.suggest(options.pattern, list(PATTERNS))
         complaints.append(f"got --pattern {options.pattern}, needed a known one, {hint}")
     if len({EOT, "", *special}) < len(special) + 2:
         got = " ".join(special)

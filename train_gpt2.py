@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import cli  # before torch: it says how OpenMP's threads wait
+from plumbing import cli  # before torch: it says how OpenMP's threads wait
 
 import numpy as np
 import torch
@@ -46,8 +46,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 import tokenizer
-from cli import UserError
-from huggingface import MATRICES, export_huggingface, load_huggingface
+from plumbing.cli import UserError
+from plumbing.huggingface import MATRICES, export_huggingface, load_huggingface
+from plumbing.shards import find_shards, open_mask, open_tokens
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -155,7 +156,7 @@ def parse_args(args=None):
         if flag.split("=")[0] == "--preset":
             preset = flag.split("=")[1] if "=" in flag else value
     if preset not in PRESETS:
-        raise UserError(f"got --preset {preset}, needed one that exists, {cli.nearest(preset, PRESETS)}")
+        raise UserError(f"got --preset {preset}, needed one that exists, {cli.suggest(preset, PRESETS)}")
     return cli.parse(TrainConfig, args, default=PRESETS[preset])
 
 
@@ -455,48 +456,6 @@ class GPT(nn.Module):
 # Data
 
 
-def load_tokens(path):
-    """The token ids of a shard as a one-dimensional, memory-mapped uint16 array.
-
-    Reads .npy and llm.c's .bin: 256 int32 of header (20240520, version 1, number of tokens), then uint16.
-    """
-    try:
-        if path.suffix == ".bin":
-            magic, version, length = np.fromfile(path, np.int32, 3)
-            if (magic, version) != (20240520, 1):
-                raise ValueError(f"header {magic}, {version}")
-            tokens = np.memmap(path, np.uint16, "r", offset=256 * 4)
-            if len(tokens) != length:
-                raise ValueError(f"{len(tokens)} tokens where the header says {length}")
-        else:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"got a damaged shard {path} ({error}), needed a whole one, delete it and make it again")
-    if tokens.dtype != np.uint16 or tokens.ndim != 1:
-        raise UserError(f"got {tokens.dtype} of {tokens.ndim} dimensions in {path}, needed one-dimensional uint16")
-    return tokens
-
-
-def load_mask(path, length):
-    """The mask of a shard of `length` tokens, memory-mapped: not 0 where a token counts as a target."""
-    try:
-        mask = np.load(path, mmap_mode="r", allow_pickle=False)
-        if mask.shape != (length,):
-            raise ValueError(f"shape {mask.shape} beside {length} tokens")
-    except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"got a damaged or missing mask {path} ({error}), needed one per shard, make the shards again")
-    return mask
-
-
-def find_shards(folder, split):
-    """The paths of a split's shards in order. Raises UserError, with the remedy, where there are none."""
-    paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
-    if not paths:
-        remedy = "make them with `python fineweb.py` (of your own text with --input) and name their folder by --data"
-        raise UserError(f"got no {split} shards in {folder}, needed files like edufineweb_{split}_000001.npy, {remedy}")
-    return paths
-
-
 def permute(index, n, keys):
     """Where a seeded random permutation of range(n) sends each number of the array `index`.
 
@@ -532,10 +491,10 @@ class DataLoaderLite:
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.paths = find_shards(folder, split)
-        self.shards = [load_tokens(path) for path in self.paths]
+        self.shards = [open_tokens(path) for path in self.paths]
         masks = [path.with_suffix(".mask") for path in self.paths]
         masked = any(path.exists() for path in masks)
-        self.masks = [load_mask(path, len(shard)) for path, shard in zip(masks, self.shards)] if masked else None
+        self.masks = [open_mask(path, len(shard)) for path, shard in zip(masks, self.shards)] if masked else None
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -793,7 +752,7 @@ def choose_device(config):
     here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device = next(d for d in here if here[d]) if config.device == "auto" else config.device
     if device.split(":")[0] not in here:
-        raise UserError(f"got --device {device}, needed one that exists, {cli.nearest(device, here)}")
+        raise UserError(f"got --device {device}, needed one that exists, {cli.suggest(device, here)}")
     if not here[device.split(":")[0]]:
         raise UserError(f"got --device {device}, needed one of this machine: {', '.join(d for d in here if here[d])}")
     return device
@@ -1055,7 +1014,7 @@ def load_model(source):
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         kinds = "a checkpoint, the folder of a run or of a model in Hugging Face format"
-        raise UserError(f"got {source}, needed {kinds}, or a GPT-2, {cli.nearest(source, openai)}")
+        raise UserError(f"got {source}, needed {kinds}, or a GPT-2, {cli.suggest(source, openai)}")
     return model_from_checkpoint(checkpoint)
 
 

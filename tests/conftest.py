@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 import torch
 
-import cli
+from plumbing import cli
 import train_gpt2
 
 torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    cli.RANK_PATIENCE = 2  # enough for processes that are there in 50 ms
+    cli.RANK_GRACE_SECONDS = 2  # enough for processes that are there in 50 ms
     cli.run(lambda: function(*args))
 
 

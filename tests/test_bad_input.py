@@ -511,7 +511,8 @@ def test_the_real_script_leaves_with_status_2_and_one_line(tmp_path):
 
 LATE_RANK_0 = """
 import os, sys, time
-import cli, train_gpt2
+import train_gpt2
+from plumbing import cli
 if os.environ["RANK"] == "0":
     time.sleep(float(sys.argv.pop(1)))
 cli.run(train_gpt2.main)

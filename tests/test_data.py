@@ -17,8 +17,9 @@ from conftest import make_shards
 
 import fineweb
 import tokenizer
-from cli import UserError
-from train_gpt2 import IGNORE, DataLoaderLite, find_shards, load_tokens, permute
+from plumbing.cli import UserError
+from plumbing.shards import find_shards, open_tokens
+from train_gpt2 import IGNORE, DataLoaderLite, permute
 
 
 def counting_shards(folder, lengths):
@@ -287,7 +288,7 @@ def test_damaged_bin_shards_are_refused(tmp_path):
         path.write_bytes(whole[:length])
         expect_refusal(tmp_path, "damaged shard")
     path.write_bytes(whole)
-    assert load_tokens(path).tolist() == list(range(100))
+    assert open_tokens(path).tolist() == list(range(100))
 
 
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
@@ -331,8 +332,8 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     fineweb.prepare(options)
     enc = tokenizer.folder_encoding(tmp_path / "d")
     assert enc.name == "bytes"
-    val = load_tokens(find_shards(tmp_path / "d", "val")[0]).tolist()
-    train = [load_tokens(path).tolist() for path in find_shards(tmp_path / "d", "train")]
+    val = open_tokens(find_shards(tmp_path / "d", "val")[0]).tolist()
+    train = [open_tokens(path).tolist() for path in find_shards(tmp_path / "d", "train")]
     assert val + sum(train, []) == stream
     loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
     loader.check_ids(enc)

@@ -26,7 +26,7 @@ from conftest import ROOT, SHARED, listing, patched, run
 import contamination
 import fineweb
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 from fineweb import Options, prepare
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")

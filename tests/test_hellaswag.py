@@ -15,9 +15,9 @@ import torch.nn as nn
 
 import hellaswag
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 from hellaswag import Counts, evaluate, fit, harness_text, iterate_examples, pack, predict, render_example, score
-from huggingface import export_huggingface
+from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent

@@ -16,12 +16,12 @@ COMMANDS = [name for name in SCRIPTS if "\n    cli.run(main)" in (ROOT / f"{name
 def imported_packages():
     """The top-level packages that any script or test imports, other than our own and Python's."""
     found = set()
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py"), *ROOT.glob("tests/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
             found |= {name.split(".")[0] for name in names}
-    ours = {*SCRIPTS, *(path.stem for path in ROOT.glob("tests/*.py"))}
+    ours = {*SCRIPTS, "plumbing", *(path.stem for path in ROOT.glob("tests/*.py"))}
     return found - ours - set(sys.stdlib_module_names)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 from smoltalk import Options, check_messages, cut_to, pack, prepare, render_conversation
 from train_gpt2 import IGNORE, DataLoaderLite
 

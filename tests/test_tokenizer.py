@@ -14,7 +14,7 @@ import tiktoken
 from conftest import ROOT, SHARED, listing
 
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
@@ -81,7 +81,8 @@ def test_gpt2_without_tables_and_network_says_what_works_without(tmp_path):
         "import socket\n"
         "def refuse(*args, **kwargs): raise OSError('no network')\n"
         "socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "import cli, tokenizer\n"
+        "import tokenizer\n"
+        "from plumbing import cli\n"
         "cli.run(lambda: tokenizer.get_encoding('gpt2'))\n"
     )
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}

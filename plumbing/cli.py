@@ -32,7 +32,7 @@ class UserError(Exception):
     """A mistake that the user can mend. The text says what was got, what was needed, what to do."""
 
 
-def nearest(name, known):
+def suggest(name, known):
     """The hint that names the entry of `known` closest to `name`, or lists them all."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
@@ -59,11 +59,11 @@ def parse(config_class, args=None, default=None):
     if unknown:
         flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
         got = unknown[0].split("=")[0]
-        raise UserError(f"got {got}, needed a flag that exists, {nearest(got, flags)}")
+        raise UserError(f"got {got}, needed a flag that exists, {suggest(got, flags)}")
     return config
 
 
-RANK_PATIENCE = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
+RANK_GRACE_SECONDS = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
 
 
 def run(main):
@@ -73,7 +73,7 @@ def run(main):
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             # most mistakes are seen by all ranks: rank 0 says so, and torchrun ends the others meanwhile
-            time.sleep(RANK_PATIENCE)
+            time.sleep(RANK_GRACE_SECONDS)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import tokenizer
-from cli import UserError
+from plumbing.cli import UserError
 
 # the matrices of a block, in the order of a forward pass
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -1,0 +1,1 @@
+"""What nobody must read to understand the training: files, processes, downloads, the command line."""
