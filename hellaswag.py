@@ -20,6 +20,7 @@ hides the endings from one another. That is half the tokens of the usual four ro
 """
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -115,6 +116,13 @@ def check_example(example):
         raise ValueError("a text that is none")
     if str(example["label"]) not in ("0", "1", "2", "3"):  # the hub's copy has them as strings
         raise ValueError(f"label {example['label']!r}")
+
+
+def load_examples(path, enc, limit=None):
+    """The first `limit` examples of a JSON lines file, rendered; the validation file is downloaded if missing."""
+    if not os.path.exists(path):
+        download(path)
+    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit)]
 
 
 class Rendered(NamedTuple):

@@ -40,6 +40,14 @@ def open_mask(path, length):
     return mask
 
 
+def open_masks(paths, shards):
+    """The masks beside the shards at `paths`, or None if there are none at all."""
+    masks = [path.with_suffix(".mask") for path in paths]
+    if not any(path.exists() for path in masks):
+        return None
+    return [open_mask(path, len(shard)) for path, shard in zip(masks, shards)]
+
+
 def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, where there are none."""
     paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
@@ -47,3 +55,14 @@ def find_shards(folder, split):
         remedy = "make them with `python fineweb.py` (of your own text with --input) and name their folder by --data"
         raise UserError(f"got no {split} shards in {folder}, needed files like edufineweb_{split}_000001.npy, {remedy}")
     return paths
+
+
+def check_token_ids(paths, shards, tokenizer, n_vocab):
+    """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
+    for path, tokens in zip(paths, shards):
+        largest = int(tokens[: 2**27 // len(paths)].max(initial=0))
+        if largest >= n_vocab:
+            raise UserError(
+                f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
+                "folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
+            )
