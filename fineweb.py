@@ -415,7 +415,7 @@ def encode_all(enc, batches, num_proc):
     own = threading.local()
 
     def start():
-        own.enc = tokenizer.remake(enc, enc.name, enc._special_tokens)
+        own.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
 
     def encode(batch):
         return batch, *encode_batch(own.enc, batch)
@@ -494,7 +494,7 @@ class Writer:
         """One shard, then meta.json: killed in between, the same shard is made again."""
         if not self.meta["shards"]:
             self.save()
-            tokenizer.save_beside(self.enc, self.folder)
+            tokenizer.save_for_folder(self.enc, self.folder)
         number = len(self.meta["shards"]) * self.num_parts + self.part  # no two parts have one in common
         file = f"{self.stem}_{'train' if number else 'val'}_{number:06d}.npy"
         with cli.atomic_write(os.path.join(self.folder, file)) as out:
