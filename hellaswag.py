@@ -40,6 +40,7 @@ import tyro
 from tqdm import tqdm
 
 from plumbing.cli import UserError
+from plumbing.distributed import choose_device
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
@@ -376,9 +377,9 @@ def main():
     examples = list(iterate_examples(options.data or download()))
     if options.limit:
         examples = examples[: options.limit]
-    from train_gpt2 import choose_device, load_model  # not above: train_gpt2 imports this file
+    from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
-    device = choose_device(options)
+    device = choose_device(options.device)
     model, enc = load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, far finer than what the accuracies resolve

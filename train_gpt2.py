@@ -378,8 +378,8 @@ class DataLoaderLite:
     A step thus sees the same windows whatever the layout, and one number, `position`, is the loader's progress.
     """
 
-    def __init__(self, folder, split, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
-        self.T, self.rank, self.world_size = T, rank, world_size
+    def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
+        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.paths = shards.find_shards(folder, split)
         self.shards = [shards.open_tokens(path) for path in self.paths]
@@ -423,8 +423,9 @@ class DataLoaderLite:
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
-    def next_batch(self, B):
+    def next_batch(self, B=None):
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
+        B = B or self.B
         key, future = self.prefetched
         if key != (self.position, B):
             future = self.executor.submit(self.read_batch, self.position, B)
@@ -615,11 +616,11 @@ def wrap(raw_model, compiled, world):
     return model
 
 
-def trial_step(model, vocab_size, B, T, autocast, world):
+def trial_step(model, raw_model, B, T, autocast, world):
     """Forward and backward pass of one micro-batch of random tokens, with the memory of a training step."""
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
-    reserved = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-    x, y = torch.randint(vocab_size, (2, B, T), device=world.device).unbind()
+    reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
+    x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=world.device).unbind()
     with autocast, world.no_sync(model):
         model(x, y, return_logits=False)[1].backward()
     del reserved
@@ -643,7 +644,7 @@ def fit_to_machine(raw_model, config, autocast, world):
         outcome, reason = FITS, "on another rank"
         try:
             model = wrap(raw_model, compiled, world)
-            trial_step(model, raw_model.config.vocab_size, B, T, autocast, world)
+            trial_step(model, raw_model, B, T, autocast, world)
         except torch.OutOfMemoryError:
             outcome = OUT_OF_MEMORY
         except Exception as error:
@@ -788,9 +789,9 @@ def load_data(config, world):
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
         world.run_on_master(fineweb.prepare, corpus)
-    ranks = dict(rank=world.rank, world_size=world.size, device=world.device)
-    train_loader = DataLoaderLite(config.data, "train", T, **ranks, seed=config.seed, shuffle=config.shuffle)
-    val_loader = DataLoaderLite(config.data, "val", T, **ranks)
+    layout = dict(B=config.batch_size, T=T, rank=world.rank, world_size=world.size, device=world.device)
+    train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
+    val_loader = DataLoaderLite(config.data, "val", **layout)
     if train_loader.num_windows * T < config.total_batch_size:
         raise UserError(
             f"{config.data} has {train_loader.num_windows * T:,} training tokens, but one step takes "

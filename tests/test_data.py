@@ -19,7 +19,7 @@ import fineweb
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.shards import find_shards, open_tokens
-from train_gpt2 import IGNORE, DataLoaderLite, permute
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
 
 def counting_shards(folder, lengths):
@@ -224,12 +224,12 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
     for tokens, mask in zip(shards, masks):
         for start in range(0, len(tokens) - 8, 8):
             targets = tokens[start + 1 : start + 9].astype(int)
-            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE).tolist())
+            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE_INDEX).tolist())
     for number in range(0, 16, 4):
         num_targets = loader.count_targets(4)
         _, y = loader.next_batch()
         assert y.tolist() == expected[number : number + 4]
-        assert num_targets == max(1, sum(token != IGNORE for row in y.tolist() for token in row))
+        assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
 
 
 def test_without_masks_every_target_counts(tmp_path):

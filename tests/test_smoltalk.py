@@ -13,7 +13,7 @@ import pytest
 import tokenizer
 from plumbing.cli import UserError
 from smoltalk import Options, check_messages, cut_to, pack, prepare, render_conversation
-from train_gpt2 import IGNORE, DataLoaderLite
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ROOT = Path(__file__).parent.parent
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -121,7 +121,7 @@ def test_the_trainers_targets_are_the_answers(tmp_path):
     loader = DataLoaderLite(folder, "train", B=len(tokens) // 64, T=64)
     x, y = loader.next_batch()  # one epoch
     assert (x[:, 0] == ENC.eot_token).all()
-    assert sorted(y[y != IGNORE].tolist()) == sorted(tokens[mask == 1].tolist())
+    assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
 def test_many_shards_have_a_mask_each(tmp_path):
