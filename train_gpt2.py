@@ -48,7 +48,7 @@ import hellaswag
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.huggingface import MATRICES, export_huggingface, load_huggingface
-from plumbing.shards import find_shards, open_mask, open_tokens
+from plumbing.shards import find_shards, open_mask, open_shard
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -491,7 +491,7 @@ class DataLoaderLite:
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.paths = find_shards(folder, split)
-        self.shards = [open_tokens(path) for path in self.paths]
+        self.shards = [open_shard(path) for path in self.paths]
         masks = [path.with_suffix(".mask") for path in self.paths]
         masked = any(path.exists() for path in masks)
         self.masks = [open_mask(path, len(shard)) for path, shard in zip(masks, self.shards)] if masked else None
@@ -517,7 +517,7 @@ class DataLoaderLite:
     def gather(self, arrays, positions):
         """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
         rows = zip(*self.locate(positions))
-        return np.stack([arrays[shard][offset : offset + self.T + 1] for shard, offset in rows])
+        return np.stack([arrays[shard].read(offset, self.T + 1) for shard, offset in rows])
 
     def read(self, position, B):
         """This rank's batch at `position` on the host: [tokens (B, T + 1)], and their mask where there is one."""
@@ -550,7 +550,7 @@ class DataLoaderLite:
     def check_ids(self, enc):
         """Raise UserError where a shard can't be of this tokenizer: 128M ids are looked at, in all shards alike."""
         for path, tokens in zip(self.paths, self.shards):
-            largest = int(tokens[: 2**27 // len(self.paths)].max(initial=0))
+            largest = int(tokens.read(0, 2**27 // len(self.paths)).max(initial=0))
             if largest >= enc.n_vocab:
                 needed = f"ids under {enc.n_vocab}, the vocabulary of tokenizer {enc.name}, make the shards with that"
                 raise UserError(f"got token id {largest} in {path}, needed {needed}")

@@ -263,7 +263,7 @@ def test_bad_input_is_one_line_and_status_2(refusals, name):
     cases, done = refusals
     assert done[name].returncode == 2, done[name]
     lines = done[name].stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: got "), done[name].stderr
+    assert len(lines) == 1 and lines[0].startswith("error: "), done[name].stderr
     assert all(word in lines[0] for word in cases[name][1]), lines[0]
 
 
