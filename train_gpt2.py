@@ -381,9 +381,8 @@ class DataLoaderLite:
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
-        self.paths = shards.find_shards(folder, split)
-        self.shards = [shards.open_tokens(path) for path in self.paths]
-        self.masks = shards.open_masks(self.paths, self.shards)  # None if every token is a target
+        self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
+        self.masks = shards.open_masks(self.shards)  # None if every token is a target
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -410,7 +409,7 @@ class DataLoaderLite:
     def gather(self, arrays, positions):
         """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
         indices, offsets = self.locate(positions)
-        return np.stack([arrays[i][offset : offset + self.T + 1] for i, offset in zip(indices, offsets)])
+        return np.stack([arrays[i].read(offset, self.T + 1) for i, offset in zip(indices, offsets)])
 
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
@@ -449,7 +448,7 @@ class DataLoaderLite:
     def describe(self, positions):
         """Where windows of the global order are: "x_train_000001.npy token 2048, ..."."""
         places = zip(*self.locate(np.array(positions)))
-        return ", ".join(f"{self.paths[shard].name} token {offset}" for shard, offset in places)
+        return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
 
     def state_dict(self):
         """The position, and what it only makes sense with."""
@@ -799,7 +798,7 @@ def load_data(config, world):
         )
     enc = tokenizer.folder_encoding(config.data)
     for loader in (train_loader, val_loader):
-        shards.check_token_ids(loader.paths, loader.shards, enc.name, enc.n_vocab)
+        shards.check_token_ids(loader.shards, enc.name, enc.n_vocab)
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
         limit = config.hellaswag_limit or None

@@ -392,7 +392,7 @@ class Run:
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
         tokens = loader.num_windows * T
-        print0(f"data: {tokens:,} training tokens in {len(loader.paths)} shards, tokenizer {self.metadata['tokenizer']}")
+        print0(f"data: {tokens:,} training tokens in {len(loader.shards)} shards, tokenizer {self.metadata['tokenizer']}")
         print0(f"step: {S:,} tokens = B {B} * T {T} * {world.size} ranks * {S // (B * T * world.size)} micro-steps")
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         sizes = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)

@@ -19,7 +19,6 @@ import itertools
 import os
 import sys
 import time
-from pathlib import Path
 
 # subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning threads
 # on a core that is also wanted elsewhere can make a small training step 20 times slower
@@ -78,27 +77,8 @@ def run(main):
         sys.exit(2)
 
 
-@contextlib.contextmanager
-def atomic_write(path, mode="wb", **kwargs):
-    """Open `path` for writing so that it appears whole or not at all: a reader never sees half a file.
+def atomic_write(*args, **kwargs):
+    """plumbing.files.atomic_write, for callers that have not moved yet."""
+    from plumbing import files  # imports this file
 
-    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. When anything
-    fails, what stood at `path` before stands there still; a full disk, a file-size limit or a
-    read-only folder is a UserError.
-    """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, mode, **kwargs) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(
-                f"got '{error.strerror or error}' while writing {path}, needed a folder with room that "
-                "may be written, make room (earlier files are whole) and run the same command again"
-            ) from error
-        raise
+    return files.atomic_write(*args, **kwargs)
