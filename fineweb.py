@@ -125,7 +125,7 @@ def encode_all(enc, batches, num_proc):
     local = threading.local()
 
     def copy_tokenizer():
-        local.enc = tokenizer.remake(enc, enc.name, enc._special_tokens)
+        local.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
 
     def encode(batch):
         return batch, *encode_batch(local.enc, batch)
