@@ -1,14 +1,14 @@
-"""What every script here does alike: flags from a dataclass, errors in one line, files written whole.
+"""What all programs here share: flags from a dataclass, one-line errors, atomic file writes.
 
-A script declares its options as a dataclass, one commented line per field (the comment is the
+A program declares its options as a dataclass, one commented line per field (the comment is the
 flag's help text), and ends in
 
     if __name__ == "__main__":
         cli.run(main)
 
-A mistake that the user can mend is raised as a `UserError`; `run` prints it as one line,
-`error: got ..., needed ..., do ...`, and leaves with status 2. Anything else keeps its traceback.
-Files that must never be seen half-written are opened by `atomic_write`.
+A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
+exits with status 2. Any other exception keeps its traceback. `atomic_write` opens files that must never be
+seen half-written.
 """
 
 import contextlib
@@ -21,25 +21,30 @@ import sys
 import time
 from pathlib import Path
 
-# subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning threads
-# on a core that is also wanted elsewhere can make a small training step 20 times slower
+# subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
+# spinning on a contended core can make a small training step 20 times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tyro
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. The text says what was got, what was needed, what to do."""
+    """A mistake that the user can fix. The message says in whole sentences what is wrong, what is right, what to do."""
+
+
+def closest(name, known):
+    """A question that names the entry of `known` closest to `name`; an empty string if none is close."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {matches[0]}?" if matches else ""
 
 
 def suggest(name, known):
-    """The hint that names the entry of `known` closest to `name`, or lists them all."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    """A sentence that names the entry of `known` closest to `name`, or lists them all."""
+    return closest(name, known) or f"Choose from {', '.join(known)}."
 
 
 def parse(config_class, args=None, default=None):
-    """An instance of the dataclass `config_class` from the command line; `default` sets its defaults.
+    """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
 
     Raises UserError for an unknown flag (with the nearest known one) or a value of the wrong type.
     """
@@ -51,28 +56,31 @@ def parse(config_class, args=None, default=None):
     except SystemExit as leaving:
         if not leaving.code:  # --help has been printed
             raise
-        # tyro draws a box: a title, the message, and from "Argument helptext" or "For full helptext" on its help
+        # tyro draws a box: a title, the message and, from "Argument helptext" or "For full helptext" on, the help text
         lines = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
         lines = [line for line in lines if line.strip("-")]  # without rules, which are dashes on an ASCII console
         message = " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
-        raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
+        raise UserError(f"The command line is not valid: {message}. Run with --help to see all flags.") from None
     if unknown:
         flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
-        got = unknown[0].split("=")[0]
-        raise UserError(f"got {got}, needed a flag that exists, {suggest(got, flags)}")
+        word = unknown[0].split("=")[0]
+        help_text = "Run with --help to see all flags."
+        if not word.startswith("-"):
+            raise UserError(f"The argument {word!r} was not expected. {help_text}")
+        raise UserError(f"There is no flag called {word}. {closest(word, flags) or help_text}")
     return config
 
 
-RANK_GRACE_SECONDS = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
+RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 
 
 def run(main):
-    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and status 2."""
+    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and exit status 2."""
     try:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
-            # most mistakes are seen by all ranks: rank 0 says so, and torchrun ends the others meanwhile
+            # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
             time.sleep(RANK_GRACE_SECONDS)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
