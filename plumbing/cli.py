@@ -14,11 +14,14 @@ seen half-written.
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import itertools
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -90,9 +93,8 @@ OTHER_TRAINERS = {
 
 # what tyro says of a mistake, and how it is said here
 PLAIN_ENGLISH = [
-    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.+)", r"\1 is \2, but it must be a whole number."),
+    (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
     (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
-    (r"invalid choice (.+) for argument '(\S+)'\. Expected one of \((.+)\)", r"\2 is \1, but it must be one of \3."),
     (r"Missing value for argument '(\S+)'\. Expected 1 values", r"\1 needs a value."),
     (r"Missing from \S+: (\S+) (.+) \(required\)", r"The argument \1 is missing: \2."),
     (r"(.+)", rf"The command line is not valid: \1. {SEE_HELP}"),
@@ -136,15 +138,37 @@ def try_parse(config_class, args, default):
     defaults = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            config, unknown = tyro.cli(config_class, args=args, return_unknown_args=True, **defaults)
+            config, unknown = tyro.cli(
+                config_class, args=args, description="", return_unknown_args=True, **defaults
+            )
     except SystemExit as leaving:
         if not leaving.code:
-            print(output.getvalue(), end="")
+            print(help_text(config_class, output.getvalue()))
             raise
         # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
         lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
         return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
     return config, unknown, ""
+
+
+def help_text(config_class, tyro_text):
+    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
+
+    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
+    above a field that has a comment at the end of its line.
+    """
+    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
+    flags = "\n".join(lines)
+    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
+        flag = "--" + name.replace("_", "-")
+        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
+        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
+    width = shutil.get_terminal_size().columns
+    docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
+    paragraphs = docstring.strip().split("\n\n")
+    # examples and tables are indented, and stay as they are
+    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    return "\n\n".join([*paragraphs, flags])
 
 
 def is_flag(word):
@@ -163,6 +187,11 @@ def split_at_flags(args):
 
 def explain(words, unknown, complaint, meanings):
     """The sentence that says what is wrong with `words`, which are a flag and its values; "" if nothing is."""
+    choice = re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.+)\)", complaint)
+    if choice:
+        value, flag, choices = choice.groups()
+        nearest = closest(value, {name: name for name in re.findall("'(.*?)'", choices)})
+        return f"{flag} is '{value}', but it must be one of {choices}. {nearest}".strip()
     if complaint:
         pattern, sentence = next(row for row in PLAIN_ENGLISH if re.fullmatch(row[0], complaint))
         return re.sub(pattern, sentence, complaint)
