@@ -1,13 +1,22 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
-    python train_gpt2.py --preset quickstart                      # a laptop: three minutes, no network
-    python fineweb.py                                             # then the real thing, GPT-2 124M:
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py        # on 8 GPUs (on one: python train_gpt2.py)
+    python train_gpt2.py --preset quickstart                 # a laptop: three minutes, no network
+    python fineweb.py                                        # then the real thing, GPT-2 124M: the data,
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # and 8 GPUs (on one: python train_gpt2.py)
 
-Every flag is a field of `TrainConfig`; --preset chooses the defaults. A run writes to --out-dir: log.txt
-(`step stream value` per line), run.txt (what was run, and where), model_<step>.pt (checkpoints) and, at the
-end, hf/ (the model in Hugging Face format). Repeating the command resumes a run that was stopped, killed or
-has crashed, on any number of GPUs, as if nothing had happened.
+A preset holds the defaults of all other flags:
+
+    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's hyperparameters (the default)
+    gpt2-medium   the next larger GPT-2, 350M parameters, on the same tokens
+    gpt2-large    774M parameters
+    gpt2-xl       1.6B parameters
+    speedrun      gpt2's architecture on half as many tokens, with Muon and another schedule
+    quickstart    a small model of bytes, on the documentation that Python ships
+    chat          fine-tune the model of --init-from on conversations that smoltalk.py has prepared
+
+A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (what was run, and where),
+model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
+resumes a run that was stopped, was killed or has crashed, on any number of GPUs, as if nothing had happened.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -47,57 +56,58 @@ from plumbing.distributed import print0
 
 @dataclass
 class TrainConfig:
-    """Train GPT-2 from scratch. Each --preset sets its own defaults for the flags below."""
+    """All settings of a run. Each is a flag, and its comment is the help text."""
 
-    preset: str = "gpt2"  # gpt2, gpt2-medium, gpt2-large, gpt2-xl, speedrun, quickstart or chat
+    # the defaults of all other flags, as listed above
+    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "chat"] = "gpt2"
     # the run
-    data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py writes them
+    data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py and smoltalk.py write them
     out_dir: str = "log"  # folder of the run
     init_from: str = ""  # initial weights: a GPT-2 name, a Hugging Face folder, a checkpoint or a run's folder
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside and starts from scratch
     seed: int = 1337  # random seed for the initial weights, the data order and the samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # compute dtype (weights stay float32); fp8: bfloat16, but float8 for the output layer's matmuls
+    # compute dtype, while the weights stay float32; fp8: bfloat16, but float8 for the output layer's matmuls
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
-    # the model: GPT-2 124M
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # attention heads per block
+    # the model
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # attention heads per block; n_embd must be a multiple of it
     n_embd: int = 768  # channels of the residual stream
-    block_size: int = 1024  # longest sequence: the number of position embeddings
+    block_size: int = 1024  # longest sequence that the model can read: the number of position embeddings
     vocab_size: int = 0  # rows of the token embedding; 0: the tokenizer's size rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
-    # the batch: total_batch_size = batch_size * sequence_length * ranks * gradient accumulation steps
-    batch_size: int = 64  # B, sequences per rank and micro-step; as many as fit in memory, as it does not affect losses
-    sequence_length: int = 1024  # T, tokens per sequence
-    total_batch_size: int = 2**19  # tokens per step over all ranks: GPT-3's 0.5M
+    # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
+    batch_size: int = 64  # B, sequences per rank and micro-step; halved until it fits, without effect on the losses
+    sequence_length: int = 1024  # T, tokens per sequence; at most block_size
+    total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows linearly from 32K to full size (GPT-3: 4e9); 0: no ramp
     shuffle: bool = True  # visit the training windows in a seeded random order; --no-shuffle: in file order
     # the schedule
-    max_steps: int = 19073  # 10B tokens / 0.5M per step: one epoch of FineWeb-Edu 10B
-    warmup_steps: int = 715  # GPT-3's 375M tokens / 0.5M per step
-    max_lr: float = 6e-4  # peak learning rate: GPT-3 Small's
-    min_lr: float = 6e-5  # final learning rate of the cosine: a tenth of the peak
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable phase, linear decay to zero
-    decay_fraction: float = 0.7  # wsd: fraction of max_steps spent decaying
+    max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step, one epoch of FineWeb-Edu 10B)
+    warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens / 0.5M per step)
+    max_lr: float = 6e-4  # peak learning rate, except of Muon's matrices (gpt2: GPT-3 Small's)
+    min_lr: float = 6e-5  # final learning rate of the cosine (gpt2: a tenth of the peak); wsd ignores it
+    schedule: Literal["cosine", "wsd"] = "cosine"  # after the warmup; wsd: constant, then linear decay to zero
+    decay_fraction: float = 0.7  # wsd: fraction of max_steps spent decaying; cosine ignores it
     # the optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
-    weight_decay: float = 0.1  # on tensors with 2 or more dimensions
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
+    weight_decay: float = 0.1  # AdamW: decay of tensors with 2 or more dimensions, so not of Muon's matrices
     beta1: float = 0.9  # AdamW: decay rate of the first moment
     beta2: float = 0.95  # AdamW: decay rate of the second moment
     grad_clip: float = 1.0  # clip the gradient norm to this; 0: no clipping
-    muon_lr: float = 0.02  # muon's peak learning rate; it follows the same schedule
-    muon_momentum: float = 0.95  # Muon's momentum, warmed up from 0.85 over the first 300 steps
-    muon_weight_decay: float = 0.01  # on muon's matrices
-    # evaluation and output; 0 disables an *_every, any other value also triggers after the last step
+    muon_lr: float = 0.02  # Muon: peak learning rate, which follows the same schedule as max_lr
+    muon_momentum: float = 0.95  # Muon: momentum, warmed up from 0.85 over the first 300 steps
+    muon_weight_decay: float = 0.01  # Muon: weight decay
+    # evaluation and output, every so many steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
     val_tokens: int = 10 * 2**20  # validation tokens per evaluation, the same ones every time
     hellaswag_every: int = 250  # steps between HellaSwag scores
-    hellaswag_limit: int = 0  # examples to score; 0: all
-    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # downloaded if it is not there
+    hellaswag_limit: int = 0  # number of examples to score; 0: all
+    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # file of examples, downloaded if it does not exist
     sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # what the samples continue
-    checkpoint_every: int = 500  # steps between checkpoints
+    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
+    checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end, or when the run is stopped
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
 
 
@@ -916,9 +926,8 @@ def parse_args(args=None):
     for flag, value in zip(args, args[1:] + [""]):
         if flag.split("=")[0] == "--preset":
             preset = flag.split("=")[1] if "=" in flag else value
-    if preset not in PRESETS:
-        raise UserError(f"There is no preset called {preset!r}. {cli.suggest(preset, PRESETS)}")
-    return cli.parse(TrainConfig, args, default=PRESETS[preset])
+    default = PRESETS.get(preset, PRESETS["gpt2"])  # an unknown preset is refused with whatever else is wrong
+    return cli.parse(TrainConfig, args, default, cli.OTHER_TRAINERS)
 
 
 def check_config(config, world_size):
