@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 import tokenizer
-from plumbing import checkpoint, distributed, kernels, shards
+from plumbing import checkpoint, distributed, kernels, runs, shards
 from plumbing.cli import UserError
 from plumbing.distributed import print0
 
@@ -64,6 +64,7 @@ class TrainConfig:
     data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py and smoltalk.py write them
     out_dir: str = "log"  # folder of the run
     init_from: str = ""  # initial weights: a GPT-2 name, a Hugging Face folder, a checkpoint or a run's folder
+    branch_from: str = ""  # a run or a checkpoint to continue in another out_dir with other settings, optimizer and all
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside and starts from scratch
     seed: int = 1337  # random seed for the initial weights, the data order and the samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
@@ -109,6 +110,9 @@ class TrainConfig:
     sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end, or when the run is stopped
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
+    milestone_every: int = 0  # keep the checkpoints of every so many steps for good, too; 0: none
+    keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
+    wandb: str = ""  # project of Weights & Biases in which to mirror the log (pip install wandb)
 
 
 PRESETS = {
@@ -125,12 +129,12 @@ PRESETS = {
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
         total_batch_size=2048, max_steps=400, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
         optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0,
-        sample_every=200, sample_prompt="The ", checkpoint_every=200,
+        sample_every=200, sample_prompt="The ", checkpoint_every=200, keep_best=True,
     ),
     # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
     "chat": dict(
         data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17,
-        max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0,
+        max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True,
     ),
 }  # fmt: skip
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
@@ -393,6 +397,7 @@ class DataLoaderLite:
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
         self.masks = shards.open_masks(self.shards)  # None if every token is a target
+        self.fingerprint = shards.fingerprint(self.shards)
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -462,7 +467,8 @@ class DataLoaderLite:
 
     def state_dict(self):
         """The position, and what it only makes sense with."""
-        return {"position": self.position, "num_windows": self.num_windows, "T": self.T}
+        same = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
+        return {"position": self.position, **same}
 
     def load_state_dict(self, state):
         """Restore the position. Raises UserError if the data or T differ."""
@@ -816,13 +822,14 @@ def load_data(config, world):
     return train_loader, val_loader, enc, examples
 
 
-def load_or_make_model(config, enc, world):
-    """The model of a run: resumed, from --init-from, or new. Returns (GPT, checkpoint's dict or None)."""
-    saved = world.run_on_master(checkpoint.find_checkpoint, config, enc)
+def load_or_make_model(config, enc, fingerprint, world):
+    """The model of a run: resumed, branched, from --init-from, or new. Returns (GPT, checkpoint's dict or None)."""
+    saved = world.run_on_master(runs.find_checkpoint, config, enc, fingerprint)
     if saved:
         model = GPT.from_state(*checkpoint.model_state(saved))
     elif config.init_from:
-        model = GPT.from_state(*world.run_on_master(checkpoint.load_initial_weights, config, enc))
+        preset = PRESETS[config.preset]
+        model = GPT.from_state(*world.run_on_master(checkpoint.load_initial_weights, config, preset, enc))
     else:
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
@@ -845,8 +852,10 @@ def training_state(raw_model, optimizers, scaler, loader):
 def restore_state(saved, optimizers, scaler, loader):
     """Restore everything from `training_state` except the weights, which `GPT.from_state` loads."""
     for optimizer, state in zip(optimizers, saved["optimizer"]):
-        optimizer.load_state_dict(state)
-    scaler.load_state_dict(saved["scaler"])
+        # learning rates, weight decay and the like are this run's, not the checkpoint's
+        optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    if scaler.is_enabled():
+        scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
 
@@ -855,18 +864,19 @@ def train(config, world):
     """Start or resume the run that `config` describes. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
-    dtype = distributed.choose_dtype(config.dtype, world.device, config.n_embd)
-    autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
 
     # everything is loaded and checked; nothing is written yet
     train_loader, val_loader, enc, examples = load_data(config, world)
-    raw_model, saved = load_or_make_model(config, enc, world)
-    start_step, val_loss = (saved["step"], saved["val_loss"]) if saved else (0, None)
-    if start_step == config.max_steps and (Path(config.out_dir) / "hf").exists():
-        print0(f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in "
-               f"{Path(config.out_dir) / 'hf'}.")  # fmt: skip
+    raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
+    start_step = saved["step"] if saved else 0
+    if runs.is_finished(config, start_step):
         return 0
 
+    # the shape and the dtype are the run's, wherever it continues
+    dtype_name = distributed.choose_dtype_name(config, saved, world.device)
+    config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
+    dtype = torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype)
+    autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
     raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     raw_model.float8_lm_head = config.dtype == "fp8"
@@ -876,16 +886,16 @@ def train(config, world):
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
+        checkpoint.check_state(saved, training_state(raw_model, optimizers, scaler, train_loader), optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
-        saved = None  # frees gigabytes
 
     # only now is the run's folder touched; a checkpoint has all that its model needs, including the tokenizer
-    metadata = {"config": dataclasses.asdict(config) | dataclasses.asdict(raw_model.config)}
-    metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    run = runs.Run(config, world, start_step, saved, metadata)
+    saved = None  # frees gigabytes
     T, max_steps = config.sequence_length, config.max_steps
-    run = checkpoint.Run(config, world, start_step, val_loss, metadata)
-    run.print_summary(raw_model, dtype, train_loader, B, optimizers)
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
+    run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
     stopping = False
     gc.collect()
     gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
@@ -894,7 +904,8 @@ def train(config, world):
         last_step = step == max_steps
         if not stopping:  # evaluations at step N see the weights after N updates, the last update included
             if is_due(step, config.val_every, max_steps):
-                run.log_val_loss(step, evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world))
+                loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
+                run.log_val_loss(step, loss, raw_model)
             if is_due(step, config.hellaswag_every, max_steps):
                 run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
             if is_due(step, config.sample_every, max_steps) and world.is_master:
@@ -972,11 +983,11 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        config.resume = True  # torchrun restarted us after a crash: --no-resume applied to the first start only
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
     world = distributed.setup_distributed(config.device)
     try:
+        if distributed.is_restart() and not config.resume:  # --no-resume was for the first start of this launch only
+            config.resume = world.run_on_master(runs.belongs_to_this_launch, config.out_dir)
         status = train(config, world)
     finally:
         distributed.cleanup_distributed()

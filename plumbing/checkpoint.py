@@ -1,74 +1,35 @@
-"""The folder of a run: found, started, described or refused; its log and its checkpoints; the signals that end it."""
+"""Checkpoints: found, read, checked and written; and the weights that other programs have saved."""
 
-import dataclasses
-import datetime
-import json
+import contextlib
 import math
-import os
 import pickle
-import platform
-import shutil
-import signal
-import subprocess
-import sys
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import tokenizer
-from plumbing import cli
-from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, peak_flops, print0
-from plumbing.huggingface import export_huggingface, load_huggingface
+from plumbing.cli import UserError, suggest
+from plumbing.files import atomic_write
+from plumbing.huggingface import load_huggingface
 
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+BEST = "model_best.pt"  # the weights with the lowest validation loss
+NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
-# fields that may change when a run is resumed: none of them affects what the model learns
-MAY_CHANGE_ON_RESUME = {
-    "out_dir", "resume", "device", "compile", "activation_checkpointing", "batch_size", "data",
-    "val_every", "hellaswag_every", "hellaswag_limit", "hellaswag_data", "sample_every", "sample_prompt",
-    "checkpoint_every", "keep_checkpoints",
-}  # fmt: skip
+# what Adam and Muon keep for each parameter
+OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}
 
 # ----------------------------------------------------------------------------------------------------------
-# Reading checkpoints
+# Reading
 
 
 def list_checkpoints(folder):
     """The paths of a folder's checkpoints, oldest first."""
     paths = [path for path in Path(folder).glob("model_*.pt") if path.stem.removeprefix("model_").isdigit()]
     return sorted(paths, key=lambda path: int(path.stem.removeprefix("model_")))
-
-
-def load_checkpoint(path):
-    """Load a checkpoint's dict onto the CPU. weights_only: tensors and plain data, so that no file can run code."""
-    not_ours = f"{path} is not a checkpoint of train_gpt2.py"
-    remedy = "Use a model_*.pt file from one of its runs."
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns about the pickle protocol of other files
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"model", "optimizer", "config", "step", "loader", "tokenizer_file"} - set(checkpoint)
-        missing |= set(SHAPE) - set(checkpoint.get("config", ()))
-    except (pickle.UnpicklingError, TypeError, AttributeError):
-        raise UserError(f"{not_ours}, or it contains code, which is never run. {remedy}") from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        if getattr(error, "errno", None):
-            raise UserError(
-                f"Could not open checkpoint {path}: {error.strerror}. "
-                "Check that it exists and that you have permission to read it."
-            ) from None
-        reason = (str(error).splitlines() or ["it is empty"])[0]
-        raise UserError(
-            f"Checkpoint {path} is damaged: {reason}. Use another one, or copy it again from where it came."
-        ) from None
-    if missing:
-        raise UserError(f"{not_ours}: it has no {', '.join(sorted(missing))}. {remedy}")
-    return checkpoint
 
 
 def newest_checkpoint(folder):
@@ -79,7 +40,7 @@ def newest_checkpoint(folder):
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:
-            return load_checkpoint(path)
+            return load_checkpoint(path, for_resume=True)
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
@@ -88,6 +49,146 @@ def newest_checkpoint(folder):
             "Restore one from a backup, or train again with train_gpt2.py --no-resume."
         )
     return None
+
+
+def load_checkpoint(path, for_resume=False):
+    """Load a checkpoint's dict onto the CPU; it is checked as far as that can be done without the model.
+
+    weights_only: tensors and plain data, so that no file can run code. `for_resume`: with all that resuming needs.
+    """
+    checkpoint = read_pickle(path)
+    template = {"model": {}, "config": {}, "step": 0, "tokenizer_file": ""}
+    if for_resume:
+        template |= {"optimizer": [], "scaler": {}, "loader": {}, "rng": torch.get_rng_state()}
+    problem = describe_difference({name: checkpoint.get(name) for name in template}, template, "", shallow=True)
+    problem = problem or check_shape(checkpoint["config"], checkpoint["model"])
+    if problem:
+        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: {problem}. {NOT_OURS}")
+    return checkpoint
+
+
+def read_pickle(path):
+    """The dict in a file of torch.save, tensors and plain data only."""
+    try:
+        with warnings.catch_warnings(action="ignore"), allow_peer_config():
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(
+            f"Could not open checkpoint {path}: {error.strerror or error}. "
+            "Check that it exists and that you have permission to read it."
+        ) from None
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} is not a checkpoint of train_gpt2.py, or it contains code, which is never run. {NOT_OURS}"
+        ) from None
+    except Exception as error:  # a damaged file can make the unpickler fail in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"Checkpoint {path} is damaged: {reason}. Use another one, or copy it again from where it came."
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it holds a {type(content).__name__}. {NOT_OURS}")
+    return content
+
+
+def check_shape(config, weights):
+    """What is wrong with the shape in a checkpoint's config, or ""; before a model of that shape is made."""
+    for name in SHAPE:
+        if type(config.get(name)) is not int or not 0 < config[name] < 2**31:
+            return f"its {name} is {config.get(name)!r}"
+    if config["n_embd"] % config["n_head"]:
+        return f"its n_embd {config['n_embd']} is not a multiple of its n_head {config['n_head']}"
+    if config["n_layer"] > len(weights):
+        return f"it has {len(weights)} weights, too few for {config['n_layer']} layers"
+    return ""
+
+
+def describe_difference(value, template, place="", shallow=False):
+    """Where `value` has another structure, type, dtype or shape than `template`, in words; "" if it has not.
+
+    Values themselves may differ. `shallow`: what is inside dicts and lists of the template's first level may, too.
+    """
+    what = place or "it"
+    if isinstance(template, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+            return f"{what} is not a tensor"
+        if value.dtype != template.dtype or value.shape != template.shape:
+            return f"{what} is {describe_tensor(value)} instead of {describe_tensor(template)}"
+    elif isinstance(template, dict):
+        if not isinstance(value, dict):
+            return f"{what} is {value!r:.40} instead of a dict" if value is not None else f"it has no {place}"
+        if shallow and place:
+            return ""
+        for name in template:
+            if name not in value:
+                return f"{what} has no {name}"
+        for name in value:
+            if name not in template:
+                return f"{what} has {name!r:.60}, which does not belong there"
+        differences = (
+            describe_difference(value[name], template[name], f"{place}.{name}".strip("."), shallow) for name in template
+        )
+        return next(filter(None, differences), "")
+    elif isinstance(template, (list, tuple)):
+        if not isinstance(value, (list, tuple)):
+            return f"{what} is {value!r:.40} instead of a list" if value is not None else f"it has no {place}"
+        if shallow and place:
+            return ""
+        if len(value) != len(template):
+            return f"{what} has {len(value)} entries instead of {len(template)}"
+        differences = (describe_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(value, template)))
+        return next(filter(None, differences), "")
+    elif isinstance(template, (bool, str)) and type(value) is not type(template):
+        return f"{what} is {value!r:.40} instead of a {type(template).__name__}"
+    elif isinstance(template, (int, float)) and not isinstance(template, bool):
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            return f"{what} is {value!r:.40} instead of a number"
+    return ""
+
+
+def describe_tensor(tensor):
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def check_state(saved, state, optimizers):
+    """Raise UserError unless the checkpoint's dict `saved` has what a run like this one would write.
+
+    state: what training_state() of train_gpt2.py returns, for `optimizers` that have not taken a step.
+    """
+    template = {name: value for name, value in state.items() if name != "optimizer"}
+    template["optimizer"] = [{"state": optimizer_template(optimizer)} for optimizer in optimizers]
+    content = {name: saved[name] for name in template}
+    content["loader"] = {"fingerprint": "", **saved["loader"]}  # older checkpoints have none
+    content["optimizer"] = [{"state": part.get("state")} for part in saved["optimizer"] if isinstance(part, dict)]
+    if not template["scaler"] or not saved["scaler"]:  # only float16 has one
+        content["scaler"] = template["scaler"]
+    problem = describe_difference(content, template)
+    if problem:
+        raise UserError(
+            f"The checkpoint of step {saved['step']} does not fit the run: {problem}. It was probably changed after it "
+            "was written; delete it to continue from the checkpoint before it."
+        )
+
+
+def check_weights(weights, template):
+    """Raise UserError unless the state dict `weights` has the names, shapes and dtypes of `template`."""
+    problem = describe_difference(weights, template)
+    if problem:
+        raise UserError(
+            f"The model's weights do not fit its own settings: {problem}. They were probably changed after they were "
+            "written; use another checkpoint."
+        )
+
+
+def optimizer_template(optimizer):
+    """What the state of an optimizer looks like once it has taken a step: {number of the parameter: its state}."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = OPTIMIZER_STATE[type(optimizer).__name__]
+    return {i: {name: torch.zeros(()) if name == "step" else p for name in names} for i, p in enumerate(params)}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A model for any purpose: its shape, weights and tokenizer
 
 
 def model_state(checkpoint):
@@ -107,6 +208,9 @@ def load_model_state(source):
     """(shape, weights, tokenizer) of a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest."""
     path = Path(source)
     if path.is_file():
+        content = read_pickle(path)
+        if is_of_a_peer(content):
+            return peer_model_state(path, content)
         checkpoint = load_checkpoint(path)
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
@@ -114,17 +218,70 @@ def load_model_state(source):
         trained = path / "tokenizer.tiktoken"  # export_huggingface leaves it there
         return shape, weights, tokenizer.get_encoding(str(trained) if trained.exists() else "gpt2")
     checkpoint = newest_checkpoint(path)
-    if checkpoint is None and path.is_dir():
+    if checkpoint:
+        return *model_state(checkpoint), model_tokenizer(checkpoint)
+    if path.is_dir():
         raise UserError(
             f"The folder {source} has neither a checkpoint (model_*.pt) nor a config.json. "
             "Give a run's folder, or one in Hugging Face format."
         )
-    if checkpoint is None:
+    raise UserError(
+        f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, a folder in Hugging Face "
+        f"format, or a GPT-2. {suggest(str(source), OPENAI_MODELS)}"
+    )
+
+
+class PeerConfig:
+    """Stands for the GPTConfig that build-nanogpt pickles into its checkpoints: a plain record of numbers."""
+
+
+def allow_peer_config():
+    """Let torch.load read that one class; what it unpickles are PeerConfig objects, and no code is run."""
+    names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
+    return torch.serialization.safe_globals([(PeerConfig, name) for name in names])
+
+
+def is_of_a_peer(content):
+    """Whether a checkpoint is nanoGPT's (with model_args) or build-nanogpt's (with a pickled GPTConfig)."""
+    return isinstance(content.get("model_args"), dict) or isinstance(content.get("config"), PeerConfig)
+
+
+def peer_model_state(path, content):
+    """(shape, weights, tokenizer) of a checkpoint of nanoGPT or build-nanogpt, which both keep GPT-2's names."""
+    config = content["model_args"] if "model_args" in content else vars(content["config"])
+    weights = content.get("model")
+    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
+        raise UserError(f"{path} looks like a checkpoint of nanoGPT, but it has no weights. {NOT_OURS}")
+    weights = {strip_wrappers(name): w.float() for name, w in weights.items()}
+    weights = {name: w for name, w in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    problem = check_shape(config, weights)
+    if problem:
+        raise UserError(f"{path} looks like a checkpoint of nanoGPT, but {problem}. {NOT_OURS}")
+    if config["vocab_size"] < 50257:
         raise UserError(
-            f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, "
-            f"a folder in Hugging Face format, or one of {', '.join(OPENAI_MODELS)}."
+            f"{path} was trained with a tokenizer of {config['vocab_size']} ids that is not in the file, so its text "
+            "cannot be read. Only checkpoints with GPT-2's tokenizer can be used."
         )
-    return *model_state(checkpoint), model_tokenizer(checkpoint)
+    for name in [name for name in weights if name.endswith(".weight")]:
+        is_linear_or_norm = not name.startswith(("lm_head", "transformer.wte", "transformer.wpe"))
+        bias = name.removesuffix("weight") + "bias"
+        if is_linear_or_norm and bias not in weights:  # nanoGPT's bias=False is the same as biases of zero
+            weights[bias] = weights[name].new_zeros(len(weights[name]))
+    if "model_args" in content:
+        print("note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
+              "losses are slightly different here.", flush=True)  # fmt: skip
+    return {name: config[name] for name in SHAPE}, weights, tokenizer.get_encoding("gpt2")
+
+
+def strip_wrappers(name):
+    """A parameter's name without what torch.compile and DDP put before it: "module._orig_mod.x" -> "x"."""
+    while name.startswith(("_orig_mod.", "module.")):
+        name = name.split(".", 1)[1]
+    return name
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The model that a run begins with
 
 
 def check_tokenizer(model_enc, enc, data):
@@ -145,23 +302,6 @@ def check_vocab_size(vocab_size, enc):
         )
 
 
-def check_weights(weights, template):
-    """Raise UserError unless the state dict `weights` has the names and shapes of `template`."""
-    missing = [name for name in template if name not in weights]
-    foreign = [name for name in weights if name not in template]
-    wrong = [name for name in template if name in weights and weights[name].shape != template[name].shape]
-    if missing or foreign or wrong:
-        reason = (
-            f"it has no {missing[0]}" if missing
-            else f"it has {foreign[0]}, which GPT-2 does not have" if foreign
-            else f"{wrong[0]} has the shape {tuple(weights[wrong[0]].shape)} instead of {tuple(template[wrong[0]].shape)}"
-        )  # fmt: skip
-        raise UserError(
-            f"The model's weights do not fit its own settings: {reason}. It was probably changed after it was "
-            "written; use another one."
-        )
-
-
 def padded_vocab_size(enc):
     """Rows of the embedding for a tokenizer: 50,257 tokens become 50,304 rows, even tiles for the matmuls."""
     return math.ceil(enc.n_vocab / 64) * 64
@@ -178,14 +318,24 @@ def resize(shape, weights, block_size, vocab_size):
     wte = torch.cat([wte, new_rows])
     wpe = wpe[:block_size].clone()
     shape = shape | {"vocab_size": len(wte), "block_size": len(wpe)}
-    tied = {"transformer.wte.weight": wte, "lm_head.weight": wte, "transformer.wpe.weight": wpe}
-    return shape, weights | tied
+    resized = {"transformer.wte.weight": wte, "lm_head.weight": wte, "transformer.wpe.weight": wpe}
+    return shape, weights | resized
 
 
-def load_initial_weights(config, enc):
-    """(shape, weights) of --init-from, fitted to the run's block size and to the tokenizer of its data."""
+def load_initial_weights(config, preset, enc):
+    """(shape, weights) of --init-from, fitted to the run's block size and to the tokenizer of its data.
+
+    preset: the TrainConfig of --preset. A shape flag that differs from it was given by the user, and must agree.
+    """
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)
+    for name in ("n_layer", "n_head", "n_embd"):
+        given = getattr(config, name)
+        if given not in (getattr(preset, name), shape[name]):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out.")
+    if not {"transformer.wte.weight", "transformer.wpe.weight"} <= set(weights):
+        raise UserError(f"{config.init_from} has no embeddings, so it is not a GPT-2. Use another model.")
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
     if config.sequence_length > shape["block_size"]:
         raise UserError(
@@ -196,7 +346,7 @@ def load_initial_weights(config, enc):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Writing checkpoints
+# Writing
 
 
 def copy_to_cpu(state):
@@ -210,13 +360,10 @@ def copy_to_cpu(state):
     return state
 
 
-def write_checkpoint(path, checkpoint, keep):
-    """Write a checkpoint atomically, then delete all but the newest `keep`.
-
-    Checkpoints of later steps are deleted, too: they were damaged, or the run would have resumed from them.
-    """
+def write_checkpoint(path, checkpoint):
+    """Write a checkpoint atomically."""
     try:
-        with cli.atomic_write(path) as file:
+        with atomic_write(path) as file:
             torch.save(checkpoint, file)
     except RuntimeError as error:  # how torch's writer reports a write that failed
         reason = (str(error).splitlines() or ["RuntimeError"])[0]
@@ -224,232 +371,51 @@ def write_checkpoint(path, checkpoint, keep):
             f"Could not write {path}: {reason}. Check that its folder exists, is writable and has free space, "
             "then run the same command again."
         ) from None
-    paths = list_checkpoints(path.parent)
-    newest = paths.index(path)
-    for unwanted in paths[: max(0, newest + 1 - keep)] + paths[newest + 1 :]:
-        unwanted.unlink()
+
+
+def delete_checkpoints(newest, keep, milestone_every):
+    """Delete all but the newest `keep` checkpoints beside the path `newest`, and those of every milestone_every steps.
+
+    Checkpoints of later steps are deleted, too: they were damaged, or the run would have resumed from them.
+    """
+    paths = list_checkpoints(newest.parent)
+    index = paths.index(newest)
+    for path in paths[: max(0, index + 1 - keep)] + paths[index + 1 :]:
+        is_milestone = milestone_every and int(path.stem.removeprefix("model_")) % milestone_every == 0
+        if not is_milestone or path in paths[index + 1 :]:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
 
 
 class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
-    def __init__(self, out_dir, keep):
-        self.out_dir, self.keep = Path(out_dir), keep
-        self.executor, self.pending = ThreadPoolExecutor(1), None
-        self.seconds = 0.0  # that the training loop has spent here
+    def __init__(self, out_dir, keep, milestone_every):
+        self.out_dir, self.keep, self.milestone_every = Path(out_dir), keep, milestone_every
+        self.executor, self.pending = ThreadPoolExecutor(1), []
 
     def write(self, checkpoint):
         """Copy the checkpoint to the CPU and write it in the background, after the previous one has finished."""
-        start = time.perf_counter()
         self.wait()
-        checkpoint = copy_to_cpu(checkpoint)
-        # re-tie the weights, so that the file stores them once
-        checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
         path = self.out_dir / f"model_{checkpoint['step']:05d}.pt"
-        self.pending = self.executor.submit(write_checkpoint, path, checkpoint, self.keep)
-        self.seconds += time.perf_counter() - start
+        self.pending.append(self.executor.submit(self.write_and_delete, path, self.copy(checkpoint)))
 
-    def wait(self):
-        """Wait until the pending checkpoint is on disk; re-raises any error from writing it."""
-        if self.pending:
-            self.pending.result()
-            self.pending = None
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Finding and starting a run
-
-
-def find_checkpoint(config, enc):
-    """The newest intact checkpoint of the run in out_dir, or None if there is nothing to resume.
-
-    Refuses a folder with a different run, and says what differs. Modifies nothing.
-    """
-    out_dir = Path(config.out_dir)
-    if not config.resume or not out_dir.exists():
-        return None
-    remedy = "Choose another --out-dir, or move the old run aside with --no-resume."
-    if (out_dir / "run.txt").exists():
-        lines = (out_dir / "run.txt").read_text().splitlines()
-        try:
-            old = json.loads(next(line for line in lines if line.startswith("config: ")).removeprefix("config: "))
-        except (StopIteration, ValueError):
-            raise UserError(
-                f"{out_dir / 'run.txt'} does not say what settings the run had, so it cannot be continued. {remedy}"
-            ) from None
-        new = {name: value for name, value in dataclasses.asdict(config).items() if name not in MAY_CHANGE_ON_RESUME}
-        different = [f"{name} was {old.get(name)}, now {new[name]}" for name in new if new[name] != old.get(name)]
-        if different:
-            raise UserError(
-                f"{out_dir} has a run with other settings ({', '.join(different)}). Use those to continue it, "
-                "choose another --out-dir, or move the old run aside with --no-resume."
-            )
-    elif any(out_dir.glob("model_*.pt")) or (out_dir / "log.txt").exists():
-        raise UserError(
-            f"{out_dir} has a log or checkpoints but no run.txt, so it is not a run of train_gpt2.py. "
-            "Choose another --out-dir, or move the folder aside with --no-resume."
-        )
-    checkpoint = newest_checkpoint(out_dir)
-    if checkpoint:
-        check_tokenizer(model_tokenizer(checkpoint), enc, config.data)
-    return checkpoint
-
-
-def describe_run(config):
-    """What run.txt records of a start: command, configuration, versions, machine, commit."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = {
-        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "config": json.dumps(dataclasses.asdict(config)),
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
-        "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
-    }
-    return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
-
-
-def start_run(config):
-    """Create out_dir (with --no-resume, after moving the old run aside) and append this start to run.txt."""
-    out_dir = Path(config.out_dir)
-    try:
-        if not config.resume and out_dir.exists() and any(out_dir.iterdir()):
-            number = 1
-            while Path(f"{out_dir}.{number}").exists():
-                number += 1
-            out_dir.rename(f"{out_dir}.{number}")
-            print(f"Moved the old run from {out_dir} to {out_dir}.{number}.", flush=True)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
-            if leftover.is_file():
-                leftover.unlink()
-            else:
-                shutil.rmtree(leftover)
-    except OSError as error:
-        raise UserError(
-            f"Could not prepare the run's folder {out_dir}: {error.strerror}. "
-            "Choose an --out-dir that you can write to."
-        ) from None
-    history = (out_dir / "run.txt").read_text() if (out_dir / "run.txt").exists() else ""
-    with cli.atomic_write(out_dir / "run.txt", "w") as file:
-        file.write(history + describe_run(config))
-
-
-def open_log(out_dir, step):
-    """Open log.txt for appending, after dropping lines from `step` on and any line truncated by a crash."""
-    path = Path(out_dir) / "log.txt"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    with cli.atomic_write(path, "w") as file:
-        file.writelines(line for line in lines if line.endswith("\n") and int(line.split()[0]) < step)
-    return open(path, "a")
-
-
-def install_signal_handlers():
-    """Record SIGTERM and SIGINT in the returned list, so that the current step can finish.
-
-    A second SIGINT exits at once.
-    """
-    received = []
-
-    def record(number, frame):
-        if number == signal.SIGINT and signal.SIGINT in received:
-            os._exit(128 + signal.SIGINT)
-        received.append(number)
-
-    signal.signal(signal.SIGTERM, record)
-    signal.signal(signal.SIGINT, record)
-    return received
-
-
-# ----------------------------------------------------------------------------------------------------------
-# A run while it lasts
-
-
-class Run:
-    """What a run writes to its folder and to the console. On ranks other than 0 it writes nothing."""
-
-    def __init__(self, config, world, start_step, val_loss, metadata):
-        """val_loss is the last one measured, or None; `metadata` goes into each checkpoint."""
-        self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
-        self.max_steps, self.start_step = config.max_steps, start_step
-        self.val_loss, self.metadata = val_loss, metadata
-        self.signals = install_signal_handlers()  # received so far
-        self.started = time.perf_counter()
-        world.run_on_master(start_run, config)
-        if world.is_master:
-            self.log = open_log(self.out_dir, start_step)
-            self.writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
-
-    def print_summary(self, raw_model, dtype, loader, B, optimizers):
-        """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
-        world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(world.device)
-        self.peak = peak * world.size if peak else None
-        device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-        num_params = sum(p.numel() for p in raw_model.parameters())
-        float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
-        print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
-        tokens = loader.num_windows * T
-        print0(f"data: {tokens:,} training tokens in {len(loader.shards)} shards, tokenizer {self.metadata['tokenizer']}")
-        print0(f"step: {S:,} tokens = B {B} * T {T} * {world.size} ranks * {S // (B * T * world.size)} micro-steps")
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        sizes = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
-        print0(f"optimizer: {c.optimizer} on groups of {sizes} parameters")
-        print0(f"run: {self.out_dir}, from step {self.start_step} to {self.max_steps}")
-
-    def report(self, step, text, **streams):
-        """Print a line about a step and log its `step stream value` lines in one write."""
-        if not self.world.is_master:
-            return
-        print(f"step {step:5d} | {text}", flush=True)
-        try:
-            self.log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
-            self.log.flush()
-        except OSError as error:
-            raise UserError(
-                f"Could not write {self.log.name}: {error.strerror}. Check that its folder exists, is writable and "
-                "has free space, then run the same command again."
-            ) from error
-
-    def log_val_loss(self, step, loss):
-        self.val_loss = loss
-        self.report(step, f"val loss {loss:.6f}", val=loss)
-
-    def log_hellaswag(self, step, counts):
-        accuracy = counts.acc_norm / counts.n
-        self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
-
-    def log_step(self, step, loss, lr, norm, tokens, seconds):
-        """The update from `step` to the next took `seconds` for `tokens` tokens over all ranks."""
-        rate = tokens / seconds
-        mfu = f" | {rate * self.flops_per_token / self.peak:5.1%} MFU" if self.peak else ""
-        left = datetime.timedelta(seconds=round(seconds * (self.max_steps - step - 1)))
-        text = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {rate:9,.0f} tok/s"
-        self.report(step, f"{text}{mfu} | {left} left", **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
-
-    def save(self, step, state):
-        """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
-        if self.world.is_master and step > self.start_step:
-            self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
-
-    def wait(self):
-        """Wait until the last checkpoint is on disk."""
-        if self.world.is_master:
-            self.writer.wait()
-
-    def finish(self, step, raw_model, enc):
-        """End the run after `step` steps: checkpoint on disk, model exported; returns the exit status."""
+    def write_best(self, checkpoint):
+        """The same for the weights with the lowest validation loss so far."""
         self.wait()
-        if step < self.max_steps:
-            print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
-            return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
-        if self.world.is_master:
-            export_huggingface(raw_model, enc, self.out_dir / "hf")
-            minutes = (time.perf_counter() - self.started) / 60
-            on_cuda = self.world.device_type == "cuda"
-            memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
-            print(f"Done in {minutes:.1f} minutes{memory}, {self.writer.seconds:.1f} s of it for checkpoints.")
-            print(f"The model is in {self.out_dir / 'hf'}.")
-        return 0
+        self.pending.append(self.executor.submit(write_checkpoint, self.out_dir / BEST, self.copy(checkpoint)))
+
+    def copy(self, checkpoint):
+        copied = copy_to_cpu(checkpoint)
+        # re-tie the weights, so that the file stores them once
+        copied["model"]["lm_head.weight"] = copied["model"]["transformer.wte.weight"]
+        return copied
+
+    def write_and_delete(self, path, checkpoint):
+        write_checkpoint(path, checkpoint)
+        delete_checkpoints(path, self.keep, self.milestone_every)
+
+    def wait(self):
+        """Wait until the pending checkpoints are on disk; re-raises any error from writing them."""
+        while self.pending:
+            self.pending.pop().result()

@@ -5,6 +5,7 @@ import datetime
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,15 @@ def choose_device(name):
             f"There is no {name} on this machine, which has {gpus} GPU(s). Choose from cuda:0 to cuda:{gpus - 1}."
         )
     return name
+
+
+def choose_dtype_name(config, saved, device):
+    """The name of the dtype of a run: --dtype, that of the checkpoint `saved`, or the best for this device and model."""
+    name = config.dtype
+    if name == "auto" and saved:
+        name = saved["config"].get("dtype", "auto")
+    dtype = choose_dtype(name, device, config.n_embd)
+    return "fp8" if name == "fp8" else str(dtype).removeprefix("torch.")
 
 
 def choose_dtype(name, device, n_embd):
@@ -187,6 +197,21 @@ def create_store(rank, world_size):
             store = dist.TCPStore(host, int(shared.get("port")), world_size, timeout=timeout, wait_for_workers=False)
             store.set_timeout(datetime.timedelta(minutes=30))
             return store
+
+
+def is_restart():
+    """Whether torchrun has restarted this process after a crash."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def launch_time():
+    """When torchrun, the parent of this process, was started, in seconds since the epoch; None if unknown."""
+    try:
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:  # only Linux has /proc
+        return None
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def setup_distributed(device):
