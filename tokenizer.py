@@ -5,9 +5,10 @@
     enc = get_encoding("my.tiktoken")   # what this file trained
     enc = get_encoding("gpt2+chat")     # any of them and the role markers of a conversation
 
-Training your own, byte-level BPE:
+Training your own, byte-level BPE, for fineweb.py and smoltalk.py:
 
     python tokenizer.py --input docs/*.parquet --vocab-size 32768 --out my.tiktoken
+    python tokenizer.py --input book.txt --vocab-size 4096 --out book.tiktoken --compare other.txt
 
 `my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token, which
 `tiktoken.load.load_tiktoken_bpe` reads, too. That format has no place for anything else, so the name, the
@@ -19,6 +20,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -113,7 +115,8 @@ def folder_encoding(folder):
         enc = read_encoding(path)
         if enc.name != base:
             raise cli.UserError(
-                f"{metas[0]} names tokenizer {base}, but {path} holds {enc.name}. Make the shards again in a new folder."
+                f"{metas[0]} names tokenizer {base}, but {path} holds {enc.name}. "
+                "Make the shards again in a new folder."
             )
     elif base in ("gpt2", "bytes"):
         enc = get_encoding(base)
@@ -297,7 +300,7 @@ def byte_chars():
 
 def huggingface_model(pat_str, vocab=None, merges=None):
     """Make a byte-level BPE `tokenizers.Tokenizer` that splits by `pat_str`; untrained without vocab and merges."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # slow to import
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -315,7 +318,7 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     The name ends in a digest of the tokenizer's contents, so that tokenizers with the same name are
     identical. There are fewer than `vocab_size` ids if the text runs out of pairs to merge.
     """
-    from tokenizers import pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers, trainers  # slow to import
 
     pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
     special_tokens = [EOT, *special_tokens]
@@ -543,7 +546,8 @@ def main(args=None):
         raise cli.UserError("The input contains no text. Check --input and --text-column.")
     name = os.path.basename(options.out).removesuffix(".tiktoken")
     texts = itertools.chain([first], texts)
-    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens, progress=True)
+    progress = sys.stderr.isatty()  # elsewhere the library prints empty lines for its bar
+    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens, progress)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
     if enc.n_vocab < options.vocab_size:
