@@ -99,6 +99,11 @@ def with_chat(enc):
     return copy_encoding(enc, enc.name + "+chat", enc._special_tokens | markers)
 
 
+def has_chat_tokens(enc):
+    """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
+    return all(token in enc._special_tokens for token in CHAT_TOKENS)
+
+
 # -----------------------------------------------------------------------------
 # A folder of shards has its tokenizer with it
 
@@ -351,8 +356,24 @@ def last_merge(token, ranks):
     return parts
 
 
-def export_huggingface(enc, directory):
-    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids."""
+# what smoltalk.py makes of a conversation, for apply_chat_template
+CHAT_TEMPLATE = (
+    "{{ '<|endoftext|>' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('The role ' + message['role'] + ' is not user, assistant or system.') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def export_huggingface(enc, directory, max_length=None):
+    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids.
+
+    max_length: how many tokens the model reads.
+    """
     from tokenizers import AddedToken
 
     ranks, chars = enc._mergeable_ranks, byte_chars()
@@ -373,8 +394,12 @@ def export_huggingface(enc, directory):
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "bos_token": EOT, "eos_token": EOT, "unk_token": EOT,
+        "bos_token": EOT, "eos_token": EOT, "unk_token": EOT, "pad_token": EOT,
     }  # fmt: skip
+    if max_length:
+        config["model_max_length"] = max_length
+    if has_chat_tokens(enc):
+        config["chat_template"] = CHAT_TEMPLATE
     files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
     os.makedirs(directory, exist_ok=True)
     for name, text in files.items():
