@@ -22,6 +22,7 @@ from plumbing import cli  # before torch: sets how OpenMP threads wait
 import torch
 import tyro
 
+import tokenizer
 from plumbing.cli import UserError
 from plumbing.distributed import choose_device, choose_dtype
 from plumbing.huggingface import export_huggingface
@@ -149,16 +150,11 @@ def read_lines():
             return
 
 
-def has_chat_tokens(enc):
-    """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
-    return "<|assistant|>" in enc._special_tokens
-
-
 def render_prompt(messages, enc):
     """Return the ids of a conversation, up to where the assistant answers."""
     import smoltalk  # only needed to chat
 
-    if has_chat_tokens(enc):
+    if tokenizer.has_chat_tokens(enc):
         return smoltalk.render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
     # a model without role markers gets the conversation as plain text, like what it was trained on
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
@@ -195,7 +191,7 @@ def answer(model, enc, messages, options, generator):
         return
     steps = generate_rows(model, enc, ids, options, generator, stop_ids=enc._special_tokens.values())
     tokens = (token for (token,) in steps)
-    is_chat_model, text = has_chat_tokens(enc), ""
+    is_chat_model, text = tokenizer.has_chat_tokens(enc), ""
     try:
         for piece in stream_text(enc, tokens):
             # subtle: a base model would go on to write the user's next message
@@ -214,7 +210,7 @@ def answer(model, enc, messages, options, generator):
 
 def chat(model, enc, options, generator):
     """Answer line after line until /quit or the end of the input."""
-    if not has_chat_tokens(enc):
+    if not tokenizer.has_chat_tokens(enc):
         print(
             f"note: {options.model} was not trained to chat (tokenizer {enc.name} has no role markers), so it only "
             "continues the text. To teach it, run smoltalk.py, then train_gpt2.py --preset chat "
