@@ -903,7 +903,7 @@ def train(config, world):
         )
         run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-    return run.finish(step, raw_model, enc)
+    return run.finish(step, stopping, raw_model, enc)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -439,10 +439,13 @@ class Run:
         if self.world.is_master:
             self.writer.wait()
 
-    def finish(self, step, raw_model, enc):
-        """End the run after `step` steps: checkpoint on disk, model exported; returns the exit status."""
+    def finish(self, step, stopped, raw_model, enc):
+        """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
+
+        Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
+        """
         self.wait()
-        if step < self.max_steps:
+        if stopped:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:
