@@ -918,12 +918,16 @@ def train(config, world):
         start = time.perf_counter()
         lr = apply_schedules(optimizers, step, config)
         num_windows = get_batch_size(train_loader.position * T, config) // T
-        loss, norm, stopping = train_step(
-            model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
-        )
+        try:
+            loss, norm, stopping = train_step(
+                model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
+            )
+        except UserError:
+            run.wait()  # so that the newest checkpoint, which the message speaks of, is there
+            raise
         run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-    return run.finish(step, raw_model, enc)
+    return run.finish(step, stopping, raw_model, enc)
 
 
 # ----------------------------------------------------------------------------------------------------------

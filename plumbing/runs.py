@@ -37,9 +37,9 @@ MAY_CHANGE_ON_RESUME = {
 
 # settings that a branch has to share with its parent, and what depends on them
 SAME_IN_A_BRANCH = {
-    **dict.fromkeys(SHAPE, "the weights have"),
-    "optimizer": "the optimizer's state belongs to",
-    **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data is counted with"),
+    **dict.fromkeys(SHAPE, "the weights depend"),
+    "optimizer": "the optimizer's state depends",
+    **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data depends"),
 }
 
 # ----------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def find_parent(config):
         if name in SAME_IN_A_BRANCH:
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{flag} is {now}, but a branch of {parent} needs {flag} {then}, as {SAME_IN_A_BRANCH[name]} it. "
-                "To use another, start a new run with --init-from."
+                f"{flag} is {now}, but it was {then} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
+                "Use the same in a branch, or start a new run with --init-from."
             )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
@@ -306,23 +306,26 @@ class Run:
 
     def __init__(self, config, world, start_step, saved, metadata):
         """saved: the checkpoint that the run begins with, or None; `metadata` goes into each checkpoint."""
-        saved = saved or {}
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
-        self.max_steps, self.start_step = config.max_steps, start_step
-        self.val_loss, self.branched = saved.get("val_loss"), saved.get("branched")  # the last one measured
-        self.metadata = metadata
+        self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
+        self.val_loss = saved and saved["val_loss"]  # the last one measured
+        self.branched = saved and saved.get("branched")
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
-        world.run_on_master(self.open)
+        world.run_on_master(self.open, saved)
 
-    def open(self):
+    def open(self, saved):
+        """Start the run in its folder."""
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
         own_lines = [] if self.branched else read_log(self.out_dir / "log.txt", self.start_step)
         val_losses = [float(line.split()[2]) for line in own_lines if line.split()[1] == "val"]
         self.best_val_loss = min(val_losses, default=math.inf)
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
+        if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
+            state = {name: value for name, value in saved.items() if name != "branched"}
+            self.writer.write(state | self.metadata)
 
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
         """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
@@ -389,20 +392,24 @@ class Run:
         return seconds * (self.max_steps - step - 1)
 
     def save(self, step, state):
-        """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background.
-
-        At the first step only a branch needs one: with that, it no longer depends on its parent.
-        """
-        if self.world.is_master and (step > self.start_step or self.branched):
+        """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
+        if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
             self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
 
-    def finish(self, step, raw_model, enc):
-        """End the run after `step` steps: checkpoint on disk, model exported; returns the exit status."""
+    def wait(self):
+        """Wait until the last checkpoint is on disk."""
         if self.world.is_master:
             self.writer.wait()
-        if step < self.max_steps:
+
+    def finish(self, step, stopped, raw_model, enc):
+        """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
+
+        Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
+        """
+        self.wait()
+        if stopped:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:

@@ -63,7 +63,7 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     assert get_batch_size(0, TrainConfig()) == 2**19
 
 
-def test_set_schedules_moves_every_group_in_proportion():
+def test_apply_schedules_moves_every_group_in_proportion():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, muon_lr=0.02)
     muon = train_gpt2.Muon([{"params": [matrix], "peak_lr": 0.02}], 0.02, 0.95, 0.0)
