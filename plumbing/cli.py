@@ -14,6 +14,7 @@ seen half-written.
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import io
 import itertools
@@ -208,19 +209,121 @@ def explain(words, unknown, complaint, meanings):
     return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Running a program
+
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
+CLOSED_PIPE = 141  # the status by which a shell knows a program whose output nobody reads any more: 128 + SIGPIPE
+INTERRUPTED = 130  # 128 + SIGINT
 
 
-def run(main):
-    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and exit status 2."""
+def run(main, output_is_product=False):
+    """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
+
+    Nothing that goes wrong with the console ends the program: what cannot be printed is dropped. If its output is
+    what it is run for, a closed pipe ends it silently instead, and a full disk is an error.
+    """
+    protect_console(output_is_product)
     try:
         main()
+        sys.stdout.flush()  # the last line may lack its end
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
-            time.sleep(RANK_GRACE_SECONDS)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        fail(str(error))
+    except KeyboardInterrupt:
+        report_interrupt()
+        sys.exit(INTERRUPTED)
+    except MemoryError as error:
+        fail(f"There is not enough memory. {error}".strip())
+    except OSError as error:
+        if error.errno not in REFUSALS or not error.filename:
+            raise
+        fail(f"Could not open or write {error.filename}: {error.strerror}. {REFUSALS[error.errno]}")
+
+
+REFUSALS = {  # what the operating system may refuse through no fault of the program, and what to do about it
+    errno.EACCES: "Check its permissions.",
+    errno.EPERM: "Check its permissions.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOSPC: "Make room on that disk and run the same command again.",
+    errno.EDQUOT: "Make room within your quota and run the same command again.",
+    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EIO: "Check that disk.",
+}
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def fail(message):
+    """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
+    if not is_rank_0():
+        # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        time.sleep(RANK_GRACE_SECONDS)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def report_interrupt():
+    if is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
+
+
+def report_exception(kind, error, traceback):
+    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
+    if kind is KeyboardInterrupt:
+        report_interrupt()
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+# importing torch takes seconds, in which `run` is not there yet to catch Ctrl-C. Other people's programs that import
+# ours keep their tracebacks
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
+    sys.excepthook = report_exception
+
+
+class Console(io.RawIOBase):
+    """The bytes under stdout or stderr: what cannot be written is dropped, or ends a program that is run for it."""
+
+    def __init__(self, stream, is_product):
+        self.stream = stream  # closes what is below it when it goes
+        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+        self.is_product = is_product
+
+    def write(self, data):
+        try:
+            written = self.raw.write(data)
+        except OSError as error:
+            if self.is_product:
+                self.is_product = False  # say so once, and drop what is still buffered
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(CLOSED_PIPE)
+                raise UserError(f"Could not write the output: {error.strerror}.") from None
+            written = None
+        return len(data) if written is None else written  # it is None, too, where writing would have to wait
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.raw.fileno()
+
+    def isatty(self):
+        return self.raw.isatty()
+
+
+def protect_console(output_is_product):
+    """Put a Console under sys.stdout and sys.stderr; characters that they cannot encode are replaced."""
+    for name, is_product, errors in (("stdout", output_is_product, "replace"), ("stderr", False, "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            stream = open(os.devnull, "w", encoding="utf-8")
+        elif stream is not getattr(sys, f"__{name}__"):  # a test captures it
+            continue
+        buffer = io.BufferedWriter(Console(stream, is_product))
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=True))
 
 
 @contextlib.contextmanager
