@@ -109,6 +109,11 @@ def parse(config_class, args=None, default=None, synonyms=None):
     every bad value.
     """
     args = list(sys.argv[1:] if args is None else args)
+    for word in args:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The argument {word!r} is not UTF-8 text. Type it in a UTF-8 terminal.") from None
     config, unknown, complaint = try_parse(config_class, args, default)
     if not unknown and not complaint:
         return config

@@ -78,6 +78,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
             ["Hi", "--compile=False"],
             "--compile takes no value. Use --compile to switch it on and --no-compile to switch it off.",
         ),
+        (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
         (["--max-lr", "fast " * 30], f"--max-lr is '{'fast ' * 30}', but it must be a number."),
     ],
 )
