@@ -1,10 +1,12 @@
-"""What all programs here share: flags from a dataclass, one-line errors, atomic file writes.
+"""What all programs here share: flags from a dataclass, one-line errors, a console that may fail, atomic file writes.
 
-A program declares its options as a dataclass, one commented line per field (the comment is the
-flag's help text), and ends in
+A program declares its options as a dataclass, one line per field, and ends in
 
     if __name__ == "__main__":
         cli.run(main)
+
+--help prints the program's docstring and the flags. A flag's help text is the comment at the end of its field's
+line, or the lines of comment above a field that has none. Any other line of comment heads the fields below it.
 
 A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
 exits with status 2. Any other exception keeps its traceback. `atomic_write` opens files that must never be
@@ -14,6 +16,7 @@ seen half-written.
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import io
 import itertools
@@ -35,7 +38,123 @@ class UserError(Exception):
     """A mistake that the user can fix. The message says in whole sentences what is wrong, what is right, what to do."""
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Flags
+
 SEE_HELP = "Run with --help to see all flags."
+
+
+def parse(config_class, args=None, default=None, synonyms=None):
+    """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
+
+    synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
+    every bad value.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    for word in args:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The argument {word!r} is not UTF-8 text. Type it in a UTF-8 terminal.") from None
+    config, unknown, complaint = try_parse(config_class, args, default)
+    if not unknown and not complaint:
+        return config
+
+    meanings = flag_names(config_class, synonyms or {})
+    # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
+    first_words, *groups = split_at_flags(args)
+    errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
+    for words in groups:
+        _, group_unknown, group_complaint = try_parse(config_class, first_words + words, default)
+        group_unknown = [word for word in group_unknown if word not in first_words]
+        errors.append(explain(words, group_unknown, group_complaint, meanings))
+    distinct = [error for error in dict.fromkeys(errors) if error]
+    raise UserError(" ".join(distinct) or explain(args, unknown, complaint, meanings))
+
+
+def try_parse(config_class, args, default):
+    """(the config, the words that nobody expected, tyro's complaint); --help is printed and exits."""
+    output, errors = io.StringIO(), io.StringIO()
+    defaults = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            config, unknown = tyro.cli(config_class, args=args, description="", return_unknown_args=True, **defaults)
+    except SystemExit as leaving:
+        if not leaving.code:
+            print(help_text(config_class, output.getvalue()))
+            raise
+        # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
+        lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
+        return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
+    return config, unknown, ""
+
+
+def help_text(config_class, tyro_text):
+    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
+
+    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
+    above a field that has a comment at the end of its line.
+    """
+    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
+    flags = "\n".join(lines)
+    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
+        flag = "--" + name.replace("_", "-")
+        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
+        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
+    width = shutil.get_terminal_size().columns
+    docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
+    paragraphs = docstring.strip().split("\n\n")
+    # examples and tables are indented, and stay as they are
+    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    return "\n\n".join([*paragraphs, flags])
+
+
+def split_at_flags(args):
+    """["a", "--b", "1", "--c"] -> [["a"], ["--b", "1"], ["--c"]]"""
+    groups = [[]]
+    for word in args:
+        if is_flag(word):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def is_flag(word):
+    """Whether a word of the command line is a flag; -1 is a value."""
+    return re.match("--?[A-Za-z]", word) is not None
+
+
+# what tyro says of a mistake, and how it is said here
+PLAIN_ENGLISH = [
+    (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
+    (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
+    (r"Missing value for argument '(\S+)'\. Expected 1 values", r"\1 needs a value."),
+    (r"Missing from \S+: (\S+) (.+) \(required\)", r"The argument \1 is missing: \2."),
+    (r"(.+)", rf"The command line is not valid: \1. {SEE_HELP}"),
+]
+
+
+def explain(words, unknown, complaint, meanings):
+    """The sentence that says what is wrong with `words`, which are a flag and its values; "" if nothing is."""
+    choice = re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.+)\)", complaint)
+    if choice:
+        value, flag, choices = choice.groups()
+        nearest = closest(value, {name: name for name in re.findall("'(.*?)'", choices)})
+        return f"{flag} is '{value}', but it must be one of {choices}. {nearest}".strip()
+    if complaint:
+        pattern, sentence = next(row for row in PLAIN_ENGLISH if re.fullmatch(row[0], complaint))
+        return re.sub(pattern, sentence, complaint)
+    if not unknown:
+        return ""
+    if is_flag(unknown[0]):
+        flag = unknown[0].split("=")[0]
+        name = flag.lstrip("-").replace("_", "-")
+        return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
+    flag = words[0].split("=")[0]
+    if is_flag(flag) and unknown[0].lower() in ("true", "false"):
+        name = flag.removeprefix("--").removeprefix("no-")
+        return f"{flag} takes no value. Use --{name} to switch it on and --no-{name} to switch it off."
+    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
 
 
 def suggest(name, known, synonyms=None):
@@ -90,38 +209,6 @@ OTHER_TRAINERS = {
     "log.txt, which has every step": "log-interval logging-steps log-every",
 }
 
-# what tyro says of a mistake, and how it is said here
-PLAIN_ENGLISH = [
-    (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
-    (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
-    (r"Missing value for argument '(\S+)'\. Expected 1 values", r"\1 needs a value."),
-    (r"Missing from \S+: (\S+) (.+) \(required\)", r"The argument \1 is missing: \2."),
-    (r"(.+)", rf"The command line is not valid: \1. {SEE_HELP}"),
-]
-
-
-def parse(config_class, args=None, default=None, synonyms=None):
-    """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
-
-    synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
-    every bad value.
-    """
-    args = list(sys.argv[1:] if args is None else args)
-    config, unknown, complaint = try_parse(config_class, args, default)
-    if not unknown and not complaint:
-        return config
-
-    meanings = flag_names(config_class, synonyms or {})
-    # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
-    first_words, *groups = split_at_flags(args)
-    errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
-    for words in groups:
-        _, group_unknown, group_complaint = try_parse(config_class, first_words + words, default)
-        group_unknown = [word for word in group_unknown if word not in first_words]
-        errors.append(explain(words, group_unknown, group_complaint, meanings))
-    distinct = [error for error in dict.fromkeys(errors) if error]
-    raise UserError(" ".join(distinct) or explain(args, unknown, complaint, meanings))
-
 
 def flag_names(config_class, synonyms):
     """{a name without dashes: the flag that it stands for}, for the flags of `config_class` and their synonyms."""
@@ -131,95 +218,121 @@ def flag_names(config_class, synonyms):
     return meanings | {name.replace("_", "-"): "--" + name.replace("_", "-") for name in names}
 
 
-def try_parse(config_class, args, default):
-    """(the config, the words that nobody expected, tyro's complaint); --help is printed and exits."""
-    output, errors = io.StringIO(), io.StringIO()
-    defaults = {} if default is None else {"default": default}
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            config, unknown = tyro.cli(
-                config_class, args=args, description="", return_unknown_args=True, **defaults
-            )
-    except SystemExit as leaving:
-        if not leaving.code:
-            print(help_text(config_class, output.getvalue()))
-            raise
-        # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
-        lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
-        return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
-    return config, unknown, ""
-
-
-def help_text(config_class, tyro_text):
-    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
-
-    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
-    above a field that has a comment at the end of its line.
-    """
-    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
-    flags = "\n".join(lines)
-    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
-        flag = "--" + name.replace("_", "-")
-        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
-        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
-    width = shutil.get_terminal_size().columns
-    docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
-    paragraphs = docstring.strip().split("\n\n")
-    # examples and tables are indented, and stay as they are
-    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
-    return "\n\n".join([*paragraphs, flags])
-
-
-def is_flag(word):
-    return re.match("--?[A-Za-z]", word) is not None
-
-
-def split_at_flags(args):
-    """["a", "--b", "1", "--c"] -> [["a"], ["--b", "1"], ["--c"]]"""
-    groups = [[]]
-    for word in args:
-        if is_flag(word):
-            groups.append([])
-        groups[-1].append(word)
-    return groups
-
-
-def explain(words, unknown, complaint, meanings):
-    """The sentence that says what is wrong with `words`, which are a flag and its values; "" if nothing is."""
-    choice = re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.+)\)", complaint)
-    if choice:
-        value, flag, choices = choice.groups()
-        nearest = closest(value, {name: name for name in re.findall("'(.*?)'", choices)})
-        return f"{flag} is '{value}', but it must be one of {choices}. {nearest}".strip()
-    if complaint:
-        pattern, sentence = next(row for row in PLAIN_ENGLISH if re.fullmatch(row[0], complaint))
-        return re.sub(pattern, sentence, complaint)
-    if not unknown:
-        return ""
-    if is_flag(unknown[0]):
-        flag = unknown[0].split("=")[0]
-        name = flag.lstrip("-").replace("_", "-")
-        return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
-    flag = words[0].split("=")[0]
-    if is_flag(flag) and unknown[0].lower() in ("true", "false"):
-        name = flag.removeprefix("--").removeprefix("no-")
-        return f"{flag} takes no value. Use --{name} to switch it on and --no-{name} to switch it off."
-    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
-
+# ----------------------------------------------------------------------------------------------------------
+# Running a program
 
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
+CLOSED_PIPE = 141  # what a shell shows for a program whose reader has gone: 128 + SIGPIPE
+INTERRUPTED = 130  # 128 + SIGINT
 
 
-def run(main):
-    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and exit status 2."""
+def run(main, output_is_product=False):
+    """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
+
+    Nothing that goes wrong with the console ends the program: what cannot be printed is dropped. If its output is
+    what it is run for, a closed pipe ends it silently instead, and a full disk is an error.
+    """
+    protect_console(output_is_product)
     try:
         main()
+        sys.stdout.flush()  # the last line may lack its end
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
-            time.sleep(RANK_GRACE_SECONDS)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        fail(str(error))
+    except KeyboardInterrupt:
+        report_interrupt()
+        sys.exit(INTERRUPTED)
+    except MemoryError as error:
+        fail(f"There is not enough memory. {error}".strip())
+    except OSError as error:
+        if error.errno not in REFUSALS or not error.filename:
+            raise
+        fail(f"Could not open or write {error.filename}: {error.strerror}. {REFUSALS[error.errno]}")
+
+
+REFUSALS = {  # what the operating system may refuse through no fault of the program, and what to do about it
+    errno.EACCES: "Check its permissions.",
+    errno.EPERM: "Check its permissions.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOSPC: "Make room on that disk and run the same command again.",
+    errno.EDQUOT: "Make room within your quota and run the same command again.",
+    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EIO: "Check that disk.",
+}
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def fail(message):
+    """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
+    if not is_rank_0():
+        # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        time.sleep(RANK_GRACE_SECONDS)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def report_interrupt():
+    if is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
+
+
+def report_exception(kind, error, traceback):
+    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
+    if kind is KeyboardInterrupt:
+        report_interrupt()
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+# importing torch takes seconds, and until it is done `run` cannot catch Ctrl-C. Programs from elsewhere that import
+# ours keep their tracebacks
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
+    sys.excepthook = report_exception
+
+
+class Console(io.RawIOBase):
+    """The bytes under stdout or stderr: what cannot be written is dropped, or ends a program that is run for it."""
+
+    def __init__(self, stream, is_product):
+        self.stream = stream  # kept, since it closes the file when it is deleted
+        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+        self.is_product = is_product
+
+    def write(self, data):
+        try:
+            written = self.raw.write(data)
+        except OSError as error:
+            if self.is_product:
+                self.is_product = False  # say so once, and drop what is still buffered
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(CLOSED_PIPE)
+                raise UserError(f"Could not write the output: {error.strerror}.") from None
+            written = None
+        return len(data) if written is None else written  # it is also None if writing would block
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.raw.fileno()
+
+    def isatty(self):
+        return self.raw.isatty()
+
+
+def protect_console(output_is_product):
+    """Put a Console under sys.stdout and sys.stderr; characters that they cannot encode are replaced."""
+    for name, is_product, errors in (("stdout", output_is_product, "replace"), ("stderr", False, "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            stream = open(os.devnull, "w", encoding="utf-8")
+        elif stream is not getattr(sys, f"__{name}__"):  # a test captures it
+            continue
+        buffer = io.BufferedWriter(Console(stream, is_product))
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=True))
 
 
 def atomic_write(*args, **kwargs):

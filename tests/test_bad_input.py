@@ -57,11 +57,11 @@ def case(group, name, *expected):
 # Configuration
 
 for name, flags, *expected in [
-    ("an unknown flag", ["--max-step", "3"], "--max-step", "did you mean --max-steps?"),
-    ("an unknown flag with =", ["--lerning-rate=3"], "--lerning-rate", "needed a flag that exists"),
-    ("a flag of another trainer", ["--n_layers", "3"], "did you mean --n-layer?"),
-    ("an unknown preset", ["--preset", "gpt2-medum"], "gpt2-medum", "did you mean gpt2-medium?"),
-    ("a preset without a name", ["--preset"], "--preset", "needed"),
+    ("an unknown flag", ["--max-step", "3"], "--max-step", "Did you mean --max-steps?"),
+    ("an unknown flag with =", ["--lerning-rate=3"], "--lerning-rate", "Did you mean --max-lr?"),
+    ("a flag of another trainer", ["--n_layers", "3"], "Did you mean --n-layer?"),
+    ("an unknown preset", ["--preset", "gpt2-medum"], "gpt2-medum", "Did you mean gpt2-medium?"),
+    ("a preset without a name", ["--preset"], "--preset needs a value."),
     ("a word for a number", ["--max-steps", "many"], "many"),
     ("a flag without its value", ["--max-steps"], "max-steps"),
     ("an unknown optimizer", ["--optimizer", "sgd"], "sgd", "adamw"),
@@ -251,7 +251,7 @@ def hostile_pickle(folder):
 
 
 case("checkpoints", "--init-from nothing", "no-such-model")(dict(init_from="no-such-model"))
-case("checkpoints", "--init-from a misspelt name", "did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
+case("checkpoints", "--init-from a misspelt name", "Did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
 case("checkpoints", "--init-from OpenAI's, no network", "gpt2-large", "network")(dict(init_from="gpt2-large"))
 
 
@@ -417,7 +417,6 @@ def test_a_mistake_gives_one_line_and_changes_nothing(one, good, tmp_path):
     assert "Traceback" not in out + err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
-    assert "got " in lines[0] and "needed " in lines[0]
     for text in one.expected:
         assert text in lines[0]
     # transformers has a bar of its own for loading; nothing else speaks on stderr

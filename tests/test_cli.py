@@ -1,8 +1,10 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
 import dataclasses
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,6 +78,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
             ["Hi", "--compile=False"],
             "--compile takes no value. Use --compile to switch it on and --no-compile to switch it off.",
         ),
+        (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
         (["--max-lr", "fast " * 30], f"--max-lr is '{'fast ' * 30}', but it must be a number."),
     ],
 )
@@ -239,3 +242,112 @@ def test_help_of_a_light_program_does_not_wait_for_torch(tmp_path):
     script = write_script(tmp_path, "try: cli.parse(Options)", "finally: assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "how often" in done.stdout, done.stderr
+
+
+def run_script(script, *args, shell="", **environment):
+    """What a program prints and its status; shell: what follows its name on a command line."""
+    command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
+    env = {**os.environ, **environment}
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
+
+
+TALK = [
+    "from tqdm import tqdm",
+    "for number in tqdm(range(9)):",
+    "    print('line', number, '\\u00e9 \\udcff')",
+    "    time.sleep(0.01)",
+    "open(__file__ + '.done', 'w').close()",
+    "print('the end', end='')",
+]
+
+
+@pytest.mark.parametrize(
+    "shell",
+    ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"],
+)
+def test_the_console_does_not_end_a_program(shell, tmp_path):
+    done = run_script(write_script(tmp_path, *TALK), shell=shell)
+    assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
+    assert (tmp_path / "script.py.done").exists()
+
+
+def test_nor_where_python_does_not_buffer(tmp_path):
+    script = write_script(tmp_path, *TALK)
+    assert run_script(script, shell="| head -1", PYTHONUNBUFFERED="1").stdout.startswith("line 0")
+    assert (tmp_path / "script.py.done").exists()
+
+
+def test_characters_that_the_console_does_not_have_are_replaced(tmp_path):
+    script = write_script(tmp_path, *TALK)
+    assert run_script(script, PYTHONIOENCODING="ascii").stdout.startswith("line 0 ? ?\nline 1")
+    done = run_script(script, PYTHONIOENCODING="utf-8")
+    assert done.stdout.startswith("line 0 \u00e9 ?\n") and done.stdout.endswith("the end") and "9/9" in done.stderr
+
+
+def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
+    script = write_script(tmp_path, *TALK, keywords=", output_is_product=True")
+    done = run_script(script, shell="| head -1")
+    assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+    done = run_script(script, shell="> /dev/full")
+    assert done.returncode == 2 and "Exception" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: Could not write the output: No space left on device."
+    assert not (tmp_path / "script.py.done").exists()
+
+
+def test_output_that_is_not_a_line_is_not_lost_either(tmp_path):
+    script = write_script(tmp_path, "print('no newline', end='')")
+    assert run_script(script).stdout == "no newline"
+    script = write_script(tmp_path, "print('no newline', end='')", keywords=", output_is_product=True")
+    assert run_script(script, shell="> /dev/full").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("raise PermissionError(errno.EACCES, 'Permission denied', 'a')", "a: Permission denied. Check its"),
+        ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
+        ("open('x' * 300)", "File name too long. Choose a shorter name."),
+        ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
+        ("raise cli.UserError('That will not do.')", "error: That will not do."),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(line, sentence, tmp_path):
+    done = run_script(write_script(tmp_path, line))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["open('nowhere')", "1 / 0", "raise OSError(errno.ENOSPC, 'No space left on device')"])
+def test_a_bug_keeps_its_traceback(line, tmp_path):
+    done = run_script(write_script(tmp_path, line))
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_an_exit_status_is_left_alone(tmp_path):
+    assert run_script(write_script(tmp_path, "sys.exit(7)")).returncode == 7
+
+
+def interrupt(*command, **environment):
+    """Send SIGINT once the program has said that it is ready; its status and what it says then."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, *command], **pipes, env={**os.environ, **environment}) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_an_interrupt_is_one_line(tmp_path):
+    script = write_script(tmp_path, "print('ready', flush=True)", "time.sleep(60)")
+    assert interrupt(script) == (130, "interrupted\n")
+    assert interrupt(script, RANK="1") == (130, ""), "rank 0 says it"
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=str(tmp_path))
+    assert (status, said) == (-signal.SIGINT, "interrupted\n")
+    (tmp_path / "other.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt2")
+    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=str(tmp_path))
+    assert "Traceback" in said, "a program of somebody else's"
