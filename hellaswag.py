@@ -431,4 +431,4 @@ def summary(correct, errors=False):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output_is_product=True)

@@ -259,4 +259,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output_is_product=True)

@@ -28,7 +28,7 @@ def choose_device(name):
         return next(device for device in available if available[device])
     device_type, colon, index = name.partition(":")
     if device_type not in available or (colon and not index.isdigit()):
-        raise UserError(f"There is no device called {name!r}. {suggest(device_type, available)}")
+        raise UserError(f"There is no device called {name!r}. {suggest(device_type, available, {'gpu': 'cuda'})}")
     if not available[device_type]:
         here = ", ".join(device for device in available if available[device])
         raise UserError(f"PyTorch finds no {device_type} device on this machine. Leave --device out, or choose {here}.")

@@ -298,7 +298,7 @@ def test_shards_shorter_than_a_window_are_refused(tmp_path):
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [300]), "train", 2, 4)
     with pytest.raises(UserError, match="count_train_000001.npy contains token id 299.* bytes has only 257 ids"):
-        check_token_ids(loader.paths, loader.shards, "bytes", 257)
+        check_token_ids(loader.shards, "bytes", 257)
 
 
 def test_damaged_masks_are_refused(tmp_path):
@@ -336,7 +336,7 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     train = [open_shard(path).read().tolist() for path in find_shards(tmp_path / "d", "train")]
     assert val + sum(train, []) == stream
     loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
-    check_token_ids(loader.paths, loader.shards, enc.name, enc.n_vocab)
+    check_token_ids(loader.shards, enc.name, enc.n_vocab)
     for shard in train:
         for start in range(0, len(shard) - 10, 10):
             x, y = loader.next_batch()

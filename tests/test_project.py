@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-COMMANDS = [name for name in SCRIPTS if "\n    cli.run(main)" in (ROOT / f"{name}.py").read_text(encoding="utf-8")]
+COMMANDS = [name for name in SCRIPTS if "\n    cli.run(main" in (ROOT / f"{name}.py").read_text(encoding="utf-8")]
 
 
 def imported_packages():
