@@ -26,6 +26,7 @@ import shutil
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
 # spinning on a contended core can make a small training step 20 times slower
