@@ -240,7 +240,7 @@ def main(args=None):
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"
     model, enc = load_model(options.model)
-    dtype = choose_dtype(options.dtype, device, model.config.n_embd)
+    dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     if options.export:
         export_huggingface(model, enc, options.export)
         print(f"{options.export} holds the model in Hugging Face format")

@@ -467,17 +467,12 @@ class DataLoaderLite:
 
     def state_dict(self):
         """The position, and what it only makes sense with."""
-        same = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
-        return {"position": self.position, **same}
+        layout = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
+        return {"position": self.position, **layout}
 
     def load_state_dict(self, state):
         """Restore the position. Raises UserError if the data or T differ."""
-        if (state["num_windows"], state["T"]) != (self.num_windows, self.T):
-            raise UserError(
-                f"The run was started on {state['num_windows']:,} sequences of {state['T']} tokens, but the data now "
-                f"gives {self.num_windows:,} of {self.T}. Give the original shards with --data, or start over with "
-                "--no-resume."
-            )
+        shards.check_same_data(state, self.state_dict())
         self.position = state["position"]
 
 
@@ -660,13 +655,12 @@ def fit_to_machine(raw_model, config, autocast, world):
         try:
             model = wrap(raw_model, compiled, world)
             trial_step(model, raw_model, B, T, autocast, world)
-        except torch.OutOfMemoryError:
-            outcome = OUT_OF_MEMORY
         except Exception as error:
             # the compiler may raise anything; an error with another cause recurs without it and is raised then
-            if not compiled and not fused_attention:
+            outcome = OUT_OF_MEMORY if distributed.is_out_of_memory(error) else FAILED
+            if outcome == FAILED and not compiled and not fused_attention:
                 raise
-            outcome, reason = FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raw_model.zero_grad(set_to_none=True)
         outcome = world.max_over_ranks(outcome)
         if outcome == FITS:
@@ -677,19 +671,16 @@ def fit_to_machine(raw_model, config, autocast, world):
             torch.cuda.empty_cache()
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                raise UserError(
-                    f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence or a smaller model"
-                    + (", or --activation-checkpointing." if not config.activation_checkpointing else ".")
-                )
+                remedy = "" if config.activation_checkpointing else ", or --activation-checkpointing"
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence or a "
+                                f"smaller model{remedy}.")  # fmt: skip
             B = largest_divisor(windows_per_rank, at_most=B // 2)
-            print0(f"warning: Out of memory. Continuing with --batch-size {B} and more gradient accumulation; "
-                   "the losses stay the same.")  # fmt: skip
+            print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
         elif compiled:
             print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
             compiled = False
         else:
-            print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower and takes "
-                   "more memory.")  # fmt: skip
+            print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
             fused_attention = False
             distributed.enable_fused_attention(False)
 
@@ -807,14 +798,9 @@ def load_data(config, world):
     layout = dict(B=config.batch_size, T=T, rank=world.rank, world_size=world.size, device=world.device)
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
-    if train_loader.num_windows * T < config.total_batch_size:
-        raise UserError(
-            f"{config.data} has {train_loader.num_windows * T:,} training tokens, but one step takes "
-            f"{config.total_batch_size:,}. Lower --total-batch-size (and --batch-size to match), or add shards."
-        )
     enc = tokenizer.folder_encoding(config.data)
-    for loader in (train_loader, val_loader):
-        shards.check_token_ids(loader.shards, enc.name, enc.n_vocab)
+    shards.check_token_ids(train_loader.shards + val_loader.shards, enc.name, enc.n_vocab)
+    shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
         limit = config.hellaswag_limit or None
@@ -824,18 +810,15 @@ def load_data(config, world):
 
 def load_or_make_model(config, enc, fingerprint, world):
     """The model of a run: resumed, branched, from --init-from, or new. Returns (GPT, checkpoint's dict or None)."""
-    saved = world.run_on_master(runs.find_checkpoint, config, enc, fingerprint)
-    if saved:
-        model = GPT.from_state(*checkpoint.model_state(saved))
-    elif config.init_from:
-        preset = PRESETS[config.preset]
-        model = GPT.from_state(*world.run_on_master(checkpoint.load_initial_weights, config, preset, enc))
+    start = world.run_on_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprint)
+    if start:
+        model = GPT.from_state(*checkpoint.model_state(start))
     else:
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
     model.activation_checkpointing = config.activation_checkpointing
-    return model, saved
+    return model, start if "optimizer" in start else None  # --init-from gives weights only
 
 
 def training_state(raw_model, optimizers, scaler, loader):
@@ -873,9 +856,9 @@ def train(config, world):
         return 0
 
     # the shape and the dtype are the run's, wherever it continues
-    dtype_name = distributed.choose_dtype_name(config, saved, world.device)
+    dtype_name = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
+    dtype, dtype_name = distributed.choose_dtype(dtype_name, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
-    dtype = torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype)
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
     raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -947,15 +930,8 @@ def parse_args(args=None):
 
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
-    errors = []
     positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
-    for name, value in dataclasses.asdict(config).items():
-        flag = "--" + name.replace("_", "-")
-        if name in [*positive.split(), "val_tokens", "keep_checkpoints"] and not 0 < value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be a finite number greater than 0.")
-        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be 0 or more, and finite.")
-
+    errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1

@@ -323,7 +323,7 @@ def resize(shape, weights, block_size, vocab_size):
 
 
 def load_initial_weights(config, preset, enc):
-    """(shape, weights) of --init-from, fitted to the run's block size and to the tokenizer of its data.
+    """The model of --init-from, fitted to the run's block size and to the tokenizer of its data, as `model_state` has it.
 
     preset: the TrainConfig of --preset. A shape flag that differs from it was given by the user, and must agree.
     """
@@ -342,7 +342,7 @@ def load_initial_weights(config, preset, enc):
             f"--sequence-length {config.sequence_length} is longer than the {shape['block_size']} tokens that "
             f"{config.init_from} can read. Lower it to that or less."
         )
-    return shape, weights
+    return {"config": shape, "model": weights}
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import errno
 import inspect
 import io
 import itertools
+import math
 import os
 import re
 import shutil
@@ -221,6 +222,18 @@ def flag_names(config_class, synonyms):
 
 # ----------------------------------------------------------------------------------------------------------
 # Running a program
+
+def check_numbers(config, positive):
+    """A sentence for each number of a dataclass that is infinite or negative, or 0 where it is named in `positive`."""
+    errors = []
+    for name, value in dataclasses.asdict(config).items():
+        flag = "--" + name.replace("_", "-")
+        if name in positive and not 0 < value < math.inf:
+            errors.append(f"{flag} is {value}, but it must be a finite number greater than 0.")
+        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            errors.append(f"{flag} is {value}, but it must be 0 or more, and finite.")
+    return errors
+
 
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 CLOSED_PIPE = 141  # what a shell shows for a program whose reader has gone: 128 + SIGPIPE

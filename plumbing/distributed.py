@@ -40,38 +40,30 @@ def choose_device(name):
     return name
 
 
-def choose_dtype_name(config, saved, device):
-    """The name of the dtype of a run: --dtype, that of the checkpoint `saved`, or the best for this device and model."""
-    name = config.dtype
-    if name == "auto" and saved:
-        name = saved["config"].get("dtype", "auto")
-    dtype = choose_dtype(name, device, config.n_embd)
-    return "fp8" if name == "fp8" else str(dtype).removeprefix("torch.")
-
-
 def choose_dtype(name, device, n_embd):
-    """The torch dtype of activations called `name`; for "auto" the best for this device and model width."""
+    """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
     device_type = device.split(":")[0]
-    if name == "auto":
-        if device_type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    has_bfloat16 = device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto" and device_type == "cuda":
+        name = "bfloat16" if has_bfloat16 else "float16"
+    elif name == "auto":
         # CPUs with bfloat16 instructions are faster with them once the matrices are large
-        if device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported():
-            return torch.bfloat16
-        return torch.float32
-    if name == "bfloat16" and device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pays = device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if pays else "float32"
+    if name == "bfloat16" and not has_bfloat16:
         raise UserError(
             "This GPU does not support --dtype bfloat16, which needs the Ampere generation or newer. "
             "Use --dtype float16."
         )
-    if name == "fp8":
-        if device_type == "mps" or device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-            raise UserError(
-                "This device does not support --dtype fp8, which needs an NVIDIA GPU of the Ada or Hopper "
-                "generation or newer. Leave --dtype out to use the best it has."
-            )
-        return torch.bfloat16  # of everything but the output layer
-    return getattr(torch, name)
+    if name == "fp8" and (
+        device_type == "mps" or device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9)
+    ):
+        raise UserError(
+            "This device does not support --dtype fp8, which needs an NVIDIA GPU of the Ada or Hopper "
+            "generation or newer. Leave --dtype out to use the best it has."
+        )
+    # fp8: everything but the output layer is in bfloat16
+    return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
 
 
 # dense bf16 peaks in FLOP/s from the vendors' datasheets; the first key contained in the device's name counts
@@ -93,6 +85,11 @@ def flops_per_token(c, T):
     The convention of PaLM (Chowdhery et al. 2022, appendix B): attention counts the full square of scores.
     """
     return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
+
+
+def is_out_of_memory(error):
+    """Whether an exception, or one that led to it, says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from plumbing.checkpoint import (
-    BEST, SHAPE, CheckpointWriter, check_tokenizer, list_checkpoints, load_checkpoint, model_tokenizer,
+    SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
@@ -46,11 +46,12 @@ SAME_IN_A_BRANCH = {
 # Finding what a run continues
 
 
-def find_checkpoint(config, enc, fingerprint):
-    """The checkpoint that the run begins with, as a dict, or None if it begins from scratch. Modifies nothing.
+def find_start(config, preset, enc, fingerprint):
+    """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
-    That is the newest intact one in out_dir, or, for the first start of a branch, the one of --branch-from; the dict
-    then has "branched", what run.txt says of it. Refuses a folder with a different run, and says what differs.
+    That is the newest intact checkpoint in out_dir; or, for the first start of a branch, the one of --branch-from,
+    which then has "branched", what run.txt says of it; or the weights of --init-from. Refuses a folder with a
+    different run, and says what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
     if config.resume and out_dir.exists():
@@ -69,7 +70,8 @@ def find_checkpoint(config, enc, fingerprint):
     if checkpoint:
         check_tokenizer(model_tokenizer(checkpoint), enc, config.data)
         check_data(checkpoint, fingerprint, config)
-    return checkpoint
+        return checkpoint
+    return load_initial_weights(config, preset, enc) if config.init_from else {}
 
 
 def settings_that_differ(config, checkpoint):

@@ -140,6 +140,26 @@ def open_masks(shards):
     return [open_mask(path, len(shard)) for path, shard in zip(paths, shards)]
 
 
+def check_size(folder, num_tokens, tokens_per_step):
+    """Raise UserError if the training shards have not even the tokens of one step."""
+    if num_tokens < tokens_per_step:
+        raise UserError(
+            f"{folder} has {num_tokens:,} training tokens, but one step takes {tokens_per_step:,}. "
+            "Lower --total-batch-size, or add shards."
+        )
+
+
+def check_same_data(then, now):
+    """Raise UserError if a loader's state, of a checkpoint, was counted on other data than its state now."""
+    for name in ("num_windows", "T"):
+        if then[name] != now[name]:
+            raise UserError(
+                f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now "
+                f"gives {now['num_windows']:,} of {now['T']}. Give the original shards with --data, or start over "
+                "with --no-resume."
+            )
+
+
 def check_token_ids(shards, tokenizer, n_vocab):
     """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
     for shard in shards:
