@@ -479,7 +479,7 @@ def test_a_defect_in_the_model_is_raised_and_not_explained_away(data, tmp_path):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
-    """Training, validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
+    """With validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
     import torch._dynamo
 
     hellaswag_data = hellaswag_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
