@@ -21,7 +21,7 @@ import tokenizer
 from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import num_cores, read_json_lines
-from plumbing.shards import open_shard
+from plumbing.shards import open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
@@ -54,12 +54,13 @@ def read_examples(path, enc):
 
 def list_segments(folder):
     """[(shard, start, stop, next shard)] over all the tokens of a folder; the next one only at a shard's end."""
-    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     shards, steps = {}, [1]
-    for file in files:
-        match = re.search(r"_(?:train|val)_(\d+)\.(npy|bin)$", file)
-        if match:
-            shards[int(match[1])] = open_shard(os.path.join(folder, file))
+    for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        if split_of(file):
+            # a shard whose name has no number has no next shard
+            match = re.search(r"_(\d+)\.(npy|bin)$", file)
+            number = int(match[1]) if match else -2 - len(shards)
+            shards[number] = open_shard(os.path.join(folder, file))
         # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
         match = re.search(r"^meta.*-of-(\d+)\.json$", file)
         if match:
@@ -68,8 +69,8 @@ def list_segments(folder):
     for number, shard in sorted(shards.items()):
         for start in range(0, len(shard), SEGMENT):
             stop = min(start + SEGMENT, len(shard))
-            follower = shards.get(number + max(steps)) if stop == len(shard) else None
-            segments.append((shard, start, stop, follower))
+            is_end = stop == len(shard) and number >= 0
+            segments.append((shard, start, stop, shards.get(number + max(steps)) if is_end else None))
     return segments
 
 

@@ -2,7 +2,14 @@
 
 import contextlib
 import os
+import socket
+import time
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from plumbing.cli import UserError
 
@@ -34,6 +41,73 @@ def atomic_write(path, mode="wb", **kwargs):
         raise
 
 
-def lock_folder(folder):
-    """Stand-in."""
-    return folder
+class FolderLock:
+    """A folder that belongs to this process until it closes the lock or ends, however it ends."""
+
+    def __init__(self, folder, name, descriptor, created):
+        self.path, self.descriptor, self.created = Path(folder) / name, descriptor, created
+
+    def close(self):
+        """Release the lock, and remove the folders that it created and that are still empty."""
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            os.close(self.descriptor)
+            self.descriptor = None
+        with contextlib.suppress(OSError):  # not empty
+            for folder in self.created:
+                folder.rmdir()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def lock_folder(folder, name=".lock"):
+    """Lock `folder`, creating it, so that two processes cannot write to it at once; UserError if another has it.
+
+    The kernel holds the lock (flock on the file `name`), so that it ends with the process; the file says who
+    has it. Close the lock, or use it in a `with` statement. If there is no such lock, as on Windows and some
+    network file systems, a note says so and the folder is not protected.
+    """
+    folder = Path(folder)
+    path = folder / name
+    created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # nothing can be written here, as the first write will report
+            return FolderLock(folder, name, None, created)
+        try:
+            if fcntl is None:
+                raise OSError("this system has no flock")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise UserError(
+                f"{folder} is in use by {owner}. Wait until that has ended, or choose another folder."
+            ) from None
+        except OSError as error:
+            print(f"note: {folder} cannot be locked ({error}): do not start a second program that writes to it.")
+            break
+        # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
+        if is_same_file(descriptor, path):
+            break
+        os.close(descriptor)
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with contextlib.suppress(OSError):  # a full disk: locked all the same
+        os.truncate(descriptor, 0)
+        os.write(descriptor, owner.encode())
+    return FolderLock(folder, name, descriptor, created)
+
+
+def is_same_file(descriptor, path):
+    """Whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -2,8 +2,9 @@
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
 is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
-counts as a target. llm.c's .bin shards are read as well: 256 int32 of header (20240520, version 1, number
-of tokens), then uint16.
+counts as a target. Read as well: llm.c's .bin shards (256 int32 of header: 20240520, version 1, number of
+tokens; then uint16), also under its names without a number (tiny_shakespeare_train.bin), and nanoGPT's
+train.bin and val.bin, which are uint16 and nothing else.
 """
 
 import contextlib
@@ -23,6 +24,10 @@ from plumbing.files import atomic_write
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 256  # int32
+LLAMA3_MAGIC = 20240801  # llm.c's shards of Llama 3's tokens, which are uint32
+NANOGPT_NAMES = ("train.bin", "val.bin")
+MASK_BLOCK = 2**24  # entries of a mask that are checked at a time
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # bytes per block, and blocks of each file, that a fingerprint reads
 
 # -----------------------------------------------------------------------------
 # Reading
@@ -81,12 +86,12 @@ def open_shard(path):
 
 
 def open_mask(path, length):
-    """The mask at `path` of a shard of `length` tokens: not 0 where a token counts as a target."""
+    """The mask at `path` of a shard of `length` tokens: 1 where a token counts as a target, see `check_masks`."""
     path = Path(path)
     try:
         dtype, shape, offset = open_npy(path)
-        if shape != (length,):
-            raise ValueError(f"its shape is {shape}, but its shard has {length:,} tokens")
+        if shape != (length,) or dtype not in (np.uint8, np.bool_):
+            raise ValueError(f"it holds {dtype} of shape {shape}, but its shard has {length:,} tokens")
     except FileNotFoundError:
         raise UserError(
             f"The loss mask {path} is missing, though other shards in that folder have one. Delete the shard it "
@@ -105,22 +110,35 @@ def open_npy(path):
     """(dtype, shape, offset of the data in bytes) of a file as np.save writes it; ValueError unless it is whole."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-        else:
+        if version not in ((1, 0), (2, 0)):
             raise ValueError(f"its format is version {version}, not one of np.save's")
+        try:
+            if version == (1, 0):
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        except OSError:
+            raise
+        except Exception as error:  # numpy parses a header as Python, with whatever errors that has
+            raise ValueError("its header cannot be read") from error
         offset, num_bytes = file.tell(), os.fstat(file.fileno()).st_size
     expected = offset + math.prod(shape) * dtype.itemsize
-    if num_bytes < expected:
+    if num_bytes < expected or min(shape, default=0) < 0:
         raise ValueError(f"it has {num_bytes:,} bytes, but its header says {expected:,}")
     return dtype, shape, offset
 
 
 def open_bin(path):
-    """(dtype, shape, offset of the data in bytes) of a shard of llm.c's; ValueError unless it is whole."""
+    """(dtype, shape, offset of the data in bytes) of a shard of llm.c's or nanoGPT's; ValueError unless it is whole."""
     header = np.fromfile(path, np.int32, BIN_HEADER)
+    magic = header[0] if len(header) else None
+    if magic == LLAMA3_MAGIC:
+        raise ValueError("it holds Llama 3's tokens (uint32), and only GPT-2's format (uint16) can be read")
+    if path.name in NANOGPT_NAMES and magic != BIN_MAGIC:
+        num_tokens, odd_byte = divmod(os.path.getsize(path), 2)
+        if odd_byte:
+            raise ValueError("its size is odd, but its tokens have two bytes each")
+        return np.dtype(np.uint16), (num_tokens,), 0
     if len(header) < BIN_HEADER:
         raise ValueError("it ends within its header")
     magic, version, num_tokens = header[:3].tolist()
@@ -183,13 +201,62 @@ def fingerprint(shards):
 
 def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, if there are none."""
-    paths = sorted(p for p in Path(folder).glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
+    paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
     if not paths:
         raise UserError(
             f"There are no {split} shards in {folder}. Make them with fineweb.py (conversations: smoltalk.py), "
             "or give the folder that has them with --data."
         )
-    return paths
+    return sorted(paths)
+
+
+def split_of(name):
+    """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" -> None."""
+    match = re.search(r"_(train|val)_.*\.(?:npy|bin)$|(?:^|_)(train|val)\.bin$", name)
+    return (match[1] or match[2]) if match else None
+
+
+def check_masks(masks):
+    """Raise UserError unless the masks of a split are all 0 or 1, and 1 somewhere.
+
+    Reads them whole, as a wrong value is silent: SmolTalk's 0.8 GB take about half a second.
+    """
+    num_targets = 0
+    for mask in masks:
+        for start in range(0, len(mask), MASK_BLOCK):
+            entries = mask.read(start, MASK_BLOCK).view(np.uint8)
+            largest = int(entries.max(initial=0))
+            if largest > 1:
+                raise UserError(
+                    f"Loss mask {mask.path} has the value {largest}, but every value must be 0 or 1. Delete it and "
+                    "its shard, and run smoltalk.py again."
+                )
+            num_targets += int(np.count_nonzero(entries))
+    if masks and not num_targets:
+        raise UserError(
+            f"The loss masks in {masks[0].path.parent} are 0 everywhere, so no token counts as a target and nothing "
+            "can be learned. Make the shards again with smoltalk.py."
+        )
+
+
+def fingerprint(paths):
+    """A hash of shards and their masks, in order: of each, its size and a fixed sample of blocks.
+
+    Other data of the same length have another fingerprint. Names do not count: a folder may be moved. 100
+    shards of 200 MB take a few hundredths of a second.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        for file_path in (Path(path), Path(path).with_suffix(".mask")):
+            if not file_path.exists():
+                continue
+            with open(file_path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "big"))
+                for i in range(SAMPLE_BLOCKS):  # from the first block to the last
+                    file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
+                    digest.update(file.read(SAMPLE_BLOCK))
+    return digest.hexdigest()
 
 
 def is_whole(path, num_tokens):
@@ -287,22 +354,95 @@ def new_meta(dataset, enc, made_from):
     return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
 
 
+META_TYPES = {
+    "dataset": str, "tokenizer": str, "vocab_size": int, "documents": int, "tokens": int, "targets": int,
+    "shards": dict, "complete": bool, "made_from": dict, "ends": dict, "validation_every": int,
+}  # fmt: skip
+META_KEYS = ("dataset", "tokenizer", "shards", "complete")  # what every meta.json has
+
+
 def read_meta(path):
-    """The contents of one meta.json; UserError unless it is whole and has the keys that resuming needs."""
+    """The contents of one meta.json; UserError unless they are of the form that fineweb.py and smoltalk.py write."""
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
-        for key in ("dataset", "tokenizer", "ends", "shards"):
-            meta[key]
-        meta["made_from"]["sources"]
+        check_meta_form(meta)
     except OSError as error:
         raise could_not_open("file", path, error) from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, RecursionError) as error:  # the second: brackets nested without end
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path} is damaged, or was not written by fineweb.py or smoltalk.py. Move its folder away, or choose "
-            "another output folder."
+            f"{path} is damaged, or was not written by fineweb.py or smoltalk.py: {reason}. Move its folder away, "
+            "or make the shards again in another folder."
         ) from None
     return meta
+
+
+def check_meta_form(meta):
+    """Raise ValueError unless `meta` has the keys and types of a meta.json."""
+    if not isinstance(meta, dict):
+        raise ValueError("it is not a JSON object")
+    for key in META_KEYS:
+        if key not in meta:
+            raise ValueError(f"it has no {key}")
+    for key, expected_type in META_TYPES.items():
+        if key in meta and type(meta[key]) is not expected_type:
+            raise ValueError(f"its {key} is not of type {expected_type.__name__}")
+    for name in (*meta["shards"], meta["tokenizer"]):
+        if not name or os.path.basename(name) != name or "\\" in name:  # files of this folder and of no other
+            raise ValueError(f"it names {name!r}, which is not the name of a file in its folder")
+    for key in ("shards", "ends"):
+        numbers = meta.get(key, {}).values()
+        lists = numbers if key == "ends" else [list(numbers)]
+        for entries in lists:
+            if type(entries) is not list or any(type(n) is not int or n < 0 for n in entries):
+                raise ValueError(f"its {key} are not counts")
+    sources = meta.get("made_from", {}).get("sources", [])
+    if type(sources) is not list or any(not is_named_size(source) for source in sources):
+        raise ValueError("its sources are not pairs of name and size")
+    for end in meta.get("ends", {}).values():
+        if not 4 <= len(end) <= 5 or end[0] >= len(sources):
+            raise ValueError("its ends are not positions in its sources")
+    if type(meta.get("made_from", {}).get("revision", "")) is not str:
+        raise ValueError("its revision is not a string")
+
+
+def is_named_size(source):
+    return type(source) is list and [type(entry) for entry in source] == [str, int]
+
+
+def check_meta(folder, paths):
+    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
+
+    A folder without one, as other programs write it, is accepted.
+    """
+    if (Path(folder) / "meta.pkl").exists():
+        raise UserError(
+            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, which have no tokenizer here. Make "
+            "shards of the text with fineweb.py --input."
+        )
+    listed = {}
+    for path in sorted(Path(folder).glob("meta*.json")):
+        meta = read_meta(path)
+        if not meta["complete"]:
+            raise UserError(
+                f"The shards in {folder} are not complete, as {path.name} says. Run the command that makes them "
+                "again; it continues where it was stopped."
+            )
+        listed |= meta["shards"]
+    if not listed:
+        return
+    found = {Path(path).name: len(open_shard(path)) for path in paths}
+    for name in sorted(listed.keys() | found.keys()):
+        if listed.get(name) != found.get(name):
+            raise UserError(
+                f"meta.json in {folder} does not describe its shards: {name} has {describe(listed.get(name))} in "
+                f"meta.json and {describe(found.get(name))} on disk. Run the command that made them again."
+            )
+
+
+def describe(num_tokens):
+    return "no entry" if num_tokens is None else f"{num_tokens:,} tokens"
 
 
 def read_metas(folder):
@@ -316,12 +456,19 @@ def read_metas(folder):
             f"Could not open the output folder {folder}: {error.strerror}. Choose another folder."
         ) from None
     paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
-    if not paths and any(re.search(r"_(train|val)_.*\.(npy|bin)$", file) for file in files):
+    if not paths and any(split_of(file) for file in files):
         raise UserError(
             f"{folder} has shards but no meta.json, so it is unknown what they were made from. Move the folder "
             "away, or choose another output folder."
         )
-    return {path: read_meta(path) for path in paths}
+    metas = {path: read_meta(path) for path in paths}
+    for path, meta in metas.items():
+        if "ends" not in meta or "sources" not in meta.get("made_from", {}):
+            raise UserError(
+                f"{path} was not written by fineweb.py or smoltalk.py. Move its folder away, or choose another "
+                "output folder."
+            )
+    return metas
 
 
 def check_same_dataset(folder, metas, path, meta):
