@@ -20,6 +20,7 @@ endings from one another. This takes half the tokens of the usual four rows.
 """
 
 import http.client
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,7 @@ import tyro
 from tqdm import tqdm
 
 from plumbing.cli import UserError
+from plumbing.distributed import choose_device
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
@@ -152,6 +154,13 @@ def check_example(example):
         raise ValueError("its activity_label, ctx and endings are not all strings")
     if str(example["label"]) not in ("0", "1", "2", "3"):  # the hub's copy has them as strings
         raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
+
+
+def load_examples(path, enc, limit=None):
+    """The first `limit` examples of a JSON lines file, rendered; the validation file is downloaded if missing."""
+    if not os.path.exists(path):
+        download(path)
+    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit)]
 
 
 class Rendered(NamedTuple):
@@ -368,9 +377,9 @@ def main():
     examples = list(iterate_examples(options.data or download()))
     if options.limit:
         examples = examples[: options.limit]
-    from train_gpt2 import choose_device, load_model  # not above: train_gpt2 imports this file
+    from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
-    device = choose_device(options)
+    device = choose_device(options.device)
     model, enc = load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, far finer than what the accuracies resolve

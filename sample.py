@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import train_gpt2  # before torch: sets how OpenMP threads wait
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 import torch
 import tyro
 
 import tokenizer
-from plumbing import cli
 from plumbing.cli import UserError
+from plumbing.distributed import choose_device, choose_dtype
+from plumbing.huggingface import export_huggingface
+from train_gpt2 import load_model
 
 
 @dataclass
@@ -241,13 +243,13 @@ def main(args=None):
     """Load the model, then export it, chat with it, or continue the prompt."""
     options = cli.parse(Options, args)
     check_options(options)
-    device = train_gpt2.choose_device(options)
+    device = choose_device(options.device)
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"
-    dtype = train_gpt2.choose_dtype(options, device.split(":")[0])
-    model, enc = train_gpt2.load_model(options.model)
+    model, enc = load_model(options.model)
+    dtype = choose_dtype(options.dtype, device, model.config.n_embd)
     if options.export:
-        train_gpt2.export_huggingface(model, enc, options.export)
+        export_huggingface(model, enc, options.export)
         print(f"{options.export} holds the model in Hugging Face format")
         return
     # cast the weights once: autocast would convert them again for every token

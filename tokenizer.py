@@ -20,15 +20,17 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
-from plumbing import cli
+from plumbing import cli, documents
 
 EOT = "<|endoftext|>"  # stands before every document
 # Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
@@ -291,6 +293,28 @@ def first_line(error):
 
 
 # -----------------------------------------------------------------------------
+# Encoding
+
+
+def encode_text(enc, text):
+    """The ids of `text` as uint32, with special tokens treated as plain text. Avoids a Python list of ints."""
+    try:
+        return enc.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:  # half a surrogate pair, as JSON can spell one: replaced, as in tiktoken's `encode`
+        return encode_text(enc, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except ValueError:
+        # tiktoken's regex fails on a million blanks before a word. subtle: the patterns treat all blanks
+        # but the last as one piece, so cutting there changes nothing; GPT-4's includes line ends as well
+        blank = r"[^\S\x1c-\x1f]"  # those four are blanks to Python but not to tiktoken
+        last = r"[^\S\r\n\x1c-\x1f]" if r"[\r\n]" in enc._pat_str else blank
+        cuts = [match.end() for match in re.finditer(rf"(?<!{blank}){blank}{{9999,}}(?={last}[\S\x1c-\x1f])", text)]
+        if not cuts:
+            raise
+        parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
+
+
+# -----------------------------------------------------------------------------
 # Hugging Face's `tokenizers`, used for training and for export
 
 
@@ -512,11 +536,9 @@ class Options:
 
 def read_texts(patterns, text_column):
     """The text of all inputs that match `patterns`."""
-    import fineweb  # imports this file
-
-    sources = fineweb.list_inputs(patterns)
+    sources = documents.list_inputs(patterns)
     with tempfile.TemporaryDirectory() as folder:
-        for batch in fineweb.read_batches(sources, fineweb.Options(text_column=text_column), folder, ""):
+        for batch in documents.read_batches(sources, text_column, folder):
             yield from (piece.text for piece in batch.pieces if piece.text)
 
 

@@ -15,6 +15,7 @@ from conftest import ROOT, listing, run, status_of, tiny_model
 import sample
 import tokenizer
 import train_gpt2
+from plumbing.huggingface import export_huggingface
 from sample import Options, generate_rows, fit_prompt, stream_text
 
 BYTES = tokenizer.get_encoding("bytes")
@@ -64,7 +65,7 @@ def test_greedy_with_the_cache_is_greedy_without_it_and_goes_beyond_the_block(mo
 def test_greedy_is_what_transformers_generates_from_the_exported_model(model, tmp_path):
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    train_gpt2.export_huggingface(model, BYTES, tmp_path / "hf")
+    export_huggingface(model, BYTES, tmp_path / "hf")
     hf = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("Hello", return_tensors="pt").input_ids
     assert ids.tolist() == [PROMPT]
