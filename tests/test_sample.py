@@ -210,7 +210,7 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "--seed is 18446744073709551616": ["x", "-m", path, "--seed", str(2**64)],
         "--num-samples is 0": ["x", "-m", path, "-n", "0"],
         "--top-kk": ["x", "-m", path, "--top-kk", "3"],
-        "--device tpu": ["x", "-m", path, "--device", "tpu"],
+        "no device called 'tpu'": ["x", "-m", path, "--device", "tpu"],
     }
     for number, (part, args) in enumerate(mistakes.items()):
         output = tmp_path / f"out{number}"
