@@ -28,6 +28,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -40,13 +41,17 @@ import tyro
 from tqdm import tqdm
 
 from plumbing.cli import UserError
+from plumbing.documents import read_json_lines
+from plumbing.files import atomic_write
 from plumbing.distributed import choose_device
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
 PAD_TO = 16  # row lengths are rounded up to this: 14 shapes and 7% padding on a GPU; with 32, 9 and 11%
 PADDING_SEGMENT = 5  # 0 is the context, 1 to 4 are the endings
-LOGITS_CHUNK = 256  # positions whose logits exist at the same time: 52 MB in float32 at 50,304 ids
+# positions whose logits exist at the same time: 52 MB in float32 at 50,304 ids fit a CPU's caches best, and
+# 412 MB are few enough launches for a GPU
+LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 # -----------------------------------------------------------------------------
 # Data
@@ -65,15 +70,20 @@ def download(path="hellaswag/hellaswag_val.jsonl", url=URL, num_lines=NUM_EXAMPL
             f"Could not write {path}: {error.strerror}. Check that its folder exists, is writable and has free "
             "space, then run the same command again."
         ) from None
-    with cli.atomic_write(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
     return path
 
 
 def check_downloaded(path, num_lines):
     """Raise UserError unless the file at `path` has as many lines as the validation file."""
-    with open(path, "rb") as file:
-        found = len(file.read().splitlines())
+    try:
+        with open(path, "rb") as file:
+            found = len(file.read().splitlines())
+    except OSError as error:
+        raise UserError(
+            f"Could not open {path}: {error.strerror}. Check that it is a file and that you have permission to read it."
+        ) from None
     if found != num_lines:
         raise UserError(
             f"{path} has {found} lines, but HellaSwag's validation file has {num_lines}. "
@@ -108,49 +118,27 @@ def fetch(url, num_lines, path, attempts, wait):
 def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                yield {"ind": number - 1, **parse_example(line, number, path)}
-    except OSError as error:
-        raise UserError(
-            f"Could not open {path}: {error.strerror}. Check that it exists and that you have permission to read it."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text ({error.reason}). Replace it with HellaSwag's file of JSON lines."
-        ) from None
+    for number, example in read_json_lines(path):
+        try:
+            check_example(example)
+        except ValueError as error:
+            raise UserError(
+                f"Line {number} of {path} is not a HellaSwag example: {error}. Fix or remove that line."
+            ) from None
+        yield {"ind": number - 1, **example}
     if number == 0:
         raise UserError(f"{path} is empty. Replace it with HellaSwag's file of JSON lines.")
 
 
-def parse_example(line, number, path):
-    """Return the example in line `number` of `path`."""
-    try:
-        example = json.loads(line)
-        check_example(example)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"Line {number} of {path} is not valid JSON: {error.msg} at column {error.colno}. Fix or remove that line."
-        ) from None
-    except ValueError as error:
-        raise UserError(
-            f"Line {number} of {path} is not a HellaSwag example: {error}. Fix or remove that line."
-        ) from None
-    return example
-
-
 def check_example(example):
     """Raise ValueError unless `example` has what scoring needs."""
-    if not isinstance(example, dict):
-        raise ValueError("it is not a JSON object")
     missing = [key for key in ("activity_label", "ctx", "endings", "label") if key not in example]
     if missing:
         raise ValueError(f"it has no {', '.join(missing)}")
     if not isinstance(example["endings"], list) or len(example["endings"]) != 4:
         raise ValueError("its endings are not a list of four")
-    texts = [example["activity_label"], example["ctx"], *example["endings"]]
-    if not all(isinstance(text, str) for text in texts):
+    contexts = [example[key] for key in ("activity_label", "ctx", "ctx_a", "ctx_b") if key in example]
+    if not all(isinstance(text, str) for text in contexts + example["endings"]):
         raise ValueError("its activity_label, ctx and endings are not all strings")
     if str(example["label"]) not in ("0", "1", "2", "3"):  # the hub's copy has them as strings
         raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
@@ -230,7 +218,7 @@ def truncate(example, block_size):
     return example.context[-(block_size + 1 - longest) :], endings
 
 
-def pack(rows, L, device="cpu"):
+def pack(rows, L):
     """Pack (context, endings) pairs into one batch of rows of L tokens.
 
     A context of 3 tokens and endings a, b of 3 and 2 make a row of L = 8 like this:
@@ -239,9 +227,8 @@ def pack(rows, L, device="cpu"):
         pos       0  1  2   3  4   3  0  0
         segment   0  0  0   1  1   2  5  5     5 is padding
 
-    A token attends causally to the context and to its own segment. Returns idx, pos (B, L), attn_mask
-    (B, 1, L, L) and, for every token of every ending in order, its id and the flat index
-    (row * L + column) at which it is predicted: positions, targets (N,).
+    Returns idx, pos, segment (B, L) and, for every token of every ending in order, its id and the flat
+    index (row * L + column) at which it is predicted: positions, targets (N,).
     """
     shape = (len(rows), L)
     idx, pos, segment = np.zeros(shape, int), np.zeros(shape, int), np.full(shape, PADDING_SEGMENT)
@@ -262,12 +249,15 @@ def pack(rows, L, device="cpu"):
             positions.extend(range(row * L + start, row * L + end))
             targets.extend(ending)
     arrays = (idx, pos, segment, np.array(positions), np.array(targets))
-    tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
-    idx, pos, segment, positions, targets = tensors
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def attention_mask(segment):
+    """The mask (B, 1, L, L): a token attends causally to the context and to its own segment."""
+    L = segment.size(1)
     query, key = segment[:, :, None], segment[:, None, :]
-    causal = torch.ones(L, L, dtype=torch.bool, device=device).tril()
-    attn_mask = causal & ((query == key) | (key == 0))
-    return idx, pos, attn_mask[:, None], positions, targets
+    causal = torch.ones(L, L, dtype=torch.bool, device=segment.device).tril()
+    return (causal & ((query == key) | (key == 0)))[:, None]
 
 
 @torch.no_grad()
@@ -288,15 +278,12 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
     row_lengths = context_lengths + lengths.sum(1) - 4  # of each ending the last token is not read
     # longest first: memory use peaks early, and rows of similar length share a batch
     order = np.argsort(-row_lengths, kind="stable")
+    batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = [torch.zeros(0, device=device)]
-    done = 0
     with tqdm(total=len(rows), unit=" examples", disable=not progress) as bar:
-        while done < len(rows):
-            L = round_up(row_lengths[order[done]], PAD_TO)
-            batch = [rows[i] for i in order[done : done + max(1, batch_tokens // L)]]
-            log_probs.extend(score_batch(model, batch, L, n_vocab))
-            done += len(batch)
-            bar.update(len(batch))
+        for batch in run_ahead(batches):
+            log_probs.extend(score_batch(model, batch, n_vocab))
+            bar.update(len(batch[0]))
     log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
     total = np.empty(lengths.shape)
     if len(rows):
@@ -305,18 +292,38 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
     return total, total / lengths
 
 
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
+def packed_batches(rows, row_lengths, batch_tokens, device):
+    """Yield batches of rows, which are sorted by length, as `pack` returns them; pinned for a GPU."""
+    done = 0
+    while done < len(rows):
+        L = -(-row_lengths[done] // PAD_TO) * PAD_TO  # rounded up
+        num_rows = max(1, batch_tokens // L)
+        tensors = pack(rows[done : done + num_rows], L)
+        # from pinned memory a copy to the GPU does not wait for the work that is queued there
+        yield [tensor.pin_memory() for tensor in tensors] if device.type == "cuda" else tensors
+        done += num_rows
 
 
-def score_batch(model, batch, L, n_vocab):
-    """Yield the log-probabilities of the endings' tokens in a batch of (context, endings), in chunks."""
+def run_ahead(iterator):
+    """Yield what `iterator` yields, while a thread makes the next item."""
+    with ThreadPoolExecutor(1) as executor:
+        pending = executor.submit(next, iterator, None)
+        item = pending.result()
+        while item is not None:
+            pending = executor.submit(next, iterator, None)
+            yield item
+            item = pending.result()
+
+
+def score_batch(model, batch, n_vocab):
+    """Yield the log-probabilities of the endings' tokens in a packed batch, in chunks."""
     device = next(model.parameters()).device
-    idx, pos, attn_mask, positions, targets = pack(batch, L, device)
-    hidden = model.hidden_states(idx, pos, attn_mask).flatten(0, 1)  # (B * L, C)
-    for first in range(0, len(positions), LOGITS_CHUNK):
-        chunk = slice(first, first + LOGITS_CHUNK)
-        logits = model.lm_head(hidden[positions[chunk]])  # (LOGITS_CHUNK, vocab)
+    idx, pos, segment, positions, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+    hidden = model.hidden_states(idx, pos, attention_mask(segment)).flatten(0, 1)  # (B * L, C)
+    chunk_size = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK
+    for first in range(0, len(positions), chunk_size):
+        chunk = slice(first, first + chunk_size)
+        logits = model.lm_head(hidden[positions[chunk]])  # (chunk_size, vocab)
         logits[:, n_vocab:] = -torch.inf
         yield -F.cross_entropy(logits.float(), targets[chunk], reduction="none")
 
@@ -395,7 +402,7 @@ def main():
 
 def write_predictions(path, examples, predictions):
     """Write each example's label and its predictions in both conventions, one JSON line each."""
-    with cli.atomic_write(path, "w") as file:
+    with atomic_write(path, "w") as file:
         for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
             line = {
                 "ind": example["ind"],

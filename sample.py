@@ -59,6 +59,8 @@ def check_options(options):
             errors.append(f"{flag} is {value}, but it must be {least} or more, and finite.")
     if not 0 < options.top_p <= 1:
         errors.append(f"--top-p is {options.top_p}, but it must be greater than 0 and at most 1.")
+    if not 0 <= options.seed < 2**63:
+        errors.append(f"--seed is {options.seed}, but it must be from 0 to {2**63 - 1}.")
     if not options.prompt and not options.chat and not options.export:
         errors.append(
             "The prompt is empty or missing. Give the text to continue in quotes, or use --chat for a conversation."
@@ -83,7 +85,12 @@ def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
     stop_ids = {enc.eot_token, *stop_ids}
     device = next(model.parameters()).device
     prompt = torch.tensor([ids] * rows, device=device)
-    sampling = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    # float32 has no numbers as small as a flag may be, and below these only the most likely token is left
+    sampling = {
+        "temperature": options.temperature if options.temperature > 1e-6 else 0,
+        "top_k": options.top_k,
+        "top_p": max(options.top_p, 1e-9),
+    }
     running = [True] * rows
     for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling, generator=generator):
         next_ids = next_ids.tolist()

@@ -31,6 +31,7 @@ import numpy as np
 import tiktoken
 
 from plumbing import cli, documents
+from plumbing.files import atomic_write
 
 EOT = "<|endoftext|>"  # stands before every document
 # Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
@@ -165,9 +166,9 @@ def write_encoding(enc, path):
     """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.loads(header) | {"sha256": sha256(ranks)}
-    with cli.atomic_write(f"{path}.json", "w", encoding="ascii") as file:
+    with atomic_write(f"{path}.json", "w", encoding="ascii") as file:
         file.write(json.dumps(fields, indent=2) + "\n")
-    with cli.atomic_write(path, "w", encoding="ascii") as file:
+    with atomic_write(path, "w", encoding="ascii") as file:
         file.write(ranks)
 
 
@@ -427,7 +428,7 @@ def export_huggingface(enc, directory, max_length=None):
     files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
     os.makedirs(directory, exist_ok=True)
     for name, text in files.items():
-        with cli.atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
+        with atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
             file.write(text)
     write_encoding(enc, os.path.join(directory, "tokenizer.tiktoken"))
 

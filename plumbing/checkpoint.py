@@ -12,7 +12,7 @@ import torch
 import tokenizer
 from plumbing.cli import UserError, suggest
 from plumbing.files import atomic_write
-from plumbing.huggingface import load_huggingface
+from plumbing.huggingface import load_huggingface, load_tokenizer
 
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -214,9 +214,7 @@ def load_model_state(source):
         checkpoint = load_checkpoint(path)
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
-        shape, weights = load_huggingface(source)
-        trained = path / "tokenizer.tiktoken"  # export_huggingface leaves it there
-        return shape, weights, tokenizer.get_encoding(str(trained) if trained.exists() else "gpt2")
+        return *load_huggingface(source), load_tokenizer(source)
     checkpoint = newest_checkpoint(path)
     if checkpoint:
         return *model_state(checkpoint), model_tokenizer(checkpoint)

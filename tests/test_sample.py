@@ -93,7 +93,11 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(model):
 def test_top_k_1_and_a_tiny_top_p_are_greedy(model):
     greedy = rows_of(model, PROMPT, 20, temperature=0)
     assert rows_of(model, PROMPT, 20, top_k=1) == greedy
-    assert rows_of(model, PROMPT, 20, top_k=0, top_p=1e-9) == greedy
+    for top_p in (1e-9, 1e-30, 1e-300):  # the last is 0 in float32
+        assert rows_of(model, PROMPT, 20, top_k=0, top_p=top_p) == greedy
+    for temperature in (1e-5, 1e-30, 1e-300):
+        assert rows_of(model, PROMPT, 20, temperature=temperature) == greedy
+    assert len(rows_of(model, PROMPT, 20, temperature=1e300)[0]) == 20
 
 
 def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(model):
@@ -171,6 +175,13 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     assert listing(tmp_path) == before
 
 
+def test_a_prompt_that_is_not_utf8_is_continued_with_replacements(model, tmp_path, capsys):
+    path = save(tmp_path / "m.pt", model)
+    prompt = os.fsdecode(b"a\xff\xfeb")  # as in sys.argv: the bytes are half surrogate pairs
+    assert status_of(sample.main, [prompt, "-m", path, "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("a\ufffd\ufffdb")
+
+
 class Hostile:
     """A pickle that makes a file when it is loaded."""
 
@@ -196,9 +207,10 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "--temperature is -1": ["x", "-m", path, "--temperature", "-1"],
         "--temperature is nan": ["x", "-m", path, "--temperature", "nan"],
         "--top-p is 0": ["x", "-m", path, "--top-p", "0"],
+        "--seed is 18446744073709551616": ["x", "-m", path, "--seed", str(2**64)],
         "--num-samples is 0": ["x", "-m", path, "-n", "0"],
         "--top-kk": ["x", "-m", path, "--top-kk", "3"],
-        "--device tpu": ["x", "-m", path, "--device", "tpu"],
+        "no device called 'tpu'": ["x", "-m", path, "--device", "tpu"],
     }
     for number, (part, args) in enumerate(mistakes.items()):
         output = tmp_path / f"out{number}"
