@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from plumbing import cli
+from plumbing import cli, documents
 import fineweb
 import hellaswag
 import tokenizer
@@ -474,11 +474,11 @@ def bench_data(options, device):
     """fineweb.py from documents to shards on all cores, beside tiktoken on one thread with the texts in memory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if options.input:
-            sources = fineweb.list_inputs(options.input)
-            texts = [p.text for s in sources for p in fineweb.read_pieces(s.name, s.name, "text", 0)]
+            sources = documents.list_inputs(options.input)
+            texts = [p.text for s in sources for p in documents.read_pieces(s.name, s.name, "text")]
             chosen = {"input": options.input}
         else:
-            texts, chosen = fineweb.python_docs(), {"dataset": "python-docs"}
+            texts, chosen = documents.python_docs(), {"dataset": "python-docs"}
         enc = tokenizer.get_encoding(options.tokenizer)
         stack.enter_context(contextlib.redirect_stdout(None))
         stack.enter_context(contextlib.redirect_stderr(open(os.devnull, "w")))

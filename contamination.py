@@ -1,150 +1,201 @@
-"""Which examples of an evaluation stand in the training text? Training on them makes its curve lie.
+"""Which evaluation examples occur in the training text? Training on them inflates the score.
 
-    python fineweb.py --contamination hellaswag_val.jsonl --out-dir edu_fineweb10B
+    python contamination.py --data edu_fineweb10B --eval hellaswag/hellaswag_val.jsonl
 
-searches all the shards of a folder for runs of 13 tokens of HellaSwag's examples, a context with
-each of its endings. Exact: hashes only say where to look, tokens decide. Memory does not grow with
-the corpus.
+searches all shards of a folder for 13-grams of tokens from HellaSwag's examples (the context with each
+of its endings). The match is exact: hashes only narrow down the candidates, tokens decide. Memory does
+not grow with the corpus.
 """
 
 import itertools
-import json
 import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
-import fineweb
 import tokenizer
+from plumbing import cli
 from plumbing.cli import UserError
+from plumbing.documents import num_cores, read_json_lines
+from plumbing.shards import open_shard
 
-RUN = 13  # tokens in common that count, as in GPT-3's study of contamination
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
-TABLE_BITS = 27  # 128 MB of flags: at a million runs looked for, 1 token in 100 needs a second look
+NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
+TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
 SEGMENT = 2**24  # tokens of a shard that a core reads at a time
 BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay in its cache
 
 
+@dataclass
+class Options:
+    data: str = "edu_fineweb10B"  # folder of token shards to search
+    eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
+    num_proc: int = 0  # cores to search on; 0: all
+
+
 def read_examples(path, enc):
-    """The lines of a HellaSwag file as [(line number, the tokens of its context and each ending)]."""
+    """Read a HellaSwag file as [(line number, the tokens of the context with each ending)]."""
     examples = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    example = json.loads(line)
-                    texts = [f"{example['ctx']} {ending}" for ending in example["endings"]]
-                except (ValueError, KeyError, TypeError) as error:
-                    got = f"got {path} line {number} ({error!r})"
-                    raise UserError(f"{got}, needed HellaSwag's ctx and endings, do mend it") from None
-                examples.append((number, [fineweb.encode_text(enc, text).astype(np.uint16) for text in texts]))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"got --contamination {path} ({error}), needed a HellaSwag file, do check the path") from None
+    for number, example in read_json_lines(path):
+        context, endings = example.get("ctx"), example.get("endings")
+        if not isinstance(context, str) or not isinstance(endings, list):
+            raise UserError(
+                f"Line {number} of {path} is not a HellaSwag example: it has no ctx, or no list of endings. Fix or "
+                "remove that line."
+            )
+        texts = [f"{context} {ending}" for ending in endings]
+        examples.append((number, [tokenizer.encode_text(enc, text).astype(np.uint16) for text in texts]))
     return examples
 
 
-def segments(folder):
-    """[(shard, start, stop, shard that follows)] over all the tokens of a folder."""
+def list_segments(folder):
+    """[(shard, start, stop, next shard)] over all the tokens of a folder; the next one only at a shard's end."""
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    shards = [(file, re.search(r"_(?:train|val)_(\d+)\.(npy|bin)$", file)) for file in files]
-    numbers = {int(match[1]): os.path.join(folder, file) for file, match in shards if match}
-    # written in parts, shards follow each other in steps of the number of parts
-    steps = [int(match[1]) for file in files if (match := re.search(r"^meta.*-of-(\d+)\.json$", file))]
-    for number, path in sorted(numbers.items()):
-        size = len(fineweb.open_shard(path))
-        for start in range(0, size, SEGMENT):
-            stop = min(start + SEGMENT, size)
-            yield path, start, stop, numbers.get(number + max(steps, default=1)) if stop == size else None
+    shards, steps = {}, [1]
+    for file in files:
+        match = re.search(r"_(?:train|val)_(\d+)\.(npy|bin)$", file)
+        if match:
+            shards[int(match[1])] = open_shard(os.path.join(folder, file))
+        # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
+        match = re.search(r"^meta.*-of-(\d+)\.json$", file)
+        if match:
+            steps.append(int(match[1]))
+    segments = []
+    for number, shard in sorted(shards.items()):
+        for start in range(0, len(shard), SEGMENT):
+            stop = min(start + SEGMENT, len(shard))
+            follower = shards.get(number + max(steps)) if stop == len(shard) else None
+            segments.append((shard, start, stop, follower))
+    return segments
 
 
-def run_hashes(tokens):
-    """(n,) uint16 -> (n - RUN + 1,) uint64, a polynomial in FACTOR of the RUN tokens from each position."""
-    tokens = tokens.astype(np.uint64) + 1  # else leading zeros would not show
-    hashes = tokens[: len(tokens) - RUN + 1].copy()
-    for i in range(1, RUN):
-        hashes *= np.uint64(FACTOR)  # wraps around
+def ngram_hashes(tokens):
+    """(n,) uint16 -> (n - NGRAM + 1,) uint64: of the n-gram at each position, a polynomial in HASH_MULTIPLIER."""
+    tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
+    hashes = tokens[: len(tokens) - NGRAM + 1].copy()
+    for i in range(1, NGRAM):
+        hashes *= np.uint64(HASH_MULTIPLIER)  # wraps around
         hashes += tokens[i : i + len(hashes)]
     return hashes
 
 
-class Runs:
-    """Every distinct run of RUN tokens in some texts, to be looked for."""
+class NgramIndex:
+    """All distinct n-grams of NGRAM tokens in some texts, indexed for searching."""
 
     def __init__(self, texts):
-        """`which`: per text and place in it, the number of the run that begins there."""
-        runs = np.concatenate([np.lib.stride_tricks.sliding_window_view(tokens, RUN) for tokens in texts])
-        hashes = np.concatenate([run_hashes(tokens) for tokens in texts])
-        self.hashes, first, self.which = np.unique(hashes, return_index=True, return_inverse=True)
-        self.runs = runs[first]  # (runs, RUN)
-        assert (self.runs[self.which] == runs).all(), "two runs with one hash: choose another FACTOR"
+        """`ngram_ids`: for each position in each text, the index of the n-gram that starts there."""
+        ngrams = np.concatenate([np.lib.stride_tricks.sliding_window_view(tokens, NGRAM) for tokens in texts])
+        hashes = np.concatenate([ngram_hashes(tokens) for tokens in texts])
+        self.hashes, first, self.ngram_ids = np.unique(hashes, return_index=True, return_inverse=True)
+        self.ngrams = ngrams[first]  # (distinct n-grams, NGRAM)
+        assert (self.ngrams[self.ngram_ids] == ngrams).all(), "hash collision: choose another HASH_MULTIPLIER"
         self.shift = np.uint64(64 - TABLE_BITS)
         self.table = np.zeros(2**TABLE_BITS, dtype=bool)
         self.table[self.hashes >> self.shift] = True
 
     def search(self, segment):
-        """The runs in a segment of a shard, and where each is seen first."""
+        """The n-grams found in a segment of a shard, and the first position of each."""
         shard, start, stop, follower = segment
-        tokens = fineweb.open_shard(shard)[start : stop + RUN - 1]
-        if follower:  # a run may begin in one shard and end in the next
-            tokens = np.concatenate([tokens, fineweb.open_shard(follower)[: RUN - 1]])
-        seen, places = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for at in range(0, len(tokens) - RUN + 1, BLOCK):
-            block = np.asarray(tokens[at : at + BLOCK + RUN - 1])
-            hashes = run_hashes(block)
-            place = np.flatnonzero(self.table[hashes >> self.shift])
-            index = np.minimum(np.searchsorted(self.hashes, hashes[place]), len(self.hashes) - 1)
-            place, index = place[same := self.hashes[index] == hashes[place]], index[same]
-            equal = (block[place[:, None] + np.arange(RUN)] == self.runs[index]).all(axis=1)
-            seen.append(index[equal])
-            places.append(start + at + place[equal])
-        seen, order = np.unique(np.concatenate(seen), return_index=True)
-        return seen, np.concatenate(places)[order]
+        tokens = shard.read(start, stop - start + NGRAM - 1)
+        if follower:  # an n-gram may begin in one shard and end in the next
+            tokens = np.concatenate([tokens, follower.read(0, NGRAM - 1)])
+        found, positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for offset in range(0, len(tokens) - NGRAM + 1, BLOCK):
+            block = tokens[offset : offset + BLOCK + NGRAM - 1]
+            ids, block_positions = self.search_block(block)
+            found.append(ids)
+            positions.append(start + offset + block_positions)
+        found, first = np.unique(np.concatenate(found), return_index=True)
+        return found, np.concatenate(positions)[first]
+
+    def search_block(self, block):
+        """The indices of all known n-grams in `block`, and their positions in it."""
+        hashes = ngram_hashes(block)
+        # 1) the table of flags lets few positions pass
+        positions = np.flatnonzero(self.table[hashes >> self.shift])
+        # 2) of these, the ones whose whole hash is known
+        ids = np.searchsorted(self.hashes, hashes[positions])
+        ids = np.minimum(ids, len(self.hashes) - 1)
+        same_hash = self.hashes[ids] == hashes[positions]
+        positions, ids = positions[same_hash], ids[same_hash]
+        # 3) of these, the ones with the same tokens
+        candidates = block[positions[:, None] + np.arange(NGRAM)]
+        same_tokens = (candidates == self.ngrams[ids]).all(axis=1)
+        return ids[same_tokens], positions[same_tokens]
+
+
+def longest_overlaps(examples, index, found):
+    """{line number: (length, shard, position, tokens)} of each example's longest stretch of n-grams in `found`."""
+    longest, offset = {}, 0
+    for number, endings in examples:
+        for tokens in endings:
+            num_ngrams = max(0, len(tokens) - NGRAM + 1)
+            ids = index.ngram_ids[offset : offset + num_ngrams].tolist()
+            offset += num_ngrams
+            for is_found, stretch in itertools.groupby(range(num_ngrams), key=lambda i: ids[i] in found):
+                first, *rest = stretch
+                length = NGRAM + len(rest)
+                if is_found and (number not in longest or length > longest[number][0]):
+                    shard, position = found[ids[first]]
+                    longest[number] = length, shard, position, tokens[first : first + length]
+    return longest
 
 
 def report(folder, path, num_proc=0):
-    """Print which examples of `path` the shards in `folder` have in them. Returns {line: longest run in common}."""
-    work = list(segments(folder))
-    if not work:
-        raise UserError(f"got {folder} without shards, needed the training text, do make it or give --out-dir")
+    """Print which examples in `path` occur in the shards in `folder`.
+
+    Returns {line number: longest overlap in tokens}.
+    """
+    segments = list_segments(folder)
+    if not segments:
+        raise UserError(
+            f"There are no shards in {folder}. Make them with fineweb.py, or give the folder that has them with --data."
+        )
     enc = tokenizer.folder_encoding(folder)
     examples = read_examples(path, enc)
-    texts = [tokens for _, endings in examples for tokens in endings if len(tokens) >= RUN]
+    texts = [tokens for _, endings in examples for tokens in endings if len(tokens) >= NGRAM]
     if not texts:
-        raise UserError(f"got {path} without an example of {RUN} tokens, needed some, do give HellaSwag's file")
-    runs = Runs(texts)
+        raise UserError(
+            f"No example in {path} has {NGRAM} tokens or more, so there is nothing to search for. Give HellaSwag's "
+            "validation file with --eval."
+        )
+    index = NgramIndex(texts)
 
-    found = {}  # run: (shard, position)
-    clock = time.perf_counter()
-    num_proc = num_proc or fineweb.num_cores()
-    with ThreadPoolExecutor(num_proc) as pool, tqdm(unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
-        for (shard, start, stop, _), (seen, places) in zip(work, pool.map(runs.search, work)):
-            for run, place in zip(seen.tolist(), places.tolist()):
-                found.setdefault(run, (shard, place))
+    found = {}  # n-gram: (shard, position)
+    start_time = time.perf_counter()
+    num_proc = num_proc or num_cores()
+    with ThreadPoolExecutor(num_proc) as executor, tqdm(unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
+        for (shard, start, stop, _), (ids, positions) in zip(segments, executor.map(index.search, segments)):
+            for ngram, position in zip(ids.tolist(), positions.tolist()):
+                found.setdefault(ngram, (shard, position))
             bar.update(stop - start)
-    seconds, num_tokens = time.perf_counter() - clock, sum(stop - start for _, start, stop, _ in work)
+    seconds = time.perf_counter() - start_time
+    num_tokens = sum(stop - start for _, start, stop, _ in segments)
 
-    # per example the longest stretch of runs that were all found
-    at, worst = 0, {}
-    for number, endings in examples:
-        for tokens in endings:
-            here = runs.which[at : at + max(0, len(tokens) - RUN + 1)].tolist()
-            at += len(here)
-            for hit, stretch in itertools.groupby(range(len(here)), key=lambda i: here[i] in found):
-                first, *rest = stretch
-                length = RUN + len(rest)
-                if hit and length > worst.get(number, (0,))[0]:
-                    worst[number] = length, *found[here[first]], tokens[first : first + length]
-    short = sum(all(len(tokens) < RUN for tokens in endings) for _, endings in examples)
+    longest = longest_overlaps(examples, index, found)
+    num_short = sum(all(len(tokens) < NGRAM for tokens in endings) for _, endings in examples)
     print(
-        f"{len(worst)} of {len(examples)} examples ({len(worst) / len(examples):.2%}) of {path} have {RUN} tokens "
-        f"in a row in common with {folder} ({num_tokens:,} tokens of {enc.name}); {short} are shorter than that"
+        f"{len(longest)} of {len(examples)} examples ({len(longest) / len(examples):.2%}) of {path} share {NGRAM} or "
+        f"more tokens in a row with {folder} ({num_tokens:,} tokens of {enc.name}); {num_short} examples are shorter"
     )
-    for number, (length, shard, place, tokens) in sorted(worst.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
-        text, shard = enc.decode(tokens)[:150], os.path.basename(shard)
-        print(f"  line {number}: {length} tokens, {shard} at {place:,}: {text!r}")
+    for number, overlap in sorted(longest.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
+        length, shard, position, tokens = overlap
+        text = enc.decode(tokens)[:150]
+        print(f"  line {number}: {length} tokens, {shard.path.name} at {position:,}: {text!r}")
     rate, minutes = num_tokens / seconds, 1e10 * seconds / num_tokens / 60
     print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} min")
-    return {number: length for number, (length, *_) in worst.items()}
+    return {number: length for number, (length, *_) in longest.items()}
+
+
+def main(args=None):
+    """Search a folder of shards for an evaluation's examples."""
+    options = cli.parse(Options, args)
+    report(options.data, options.eval, options.num_proc)
+
+
+if __name__ == "__main__":
+    cli.run(main)

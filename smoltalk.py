@@ -1,4 +1,4 @@
-"""Conversations to token shards, for fine-tuning a model that answers.
+"""Turn conversations into token shards, to fine-tune a chat model.
 
     python smoltalk.py                                     SmolTalk, 1M conversations from the hub
     python smoltalk.py --input chats.jsonl --out-dir chats
@@ -10,18 +10,17 @@ roles user, assistant and system. It becomes
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^  what is learned: mask 1
 
-where the markers are single ids behind the tokenizer's own; text that spells one stays text.
-Shards are those of fineweb.py, and beside each `x_train_000001.npy` lies `x_train_000001.mask`
-(np.save, uint8, as long): 1 where a token counts as a target.
+where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
+The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
+(np.save, uint8, same length): 1 where a token counts as a target.
 
-Blocks of `--max-length` tokens hold whole conversations, so that a model whose sequences have that
-length sees each one from its first token: what is left of a block is filled with <|end|>, mask 0.
-A longer conversation is cut behind the last answer that fits.
+Blocks of `--max-length` tokens hold whole conversations, so that a model with that sequence length
+sees each one from its first token; the rest of a block is padded with <|end|>, mask 0. A longer
+conversation is cut after the last answer that fits.
 """
 
 import contextlib
 import glob
-import json
 import os
 import random
 import re
@@ -31,9 +30,10 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing import cli
-import fineweb
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.documents import file_type, is_url, list_inputs, read_json_lines
+from plumbing.shards import ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, write_shard
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
@@ -59,73 +59,70 @@ class Options:
 
 
 def read_hub():
-    """SmolTalk's conversations, in a seeded random order: its parts come one after the other."""
-    import datasets  # slow to import: only where the hub is read
+    """SmolTalk's conversations, shuffled with a fixed seed, since the dataset is ordered by source."""
+    import datasets  # slow to import, and only needed here
 
     try:
         conversations = datasets.load_dataset(HUB_DATASET, "all", split="train").shuffle(seed=0)
     except (OSError, ValueError, RuntimeError) as error:  # what the hub's client raises without a network
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"got no {HUB_DATASET} from the hub ({str(error).splitlines()[0]}), needed a network that reaches it, "
-            "run again later or give conversations of yours with --input"
+            f"Could not download {HUB_DATASET}: {reason}. Check the network and run the same command again, or give "
+            "conversations of your own with --input."
         ) from None
     for row in tqdm(conversations, unit=" conversations"):
-        with contextlib.suppress(ValueError):  # nobody can mend these: a faulty one is passed over
+        with contextlib.suppress(ValueError):  # users cannot fix the hub's data: skip malformed conversations
             check_messages(row["messages"])
             yield row["messages"]
 
 
-def read_jsonl(paths):
+def read_files(paths):
     """The conversations of JSON lines files; a UserError names the line that is wrong."""
     with tqdm(unit=" conversations", delay=0.5) as bar:
         for path in paths:
-            number = 0
-            try:
-                with fineweb.open_text(path) as file:
-                    for number, line in enumerate(file, 1):
-                        if line.isspace():
-                            continue
-                        record = json.loads(line)
-                        if not isinstance(record, dict) or "messages" not in record:
-                            raise ValueError("no messages")
-                        check_messages(record["messages"])
-                        yield record["messages"]
-                        bar.update()
-            except (OSError, ValueError, RecursionError) as error:
-                raise UserError(
-                    f"got {path} line {number}: {error}, needed "
-                    '{"messages": [{"role": "user", "content": "..."}, ...]}, mend or remove that line'
-                ) from None
+            for number, record in read_json_lines(path):
+                try:
+                    check_messages(record.get("messages"))
+                except ValueError as error:
+                    raise UserError(
+                        f"Line {number} of {path} is not a conversation: {error}. Fix or remove that line; it should "
+                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
+                    ) from None
+                yield record["messages"]
+                bar.update()
 
 
 def check_messages(messages):
     """Raise ValueError unless `messages` is a conversation."""
+    if messages is None:
+        raise ValueError("it has no key messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages that are no list, or an empty one")
+        raise ValueError("its messages are not a list, or the list is empty")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ValueError(f"message {number} is no object")
+            raise ValueError(f"message {number} is not a JSON object")
         missing = [key for key in ("role", "content") if key not in message]
         if missing:
-            raise ValueError(f"message {number} without {' and '.join(missing)}")
+            raise ValueError(f"message {number} has no {' and no '.join(missing)}")
         if message["role"] not in ROLES:
-            raise ValueError(f"message {number} with role {message['role']!r}, not one of {', '.join(ROLES)}")
+            role = repr(message["role"])
+            raise ValueError(f"message {number} has the role {role}, which is not one of {', '.join(ROLES)}")
         if not isinstance(message["content"], str) or not message["content"].strip():
-            raise ValueError(f"message {number} with empty content")
+            raise ValueError(f"the content of message {number} is empty or not a string")
 
 
 def render_message(message, enc):
     """(ids, mask) of one message: its role's marker, its text, <|end|>."""
     marker = enc.encode_single_token(f"<|{message['role']}|>")
-    body = [*fineweb.encode_text(enc, message["content"]).tolist(), enc.encode_single_token("<|end|>")]
+    body = [*tokenizer.encode_text(enc, message["content"]).tolist(), enc.encode_single_token("<|end|>")]
     return [marker, *body], [0] + [int(message["role"] == "assistant")] * len(body)
 
 
 def render_conversation(messages, enc):
     """(ids, mask) of a conversation; `enc` is a tokenizer with role markers, as "gpt2+chat".
 
-    The mask is 1 on what an assistant says and on the <|end|> behind it. A prompt for the next
-    answer is these ids and the id of <|assistant|>.
+    The mask is 1 on the assistant's text and the <|end|> that closes it. To prompt for the next answer,
+    append the id of <|assistant|>.
     """
     ids, mask = [enc.eot_token], [0]
     for message in messages:
@@ -135,8 +132,8 @@ def render_conversation(messages, enc):
     return ids, mask
 
 
-def cut_to(max_length, ids, mask, enc):
-    """A rendered conversation up to the last answer that fits; two empty lists if there is none."""
+def truncate(max_length, ids, mask, enc):
+    """Truncate a rendered conversation after the last answer that fits; two empty lists if none does."""
     if len(ids) > max_length:
         end = enc.encode_single_token("<|end|>")
         stop = max((i for i in range(max_length) if ids[i] == end and mask[i]), default=-1) + 1
@@ -149,92 +146,88 @@ def cut_to(max_length, ids, mask, enc):
 
 
 def pack(conversations, max_length):
-    """Put rendered conversations together to blocks of at most `max_length` tokens; yields (ids, mask).
+    """Pack rendered conversations into blocks of at most `max_length` tokens; yields (ids, mask).
 
-    Each goes where it leaves the least room, of up to OPEN_BLOCKS blocks that are being filled.
-    Conversations of 5, 6, 3 and 4 tokens in blocks of 9: 5 with 4, 6 with 3. Within a block their
-    order is random (seeded): the first to come would always be the long ones, and a model would
-    never see a short one with nothing before it, as a chat begins.
+    Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9:
+    5 with 4, 6 with 3. Within a block the order is random (seeded): otherwise the long ones would always
+    come first, and the model would never see a short one without preceding context, which is how a chat
+    begins.
     """
     rng = random.Random(0)
-    blocks, room = [], []  # of each block that is being filled: its conversations, the tokens it can still take
+    blocks, free = [], []  # of each open block: its conversations, and the tokens it can still take
 
     def close(number):
-        room.pop(number)
+        free.pop(number)
         block = blocks.pop(number)
         rng.shuffle(block)
         return [token for ids, _ in block for token in ids], [bit for _, mask in block for bit in mask]
 
     for ids, mask in conversations:
-        fitting = [number for number in range(len(blocks)) if room[number] >= len(ids)]
+        fitting = [number for number in range(len(blocks)) if free[number] >= len(ids)]
         if fitting:
-            number = min(fitting, key=room.__getitem__)
+            number = min(fitting, key=free.__getitem__)
         else:
             if len(blocks) == OPEN_BLOCKS:
-                yield close(room.index(min(room)))
+                yield close(free.index(min(free)))
             blocks.append([])
-            room.append(max_length)
+            free.append(max_length)
             number = -1
         blocks[number].append((ids, mask))
-        room[number] -= len(ids)
+        free[number] -= len(ids)
     while blocks:
         yield close(0)
 
 
-def write_shard(writer, blocks, max_length):
-    """One shard and its mask. The mask comes first: a shard without one would have every token count."""
-    filler = writer.enc.encode_single_token("<|end|>")
+def write_blocks(writer, blocks, max_length, enc):
+    """Write a shard and its mask. The mask is written first: without it, every token would count as a target."""
+    pad_id = enc.encode_single_token("<|end|>")
     # one token more than the blocks: the target of the last position of the last block
-    tokens = np.full(len(blocks) * max_length + 1, filler, dtype=np.uint16)
+    tokens = np.full(len(blocks) * max_length + 1, pad_id, dtype=np.uint16)
     mask = np.zeros(len(tokens), dtype=np.uint8)
-    for number, (ids, counts) in enumerate(blocks):
-        here = slice(number * max_length, number * max_length + len(ids))
-        tokens[here], mask[here] = ids, counts
-    writer.save()  # makes the folder
-    number = len(writer.meta["shards"])
-    name = f"{writer.stem}_{'train' if number else 'val'}_{number:06d}.mask"
-    with cli.atomic_write(os.path.join(writer.folder, name)) as file:
-        np.save(file, mask, allow_pickle=False)
+    for number, (ids, block_mask) in enumerate(blocks):
+        start = number * max_length
+        tokens[start : start + len(ids)] = ids
+        mask[start : start + len(ids)] = block_mask
+    writer.save()  # creates the folder
+    if not writer.meta["shards"]:
+        tokenizer.save_for_folder(enc, writer.folder)
+    path = os.path.join(writer.folder, writer.next_name())
+    write_shard(path.removesuffix(".npy") + ".mask", mask)
     writer.write(tokens, None)
 
 
 def prepare(options=Options()):
     """Make the shards that `options` describe. Returns their folder."""
-    for flag in ("shard_size", "max_length"):
-        if getattr(options, flag) < 2:
-            raise UserError(f"got --{flag.replace('_', '-')} {getattr(options, flag)}, needed 2 or more")
+    check_options(options)
     enc = tokenizer.get_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
     if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(f"got {enc.n_vocab:,} ids, needed at most 65,536 (shards are uint16), use a smaller tokenizer")
-    sources = fineweb.list_inputs(options.input)
-    for name, _ in sources:
-        if fineweb.is_url(name) or fineweb.kind(name) != ".jsonl":
-            raise UserError(f"got --input {name}, needed JSON lines in a local file (.jsonl, .jsonl.gz, .jsonl.zst)")
+        raise UserError(
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one, "
+            "for example from tokenizer.py --vocab-size 32768."
+        )
+    sources = list_conversation_files(options.input)
     folder = options.out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else "smoltalk")
 
     made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
-    made_from["sources"] = [[os.path.basename(name), size] for name, size in sources]
-    meta = {"dataset": "conversations" if sources else HUB_DATASET, "tokenizer": enc.name, "vocab_size": enc.n_vocab}
-    meta |= {"documents": 0, "tokens": 0, "targets": 0, "shards": {}, "complete": False}
-    meta |= {"made_from": made_from, "ends": {}}
-    path = fineweb.meta_path(folder, 0, 1)
-    begun = fineweb.same_data(folder, fineweb.read_metas(folder), path, meta)
-    meta = begun if begun["complete"] else meta  # one that was broken off starts anew, perhaps with a mended input
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    writer = fineweb.Writer(folder, stem, 0, 1, meta, enc)
-    if writer.keep() is None:
+    made_from["sources"] = [[os.path.basename(source.name), source.size] for source in sources]
+    meta = new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+    old = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
+    meta = old if old["complete"] else meta  # an interrupted one starts over, as its input may have been fixed
+    prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    writer = ShardWriter(folder, prefix, 0, 1, meta, enc.eot_token)
+    if writer.resume() is None:
         print(f"{folder} is complete: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
         return folder
-    for stray in glob.glob(os.path.join(glob.escape(folder), f"{stem}_*_*")):  # of a run that was broken off
+    for stray in glob.glob(os.path.join(glob.escape(folder), f"{prefix}_*_*")):  # of an interrupted run
         os.remove(stray)
 
     counts = {"read": 0, "cut": 0, "left out": 0}
     meta["targets"] = 0
 
     def render():
-        for messages in read_jsonl([source.name for source in sources]) if sources else read_hub():
+        for messages in read_files([source.name for source in sources]) if sources else read_hub():
             ids, mask = render_conversation(messages, enc)
-            fitting, mask = cut_to(options.max_length, ids, mask, enc)
+            fitting, mask = truncate(options.max_length, ids, mask, enc)
             counts["read"] += 1
             counts["cut"] += 0 < len(fitting) < len(ids)
             counts["left out"] += not fitting
@@ -244,32 +237,69 @@ def prepare(options=Options()):
 
     blocks, per_shard = [], max(1, options.shard_size // options.max_length)
     for block in pack(render(), options.max_length):
-        if len(blocks) == per_shard:  # only now that another follows is there something to train on
-            write_shard(writer, blocks, options.max_length)
+        # a full shard is written only once another block follows, so that there is something left to train on
+        if len(blocks) == per_shard:
+            write_blocks(writer, blocks, options.max_length, enc)
             blocks = []
         blocks.append(block)
-    if not meta["shards"]:  # a corpus smaller than a shard: every tenth block validates
-        if len(blocks) < 2:
-            raise UserError(
-                f"got {counts['read']} conversations, which fill {len(blocks)} blocks of {options.max_length} tokens, "
-                "needed two (one validates, one trains), add conversations or lower --max-length"
-            )
-        write_shard(writer, blocks[::10], options.max_length)
+    if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
+        check_two_blocks(blocks, counts["read"], options.max_length)
+        write_blocks(writer, blocks[::10], options.max_length, enc)
         del blocks[::10]
-    write_shard(writer, blocks, options.max_length)
+    write_blocks(writer, blocks, options.max_length, enc)
     meta["conversations"] = counts
     writer.finish()
     print(
-        f"{counts['read']:,} conversations, {counts['cut']:,} of them cut behind the last answer that fits in "
+        f"{counts['read']:,} conversations, {counts['cut']:,} of them cut after the last answer that fits in "
         f"{options.max_length} tokens, {counts['left out']:,} left out (no answer, or none that fits); "
         f"{meta['targets']:,} tokens are targets"
     )
     return folder
 
 
-def main():
+def check_options(options):
+    """Raise one UserError listing everything that is wrong with the flags."""
+    errors = []
+    for name in ("shard_size", "max_length"):
+        value = getattr(options, name)
+        if value < 2:
+            errors.append(f"--{name.replace('_', '-')} is {value}, but it must be 2 or more.")
+    if errors:
+        raise UserError(" ".join(errors))
+
+
+def list_conversation_files(patterns):
+    """The local files of JSON lines that `patterns` name."""
+    sources = list_inputs(patterns)
+    for name, *_ in sources:
+        if is_url(name):
+            raise UserError(f"{name} is a URL, but --input takes only local files here. Download it first.")
+        if file_type(name) != ".jsonl":
+            raise UserError(
+                f"{name} is not a file of JSON lines. Convert it to .jsonl, which may be compressed (.gz, .zst)."
+            )
+    return sources
+
+
+def check_two_blocks(blocks, num_read, max_length):
+    """Raise UserError unless there are two blocks: one to validate and one to train on."""
+    if not num_read:
+        raise UserError("The input contains no conversations. Check --input.")
+    if not blocks:
+        raise UserError(
+            f"None of the {num_read} conversations has an answer that fits in {max_length} tokens. Raise "
+            "--max-length, or add conversations in which the assistant answers."
+        )
+    if len(blocks) < 2:
+        raise UserError(
+            f"The {num_read} conversations fill only one block of {max_length} tokens, but two are needed, one of "
+            "them for validation. Add conversations or lower --max-length."
+        )
+
+
+def main(args=None):
     """Conversations to shards."""
-    prepare(cli.parse(Options))
+    prepare(cli.parse(Options, args))
 
 
 if __name__ == "__main__":

@@ -1,104 +1,229 @@
-"""What every script here does alike: flags from a dataclass, errors in one line, files written whole.
+"""What all programs here share: flags from a dataclass, one-line errors, atomic file writes.
 
-A script declares its options as a dataclass, one commented line per field (the comment is the
+A program declares its options as a dataclass, one commented line per field (the comment is the
 flag's help text), and ends in
 
     if __name__ == "__main__":
         cli.run(main)
 
-A mistake that the user can mend is raised as a `UserError`; `run` prints it as one line,
-`error: got ..., needed ..., do ...`, and leaves with status 2. Anything else keeps its traceback.
-Files that must never be seen half-written are opened by `atomic_write`.
+A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
+exits with status 2. Any other exception keeps its traceback. `atomic_write` opens files that must never be
+seen half-written.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import itertools
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
-from pathlib import Path
 
-# subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning threads
-# on a core that is also wanted elsewhere can make a small training step 20 times slower
+# subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
+# spinning on a contended core can make a small training step 20 times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tyro
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. The text says what was got, what was needed, what to do."""
+    """A mistake that the user can fix. The message says in whole sentences what is wrong, what is right, what to do."""
 
 
-def suggest(name, known):
-    """The hint that names the entry of `known` closest to `name`, or lists them all."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+SEE_HELP = "Run with --help to see all flags."
 
 
-def parse(config_class, args=None, default=None):
-    """An instance of the dataclass `config_class` from the command line; `default` sets its defaults.
+def suggest(name, known, synonyms=None):
+    """A sentence that names the entry of `known` closest to `name`, or lists them all.
 
-    Raises UserError for an unknown flag (with the nearest known one) or a value of the wrong type.
+    synonyms: {a word that others use: what it is called here}.
     """
-    console = io.StringIO()
+    meanings = {word: word for word in known} | (synonyms or {})
+    return closest(name, meanings) or f"Choose from {', '.join(known)}."
+
+
+def closest(name, meanings):
+    """A sentence that offers what the key of `meanings` closest to `name` stands for; "" if none is close."""
+    if name in meanings:
+        return f"Use {meanings[name]}."
+    matches = difflib.get_close_matches(name, meanings, n=1)
+    return f"Did you mean {meanings[matches[0]]}?" if matches else ""
+
+
+# the trainer's flags, and the words of nanoGPT, llm.c, transformers and others for the same settings
+OTHER_TRAINERS = {
+    "--data": "dataset dataset-name data-dir data-path input-bin train-file",
+    "--out-dir": "output-dir save-dir log-dir",
+    "--init-from": "model model-name-or-path pretrained checkpoint ckpt resume-from-checkpoint",
+    "--no-resume": "overwrite-output-dir",
+    "--seed": "random-seed",
+    "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
+    "--n-layer": "num-hidden-layers depth",
+    "--n-head": "num-attention-heads",
+    "--n-embd": "hidden-size d-model embed-dim",
+    "--block-size": "n-positions n-ctx",
+    "--activation-checkpointing": "gradient-checkpointing",
+    "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
+    "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
+    "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
+    "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
+    "--max-steps, which counts updates": "num-train-epochs num-epochs epochs",
+    "--warmup-steps": "warmup-iters warmup-ratio",
+    "--max-lr": "learning-rate lr",
+    "--min-lr": "learning-rate-decay-frac final-lr",
+    "--schedule": "lr-scheduler-type lr-scheduler decay-lr",
+    "--optimizer": "optim",
+    "--weight-decay": "wd",
+    "--beta1": "adam-beta1",
+    "--beta2": "adam-beta2",
+    "--grad-clip": "max-grad-norm clip-grad-norm gradient-clipping",
+    "--val-every": "eval-interval eval-every eval-steps val-loss-every",
+    "--val-tokens": "eval-iters val-max-steps",
+    "--checkpoint-every": "save-steps save-every save-interval always-save-checkpoint",
+    "--keep-checkpoints": "save-total-limit",
+    "torchrun --nproc_per_node=N": "n-gpu num-gpus gpus nproc-per-node num-processes",
+    "log.txt, which has every step": "log-interval logging-steps log-every",
+}
+
+# what tyro says of a mistake, and how it is said here
+PLAIN_ENGLISH = [
+    (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
+    (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
+    (r"Missing value for argument '(\S+)'\. Expected 1 values", r"\1 needs a value."),
+    (r"Missing from \S+: (\S+) (.+) \(required\)", r"The argument \1 is missing: \2."),
+    (r"(.+)", rf"The command line is not valid: \1. {SEE_HELP}"),
+]
+
+
+def parse(config_class, args=None, default=None, synonyms=None):
+    """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
+
+    synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
+    every bad value.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    config, unknown, complaint = try_parse(config_class, args, default)
+    if not unknown and not complaint:
+        return config
+
+    meanings = flag_names(config_class, synonyms or {})
+    # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
+    first_words, *groups = split_at_flags(args)
+    errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
+    for words in groups:
+        _, group_unknown, group_complaint = try_parse(config_class, first_words + words, default)
+        group_unknown = [word for word in group_unknown if word not in first_words]
+        errors.append(explain(words, group_unknown, group_complaint, meanings))
+    distinct = [error for error in dict.fromkeys(errors) if error]
+    raise UserError(" ".join(distinct) or explain(args, unknown, complaint, meanings))
+
+
+def flag_names(config_class, synonyms):
+    """{a name without dashes: the flag that it stands for}, for the flags of `config_class` and their synonyms."""
+    fields = dataclasses.fields(config_class)
+    names = [field.name for field in fields] + ["no-" + field.name for field in fields if field.type is bool]
+    meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
+    return meanings | {name.replace("_", "-"): "--" + name.replace("_", "-") for name in names}
+
+
+def try_parse(config_class, args, default):
+    """(the config, the words that nobody expected, tyro's complaint); --help is printed and exits."""
+    output, errors = io.StringIO(), io.StringIO()
+    defaults = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(console):
-            kwargs = {} if default is None else {"default": default}
-            config, unknown = tyro.cli(config_class, args=args, return_unknown_args=True, **kwargs)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            config, unknown = tyro.cli(
+                config_class, args=args, description="", return_unknown_args=True, **defaults
+            )
     except SystemExit as leaving:
-        if not leaving.code:  # --help has been printed
+        if not leaving.code:
+            print(help_text(config_class, output.getvalue()))
             raise
-        # tyro draws a box: a title, the message, and from "Argument helptext" or "For full helptext" on its help
-        lines = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
-        lines = [line for line in lines if line.strip("-")]  # without rules, which are dashes on an ASCII console
-        message = " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
-        raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
-    if unknown:
-        flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
-        got = unknown[0].split("=")[0]
-        raise UserError(f"got {got}, needed a flag that exists, {suggest(got, flags)}")
-    return config
+        # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
+        lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
+        return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
+    return config, unknown, ""
 
 
-RANK_GRACE_SECONDS = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
+def help_text(config_class, tyro_text):
+    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
+
+    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
+    above a field that has a comment at the end of its line.
+    """
+    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
+    flags = "\n".join(lines)
+    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
+        flag = "--" + name.replace("_", "-")
+        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
+        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
+    width = shutil.get_terminal_size().columns
+    docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
+    paragraphs = docstring.strip().split("\n\n")
+    # examples and tables are indented, and stay as they are
+    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    return "\n\n".join([*paragraphs, flags])
+
+
+def is_flag(word):
+    return re.match("--?[A-Za-z]", word) is not None
+
+
+def split_at_flags(args):
+    """["a", "--b", "1", "--c"] -> [["a"], ["--b", "1"], ["--c"]]"""
+    groups = [[]]
+    for word in args:
+        if is_flag(word):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def explain(words, unknown, complaint, meanings):
+    """The sentence that says what is wrong with `words`, which are a flag and its values; "" if nothing is."""
+    choice = re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.+)\)", complaint)
+    if choice:
+        value, flag, choices = choice.groups()
+        nearest = closest(value, {name: name for name in re.findall("'(.*?)'", choices)})
+        return f"{flag} is '{value}', but it must be one of {choices}. {nearest}".strip()
+    if complaint:
+        pattern, sentence = next(row for row in PLAIN_ENGLISH if re.fullmatch(row[0], complaint))
+        return re.sub(pattern, sentence, complaint)
+    if not unknown:
+        return ""
+    if is_flag(unknown[0]):
+        flag = unknown[0].split("=")[0]
+        name = flag.lstrip("-").replace("_", "-")
+        return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
+    flag = words[0].split("=")[0]
+    if is_flag(flag) and unknown[0].lower() in ("true", "false"):
+        name = flag.removeprefix("--").removeprefix("no-")
+        return f"{flag} takes no value. Use --{name} to switch it on and --no-{name} to switch it off."
+    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
+
+
+RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 
 
 def run(main):
-    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and status 2."""
+    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and exit status 2."""
     try:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
-            # most mistakes are seen by all ranks: rank 0 says so, and torchrun ends the others meanwhile
+            # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
             time.sleep(RANK_GRACE_SECONDS)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-@contextlib.contextmanager
-def atomic_write(path, mode="wb", **kwargs):
-    """Open `path` for writing so that it appears whole or not at all: a reader never sees half a file.
+def atomic_write(*args, **kwargs):
+    """plumbing.files.atomic_write, for callers that have not moved yet."""
+    from plumbing import files  # imports this file
 
-    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. When anything
-    fails, what stood at `path` before stands there still; a full disk, a file-size limit or a
-    read-only folder is a UserError.
-    """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, mode, **kwargs) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(
-                f"got '{error.strerror or error}' while writing {path}, needed a folder with room that "
-                "may be written, make room (earlier files are whole) and run the same command again"
-            ) from error
-        raise
+    return files.atomic_write(*args, **kwargs)

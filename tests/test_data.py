@@ -18,8 +18,8 @@ from conftest import make_shards
 import fineweb
 import tokenizer
 from plumbing.cli import UserError
-from plumbing.shards import find_shards, open_tokens
-from train_gpt2 import IGNORE, DataLoaderLite, permute
+from plumbing.shards import find_shards, open_shard
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
 
 def counting_shards(folder, lengths):
@@ -224,12 +224,12 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
     for tokens, mask in zip(shards, masks):
         for start in range(0, len(tokens) - 8, 8):
             targets = tokens[start + 1 : start + 9].astype(int)
-            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE).tolist())
+            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE_INDEX).tolist())
     for number in range(0, 16, 4):
         num_targets = loader.count_targets(4)
         _, y = loader.next_batch()
         assert y.tolist() == expected[number : number + 4]
-        assert num_targets == max(1, sum(token != IGNORE for row in y.tolist() for token in row))
+        assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
 
 
 def test_without_masks_every_target_counts(tmp_path):
@@ -243,11 +243,11 @@ def test_without_masks_every_target_counts(tmp_path):
 def expect_refusal(folder, text, split="train"):
     with pytest.raises(UserError) as refusal:
         DataLoaderLite(folder, split, 2, 4)
-    assert text in str(refusal.value) and "needed" in str(refusal.value), refusal.value
+    assert text in str(refusal.value), refusal.value
 
 
 def test_missing_shards_say_how_to_make_them(tmp_path):
-    expect_refusal(tmp_path / "nowhere", "python fineweb.py")
+    expect_refusal(tmp_path / "nowhere", "fineweb.py")
     expect_refusal(counting_shards(tmp_path / "d", [50]), "no val shards", "val")
 
 
@@ -256,20 +256,20 @@ def test_every_kind_of_damaged_shard_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in (0, 5, 60, 128, 129, 300, len(whole) - 1):
         path.write_bytes(whole[:length])
-        expect_refusal(tmp_path, "damaged shard")
+        expect_refusal(tmp_path, "is damaged")
     path.write_bytes(b"not a shard at all" * 20)
-    expect_refusal(tmp_path, "damaged shard")
+    expect_refusal(tmp_path, "is damaged")
     with open(path, "wb") as file:
         pickle.dump(np.arange(200), file)
-    expect_refusal(tmp_path, "damaged shard")
+    expect_refusal(tmp_path, "is damaged")
     np.save(path, np.array([{"a": 1}] * 200, dtype=object), allow_pickle=True)
-    expect_refusal(tmp_path, "damaged shard")
+    expect_refusal(tmp_path, "is damaged")
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32, ">u2", np.int16])
 def test_a_shard_of_another_dtype_is_refused(tmp_path, dtype):
     np.save(tmp_path / "x_train_000001.npy", np.arange(100).astype(dtype))
-    expect_refusal(tmp_path, "needed one-dimensional uint16")
+    expect_refusal(tmp_path, "one-dimensional array of uint16")
 
 
 def test_a_shard_of_two_dimensions_is_refused(tmp_path):
@@ -281,14 +281,14 @@ def test_damaged_bin_shards_are_refused(tmp_path):
     path = tmp_path / "x_train_000001.bin"
     for options in (dict(magic=20240801), dict(version=2), dict(count=99), dict(count=101)):
         write_bin(path, range(100), **options)
-        expect_refusal(tmp_path, "damaged shard")
+        expect_refusal(tmp_path, "is damaged")
     write_bin(path, range(100))
     whole = path.read_bytes()
     for length in (0, 8, 100, 1024, 1025, len(whole) - 1, len(whole) - 2):
         path.write_bytes(whole[:length])
-        expect_refusal(tmp_path, "damaged shard")
+        expect_refusal(tmp_path, "is damaged")
     path.write_bytes(whole)
-    assert open_tokens(path).tolist() == list(range(100))
+    assert open_shard(path).read().tolist() == list(range(100))
 
 
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
@@ -332,8 +332,8 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     fineweb.prepare(options)
     enc = tokenizer.folder_encoding(tmp_path / "d")
     assert enc.name == "bytes"
-    val = open_tokens(find_shards(tmp_path / "d", "val")[0]).tolist()
-    train = [open_tokens(path).tolist() for path in find_shards(tmp_path / "d", "train")]
+    val = open_shard(find_shards(tmp_path / "d", "val")[0]).read().tolist()
+    train = [open_shard(path).read().tolist() for path in find_shards(tmp_path / "d", "train")]
     assert val + sum(train, []) == stream
     loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
     loader.check_ids(enc)

@@ -23,18 +23,18 @@ import pytest
 import tiktoken
 from conftest import ROOT, SHARED, listing, patched, run
 
-import contamination
 import fineweb
 import tokenizer
-from plumbing.cli import UserError
 from fineweb import Options, prepare
+from plumbing import documents, shards
+from plumbing.cli import UserError
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
 WORDS = "the of a and über naïve 日本 cat's 3.14 x=1 \t \n\n <|endoftext|> don't 🙂 end".split(" ")
 
 
-def documents(count, seed=0, longest=300):
+def random_documents(count, seed=0, longest=300):
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randrange(1, longest))) for _ in range(count)]
 
@@ -68,9 +68,9 @@ def make(tmp_path, *inputs, name="out", **options):
     return prepare(Options(**{"input": inputs, "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options))
 
 
-def script(*args, cwd=None, timeout=60, **environment):
+def script(*args, name="fineweb.py", cwd=None, timeout=60, **environment):
     """`python fineweb.py ...` as a user runs it."""
-    command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
+    command = [sys.executable, str(ROOT / name), *map(str, args)]
     env = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
@@ -81,7 +81,7 @@ def script(*args, cwd=None, timeout=60, **environment):
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst"])
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
-    texts = documents(40)
+    texts = random_documents(40)
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         write_parquet(path, texts)
@@ -125,8 +125,8 @@ def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway
                 raise ValueError("Regex error while tokenizing")
             return enc.encode_to_numpy(part, disallowed_special=disallowed_special)
 
-    assert fineweb.encode_text(GivesUp(), text).tolist() == enc.encode_ordinary(text)
-    million = fineweb.encode_text(gpt2, "a" + " " * 1_000_000 + "x")
+    assert tokenizer.encode_text(GivesUp(), text).tolist() == enc.encode_ordinary(text)
+    million = tokenizer.encode_text(gpt2, "a" + " " * 1_000_000 + "x")
     assert gpt2.decode(million) == "a" + " " * 1_000_000 + "x"
 
 
@@ -136,15 +136,15 @@ def test_a_long_text_is_cut_where_no_token_crosses(pattern):
     gpt2 = tiktoken.get_encoding("gpt2")
     parts = dict(mergeable_ranks=gpt2._mergeable_ranks, special_tokens=gpt2._special_tokens)
     enc = tiktoken.Encoding("x", pat_str=tokenizer.PATTERNS[pattern], **parts)
-    text = "\n".join(documents(30, seed=1))
+    text = "\n".join(random_documents(30, seed=1))
     for size in (1, 7, 50, 1000):
-        pieces = list(fineweb.cut(text[i : i + size] for i in range(0, len(text), size)))
+        pieces = list(documents.split_at_spaces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(pieces) == text
         assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
 
 
 def test_globs_are_sorted_and_the_order_given_is_kept(tmp_path):
-    texts = documents(9)
+    texts = random_documents(9)
     for i in (2, 0, 1):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[3 * i : 3 * i + 3])
     folder = make(tmp_path, str(tmp_path / "2.jsonl"), str(tmp_path / "[01].jsonl"), shard_size=1000)
@@ -171,28 +171,28 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     (tmp_path / "silent.py").write_text("x = 1")
     for i in range(5):
         (tmp_path / f"m{i}.py").write_text(f'"""Module {i}."""')
-    monkeypatch.setattr(fineweb.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
-    texts = fineweb.python_docs()
+    texts = documents.python_docs()
     package = "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes."
     assert sorted(texts) == sorted(["The if statement.", package, *(f"module m{i}\n\nModule {i}." for i in range(5))])
     walk = os.walk  # the order in which a disk lists its files does not matter
     monkeypatch.setattr(os, "walk", lambda root: ((at, folders, files[::-1]) for at, folders, files in walk(root)))
-    assert fineweb.python_docs() == texts
+    assert documents.python_docs() == texts
 
 
 # -----------------------------------------------------------------------------
 # Shards
 
 
-def test_shards_are_cut_as_the_docstring_of_pack_says():
+def test_shards_are_cut_as_the_docstring_says():
     def stream(*texts):
         for i, text in enumerate(texts):
             tokens = np.array([ord(char) for char in text], dtype=np.uint16)
-            yield fineweb.Batch(0, i, [None]), tokens, np.array([len(text)])
+            yield documents.Batch(0, i, [None]), tokens, np.array([len(text)])
 
     def cut(*texts, **options):
-        return [("".join(map(chr, shard)), end) for shard, end in fineweb.pack(stream(*texts), 4, **options)]
+        return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(stream(*texts), 4, **options)]
 
     assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
     # what is exactly full is still the last, a document may be longer than two shards
@@ -202,7 +202,7 @@ def test_shards_are_cut_as_the_docstring_of_pack_says():
 
 
 def test_names_and_meta_json_say_what_is_there(tmp_path):
-    texts = documents(30)
+    texts = random_documents(30)
     folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(tokens) // 6000))]
@@ -226,7 +226,7 @@ def test_a_corpus_within_one_shard_is_cut_into_tenths(tmp_path, length, lengths)
 
 
 def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
-    texts = documents(30)
+    texts = random_documents(30)
     folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=1000, max_tokens=2345)
     assert np.array_equal(read(folder), as_bytes(texts)[:2345])
 
@@ -249,9 +249,9 @@ def test_docs_edu_is_what_an_independent_loop_makes_of_it(tmp_path):
 
 
 def test_neither_cores_nor_batches_nor_spawn_change_a_byte(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(200))
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
-        with patched(fineweb, "BATCH_CHARS", chars):
+        with patched(documents, "BATCH_CHARS", chars):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
     code = (
         "import multiprocessing, fineweb; multiprocessing.set_start_method('spawn', force=True); "
@@ -266,7 +266,7 @@ def test_neither_cores_nor_batches_nor_spawn_change_a_byte(tmp_path):
 
 def prepare_and_die(options, renames, after):
     """Die by SIGKILL at the `renames`-th file that gets its name, before or after it has."""
-    fineweb.BATCH_CHARS = fineweb.BLOCK_CHARS = 1000
+    documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
     replace = os.replace
 
     def replace_or_die(*args):
@@ -284,8 +284,8 @@ def prepare_and_die(options, renames, after):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(fineweb, "BLOCK_CHARS", 1000)
-    texts = documents(60) + ["one long document " * 300]
+    monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
+    texts = random_documents(60) + ["one long document " * 300]
     if kind == "txt":
         (tmp_path / "a.txt").write_text("\n".join(texts))
         paths = (str(tmp_path / "a.txt"),)
@@ -303,7 +303,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
 
 
 def test_the_script_killed_at_work_goes_on_where_it_was(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(1500, longest=3000))
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(1500, longest=3000))
     args = ["--input", path, "--tokenizer", "bytes", "--shard-size", "200000", "--num-proc", "1"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "fineweb.py"), *args, "--out-dir", "out"], cwd=tmp_path, stderr=subprocess.DEVNULL
@@ -321,7 +321,7 @@ def test_the_script_killed_at_work_goes_on_where_it_was(tmp_path):
 
 
 def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
     folder = make(tmp_path, path, shard_size=5000)
     before = listing(folder)
     make(tmp_path, path, shard_size=5000)
@@ -333,11 +333,11 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path
 
 
 def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
-    texts = documents(60)
+    texts = random_documents(60)
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]))
-    with patched(fineweb, "BATCH_CHARS", 1000), pytest.raises(UserError, match="line 51"):
+    with patched(documents, "BATCH_CHARS", 1000), pytest.raises(UserError, match="Line 51"):
         make(tmp_path, str(path), shard_size=5000, num_proc=1)
     assert (tmp_path / "out" / "out_val_000000.npy").exists()
     path.write_text("\n".join(lines))
@@ -357,7 +357,7 @@ def limited(options, size):
 
 
 def test_a_disk_that_refuses_leaves_whole_shards_and_one_line(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
     # 4,000 tokens are 8,128 bytes; the limit on a file's size stands for a full disk
     options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", shard_size=4000)
     assert run(limited, options, 8000, output=tmp_path / "output") == [2]
@@ -368,7 +368,7 @@ def test_a_disk_that_refuses_leaves_whole_shards_and_one_line(tmp_path):
 
 
 def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(60))
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
     fsync, calls = os.fsync, []
 
     def full(number):
@@ -389,7 +389,7 @@ def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
 
 
 def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
-    texts = documents(50)
+    texts = random_documents(50)
     for i in range(5):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[10 * i : 10 * i + 10])
     for part in ("1/3", "2/3", "3/3"):  # as `seq 3` counts; 0/3 is 3/3
@@ -425,7 +425,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     peaks = []
     for times in (1, 4):
         for i in range(times):
-            write_jsonl(tmp_path / f"{i}.jsonl", documents(1200, longest=4000))
+            write_jsonl(tmp_path / f"{i}.jsonl", random_documents(1200, longest=4000))
         code = (
             "import resource, fineweb; "
             f"fineweb.prepare(fineweb.Options(input=({str(tmp_path / '*.jsonl')!r},), tokenizer='bytes', num_proc=2, "
@@ -490,14 +490,14 @@ def hub(server):
 
 @pytest.mark.parametrize("flaky", ["status", "short"])
 def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
-    texts = documents(40)
+    texts = random_documents(40)
     write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
     write_parquet(tmp_path / "x.parquet", texts[20:30])
     write_parquet(tmp_path / "y.parquet", texts[30:])
     files = {"/a.jsonl.gz": "a.jsonl.gz", "/x/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
     server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
     server.flaky = flaky
-    with patched(fineweb, "RETRY_SECONDS", 0.01):
+    with patched(documents, "RETRY_SECONDS", 0.01):
         urls = [f"{server.url}{path}" for path in files]
         folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
     assert np.array_equal(read(folder), as_bytes(texts))
@@ -513,7 +513,7 @@ def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
 
 def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
     repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
-    texts, tree = documents(60), []
+    texts, tree = random_documents(60), []
     for i in range(3):
         write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
         path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
@@ -569,8 +569,8 @@ def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
     header[:3] = parts["magic"], parts["version"], parts["count"]
     path = tmp_path / "x_train_000001.bin"
     path.write_bytes(header.tobytes() + bytes(2 * parts["size"]))
-    with pytest.raises(UserError, match="no whole .bin"):
-        fineweb.check_bin(path)
+    with pytest.raises(UserError, match="is damaged"):
+        shards.open_shard(path)
 
 
 # -----------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
 
 def bad_inputs(tmp_path):
     """{name: (arguments, words that the line must have)}"""
-    texts = documents(5)
+    texts = random_documents(5)
     good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
@@ -603,13 +603,13 @@ def bad_inputs(tmp_path):
     (tmp_path / "strange" / "meta.json").write_text("{}")
     make(tmp_path, good, name="taken")
     inputs = {
-        "missing column": (["--input", parquet], ["text", "content", "id"]),
+        "missing column": (["--input", parquet], ["text", "content"]),
         "column of numbers": (["--input", parquet, "--text-column", "id"], ["int64"]),
-        "malformed JSON": (["--input", tmp_path / "broken.jsonl"], ["broken.jsonl", "line 3"]),
-        "no object": (["--input", tmp_path / "list.jsonl"], ["list.jsonl", "line 2"]),
-        "no text": (["--input", tmp_path / "number.jsonl"], ["line 1", "text"]),
-        "no documents": (["--input", tmp_path / "empty.jsonl"], ["empty corpus"]),
-        "empty text": (["--input", tmp_path / "empty.txt"], ["empty corpus"]),
+        "malformed JSON": (["--input", tmp_path / "broken.jsonl"], ["broken.jsonl", "Line 3"]),
+        "no object": (["--input", tmp_path / "list.jsonl"], ["list.jsonl", "Line 2"]),
+        "no text": (["--input", tmp_path / "number.jsonl"], ["Line 1", "text"]),
+        "no documents": (["--input", tmp_path / "empty.jsonl"], ["contains no text"]),
+        "empty text": (["--input", tmp_path / "empty.txt"], ["contains no text"]),
         "not UTF-8": (["--input", tmp_path / "latin.txt"], ["latin.txt", "UTF-8"]),
         "truncated parquet": (["--input", tmp_path / "cut.parquet"], ["cut.parquet"]),
         "truncated gzip": (["--input", tmp_path / "cut.jsonl.gz"], ["cut.jsonl.gz"]),
@@ -621,7 +621,7 @@ def bad_inputs(tmp_path):
         "large tokenizer": (["--input", good, "--tokenizer", big], ["65,537", "65,536"]),
         "unknown data set": (["--dataset", "python-doc"], ["python-docs"]),
         "unknown flag": (["--shard-sizes", 3], ["--shard-size"]),
-        "bad counts": (["--shard-size", 0, "--max-tokens", -1], ["--shard-size 0", "--max-tokens -1"]),
+        "bad counts": (["--shard-size", 0, "--max-tokens", -1], ["--shard-size is 0", "--max-tokens is -1"]),
         "bad part": (["--part", "5/4"], ["5/4", "0/4"]),
         "part without a file": (["--input", good, "--part", "0/4"], ["0/4"]),
         "another data set": (["--dataset", "python-docs", "--out-dir", tmp_path / "taken"], ["input", "python-docs"]),
@@ -634,8 +634,6 @@ def bad_inputs(tmp_path):
         "no network": ([], ["--dataset python-docs", "--input"]),
         "no network for ready-made shards": (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
         "no network for a URL": (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
-        "no contaminated shards": (["--out-dir", tmp_path / "none", "--contamination", good], ["without shards"]),
-        "no evaluation": (["--out-dir", tmp_path / "taken", "--contamination", good], ["line 1", "ctx"]),
     }
     for args, _ in inputs.values():
         if "--tokenizer" not in args:
@@ -661,64 +659,16 @@ def refusals(tmp_path_factory):
     "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
     "part without a file", "another data set", "another file", "another tokenizer", "another shard size",
     "shards of unknown origin", "a strange meta.json", "a file for a folder", "no network", "no network for a URL",
-    "no network for ready-made shards", "no contaminated shards", "no evaluation",
+    "no network for ready-made shards",
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(refusals, name):
     cases, done, untouched = refusals
     result = done[name]
     assert result.returncode == 2, result
     lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("error: got "), result.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     assert all(word in lines[0] for word in cases[name][1]), lines[0]
 
 
 def test_bad_input_leaves_everything_as_it_was(refusals):
     assert refusals[2]
-
-
-# -----------------------------------------------------------------------------
-# Contamination
-
-
-def naive_contamination(examples, tokens):
-    """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
-    runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
-    enc = tiktoken.get_encoding("gpt2")
-    found = set()
-    for number, example in enumerate(examples, 1):
-        for ending in example["endings"]:
-            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
-            if any(tuple(ids[i : i + 13]) in runs for i in range(len(ids) - 12)):
-                found.add(number)
-    return found
-
-
-@needs_shared
-def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
-    with open(SHARED / "hellaswag_val.jsonl", encoding="utf-8") as file:
-        examples = [json.loads(line) for _, line in zip(range(60), file)]
-    play = (SHARED / "tinyshakespeare.txt").read_text()
-    texts = [play[1000 * i : 1000 * i + 1000] for i in range(60)]
-    for i in range(0, 60, 7):  # a whole example, in the middle of a document
-        texts[i] += f" {examples[i]['ctx']} {examples[i]['endings'][examples[i]['label']]} {play[-500:]}"
-    enc = tiktoken.get_encoding("gpt2")
-    texts[1] += " " + enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12]) + " ~ "  # twelve are too few
-    evaluation = tmp_path / "eval.jsonl"
-    evaluation.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    # shards of 40 tokens: nearly every planted run begins in one shard and ends in the next
-    for name, size in (("one", 10**6), ("many", 40)):
-        folder = make(tmp_path, path, name=name, tokenizer="gpt2", shard_size=size)
-        found = contamination.report(folder, evaluation)
-        # neighbours in the file often have their context in common, hence more than were planted
-        assert set(found) == naive_contamination(examples, read(folder).tolist()) >= set(range(1, 61, 7))
-        assert 2 not in found and len(found) < 20
-        assert f"{len(found)} of 60 examples ({len(found) / 60:.2%})" in capsys.readouterr().out
-    clean = make(tmp_path, write_jsonl(tmp_path / "clean.jsonl", [play[:200_000]]), name="clean", tokenizer="gpt2")
-    assert contamination.report(clean, evaluation) == {}
-    (Path(clean) / "meta.json").unlink()  # as build-nanogpt's shards have none
-    assert contamination.report(clean, evaluation) == {}
-    # the words of the report come from the real command
-    done = script("--out-dir", tmp_path / "one", "--contamination", evaluation)
-    assert done.returncode == 0 and "line 1:" in done.stdout and "10B tokens would take" in done.stdout

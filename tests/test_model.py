@@ -10,7 +10,9 @@ from conftest import tiny_model
 
 import tokenizer
 import train_gpt2
-from train_gpt2 import GPT, IGNORE, GPTConfig, KVCache
+from plumbing import kernels
+from plumbing.huggingface import export_huggingface
+from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig, KVCache
 
 # ----------------------------------------------------------------------------------------------------------
 # Shape and initial weights
@@ -73,7 +75,7 @@ def test_float8_matmul_is_exact_where_8_bits_suffice():
     numbers = torch.tensor([0, 1, 2, 4, -1, -2, -4])
     x, w, grad = (numbers[torch.randint(7, shape)].float() for shape in [(32, 16), (48, 16), (32, 48)])
     x8, w8 = x.bfloat16().requires_grad_(), w.clone().requires_grad_()
-    y = train_gpt2.Float8Matmul.apply(x8, w8)
+    y = kernels.Float8Matmul.apply(x8, w8)
     y.backward(grad.bfloat16())
     assert torch.equal(y, (x @ w.T).bfloat16())
     assert torch.equal(x8.grad, (grad @ w).bfloat16()) and torch.equal(w8.grad, grad.T @ x)
@@ -85,10 +87,10 @@ def test_float8_keeps_numbers_of_any_size():
     for dtype, error in [(torch.float8_e4m3fn, 1 / 16), (torch.float8_e5m2, 1 / 8)]:
         for size in (1e-9, 1.0, 1e9):
             tensor = torch.logspace(-3, 0, 100) * size
-            small, scale = train_gpt2.to_float8(tensor, dtype)
+            small, scale = kernels.to_float8(tensor, dtype)
             assert small.dtype == dtype
             torch.testing.assert_close(small.float() * scale, tensor, rtol=error, atol=0)
-        small, scale = train_gpt2.to_float8(torch.zeros(3), dtype)
+        small, scale = kernels.to_float8(torch.zeros(3), dtype)
         assert not (small.float() * scale).any()
 
 
@@ -204,7 +206,7 @@ def test_export_and_import_give_the_same_bits(tmp_path):
     from transformers import GPT2LMHeadModel
 
     model, enc = tiny_model(vocab_size=257), tokenizer.get_encoding("bytes")
-    train_gpt2.export_huggingface(model, enc, tmp_path / "hf")
+    export_huggingface(model, enc, tmp_path / "hf")
     GPT2LMHeadModel.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "again")
     again = GPT.from_pretrained(tmp_path / "again")
     assert again.config == model.config
@@ -216,7 +218,7 @@ def test_export_cuts_the_padding_off_and_transformers_agrees(tmp_path):
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     model, enc = tiny_model(vocab_size=320), tokenizer.get_encoding("bytes")
-    train_gpt2.export_huggingface(model, enc, tmp_path / "hf")
+    export_huggingface(model, enc, tmp_path / "hf")
     hf = GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     idx = torch.randint(257, (2, 32))
     with torch.no_grad():
@@ -230,7 +232,7 @@ def test_export_cuts_the_padding_off_and_transformers_agrees(tmp_path):
 
 def test_load_model_opens_a_hugging_face_folder_with_its_own_tokenizer(tmp_path):
     model, enc = tiny_model(), tokenizer.get_encoding("bytes")
-    train_gpt2.export_huggingface(model, enc, tmp_path / "hf")
+    export_huggingface(model, enc, tmp_path / "hf")
     again, its_enc = train_gpt2.load_model(str(tmp_path / "hf"))
     assert its_enc.name == "bytes" and again.config.vocab_size == 257
 
@@ -266,12 +268,12 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
     """Beside a loop over positions in numpy."""
     model = tiny_model()
     idx, targets = torch.randint(320, (3, 9)), torch.randint(320, (3, 9))
-    targets[torch.rand(3, 9) < 0.5] = IGNORE
+    targets[torch.rand(3, 9) < 0.5] = IGNORE_INDEX
     with torch.no_grad():
         logits, loss = model(idx, targets)
     losses = []
     for row, target in zip(logits.reshape(-1, 320).double().numpy(), targets.flatten().tolist()):
-        if target != IGNORE:
+        if target != IGNORE_INDEX:
             losses.append(np.log(np.exp(row - row.max()).sum()) + row.max() - row[target])
     assert 0 < len(losses) < 27
     assert loss.item() == pytest.approx(np.mean(losses), abs=1e-5)
@@ -281,7 +283,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
 def test_targets_that_are_all_ignored_give_loss_0_and_no_gradient():
     model = tiny_model()
     idx = torch.randint(320, (2, 5))
-    loss = model(idx, torch.full_like(idx, IGNORE))[1]
+    loss = model(idx, torch.full_like(idx, IGNORE_INDEX))[1]
     loss.backward()
     assert loss.item() == 0
     assert not any(p.grad.any() for p in model.parameters())

@@ -244,7 +244,7 @@ def test_it_redefines_nothing_of_the_scripts():
     theirs = set().union(*map(defined, trees))
     kept = {name for name in theirs | set().union(*map(assigned, trees)) if name[0].isupper()}  # classes, CONSTANTS
     assert {"GPT", "get_lr", "DataLoaderLite", "flops_per_token", "get_encoding", "generate"} <= theirs
-    assert {"GPT", "PRESETS", "PEAK_FLOPS", "IGNORE"} <= kept
+    assert {"GPT", "PRESETS", "PEAK_FLOPS", "IGNORE_INDEX"} <= kept
     cells = [ast.parse(cell.source) for cell in code_cells(read_notebook())]
     kept |= set().union(*map(imported, cells))
     for tree in cells:
@@ -253,11 +253,11 @@ def test_it_redefines_nothing_of_the_scripts():
 
 
 def test_a_redefinition_would_be_noticed():
-    """Of `class GPT`, `def get_lr` in an `if`, `PRESETS = ...`, `a, IGNORE = ...` and a loop's `mpl` each counts."""
-    source = "class GPT: pass\nif 1:\n  def get_lr(): x = 1\nPRESETS = {}\na, IGNORE = 1, 2\nfor mpl in (): b = 1"
+    """Of `class GPT`, `def get_lr` in an `if`, `PRESETS = ...`, `a, IGNORE_INDEX = ...` and a loop's `mpl` each counts."""
+    source = "class GPT: pass\nif 1:\n  def get_lr(): x = 1\nPRESETS = {}\na, IGNORE_INDEX = 1, 2\nfor mpl in (): b = 1"
     tree = ast.parse(source)
     assert defined(tree) == {"GPT", "get_lr"}
-    assert {"PRESETS", "a", "IGNORE", "mpl", "b"} <= assigned(tree)
+    assert {"PRESETS", "a", "IGNORE_INDEX", "mpl", "b"} <= assigned(tree)
 
 
 def test_it_is_committed_with_its_outputs_small_and_with_prose_before_every_step():

@@ -19,7 +19,8 @@ import torch
 from conftest import listing, make_shards, patched, read_log, run, start, tiny_flags, train
 
 import train_gpt2
-from train_gpt2 import list_checkpoints, newest_checkpoint
+from plumbing import checkpoint
+from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
 
@@ -241,7 +242,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
     for step in (99_998, 99_999, 100_000):
-        train_gpt2.write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
+        checkpoint.write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 

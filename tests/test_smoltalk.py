@@ -12,8 +12,8 @@ import pytest
 
 import tokenizer
 from plumbing.cli import UserError
-from smoltalk import Options, check_messages, cut_to, pack, prepare, render_conversation
-from train_gpt2 import IGNORE, DataLoaderLite
+from smoltalk import Options, check_messages, pack, prepare, render_conversation, truncate
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ROOT = Path(__file__).parent.parent
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -65,11 +65,11 @@ def test_text_that_looks_like_a_marker_is_text():
 
 def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
     ids, mask = render_conversation(talk("U", "A", "V", "B"), ENC)  # 1 + 3 + 3 + 3 + 3 tokens
-    assert cut_to(13, ids, mask, ENC) == (ids, mask)
-    assert cut_to(12, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert cut_to(7, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert cut_to(6, ids, mask, ENC) == ([], [])
-    assert cut_to(13, *render_conversation(talk("U"), ENC), ENC) == ([], [])  # nothing to learn
+    assert truncate(13, ids, mask, ENC) == (ids, mask)
+    assert truncate(12, ids, mask, ENC) == (ids[:7], mask[:7])
+    assert truncate(7, ids, mask, ENC) == (ids[:7], mask[:7])
+    assert truncate(6, ids, mask, ENC) == ([], [])
+    assert truncate(13, *render_conversation(talk("U"), ENC), ENC) == ([], [])  # nothing to learn
 
 
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
@@ -121,7 +121,7 @@ def test_the_trainers_targets_are_the_answers(tmp_path):
     loader = DataLoaderLite(folder, "train", B=len(tokens) // 64, T=64)
     x, y = loader.next_batch()  # one epoch
     assert (x[:, 0] == ENC.eot_token).all()
-    assert sorted(y[y != IGNORE].tolist()) == sorted(tokens[mask == 1].tolist())
+    assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
 def test_many_shards_have_a_mask_each(tmp_path):
@@ -139,7 +139,7 @@ def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_
     path, out = tmp_path / "chats.jsonl", tmp_path / "out"
     options = Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=64, shard_size=640)
     path.write_text("\n".join([*lines, "{broken"]))
-    with pytest.raises(UserError, match="chats.jsonl line 401"):
+    with pytest.raises(UserError, match="Line 401 of .*chats.jsonl"):
         prepare(options)
     assert not json.loads((out / "meta.json").read_text())["complete"]
     path.write_text("\n".join(lines[:150]))  # mended, and shorter: the shards of the first attempt must go
@@ -149,7 +149,7 @@ def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_
     prepare(options)
     assert "complete" in capsys.readouterr().out
     assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
-    with pytest.raises(UserError, match="another data set .max_length 64, now 32"):
+    with pytest.raises(UserError, match="shards of other data: max_length was 64 and is now 32"):
         prepare(Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=32, shard_size=640))
 
 
@@ -173,32 +173,32 @@ def test_a_trained_tokenizer_travels_with_its_shards(tmp_path):
     "line, reason",
     [
         ("{broken", "Expecting property name"),
-        ("[]", "no messages"),
-        ('{"text": "x"}', "no messages"),
-        ('{"messages": []}', "empty one"),
-        ('{"messages": ["hi"]}', "message 1 is no object"),
-        ('{"messages": [{"role": "user"}]}', "message 1 without content"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 with role 'bot'"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "message 1 with empty content"),
-        ('{"messages": [{"role": "user", "content": null}]}', "message 1 with empty content"),
+        ("[]", "not a JSON object"),
+        ('{"text": "x"}', "no key messages"),
+        ('{"messages": []}', "list is empty"),
+        ('{"messages": ["hi"]}', "message 1 is not a JSON object"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has no content"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has the role 'bot'"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is empty"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content of message 1 is empty"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
     good = json.dumps({"messages": talk("a", "b")})
     (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n")
-    with pytest.raises(UserError, match=f"bad.jsonl line 3: .*{re.escape(reason)}"):
+    with pytest.raises(UserError, match=f"Line 3 of .*bad.jsonl .*{re.escape(reason)}"):
         prepare(Options(input=(str(tmp_path / "bad.jsonl"),), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_faulty_conversation_of_the_hub_is_no_conversation():
-    with pytest.raises(ValueError, match="empty content"):
+    with pytest.raises(ValueError, match="empty or not a string"):
         check_messages([{"role": "user", "content": None}])
 
 
 def test_too_little_to_split_is_refused(tmp_path):
     path = write_conversations(tmp_path / "chats.jsonl", [talk("a", "b")])
-    with pytest.raises(UserError, match="1 conversations, which fill 1 blocks"):
+    with pytest.raises(UserError, match="1 conversations fill only one block"):
         prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
     assert not (tmp_path / "out").exists()
 
@@ -210,14 +210,14 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: got bad.jsonl line 1: message 1 with role 'robot'")
+    assert done.stderr.startswith("error: Line 1 of bad.jsonl is not a conversation: message 1 has the role 'robot'")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
 def test_other_inputs_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="a.txt, needed JSON lines"):
+    with pytest.raises(UserError, match="a.txt is not a file of JSON lines"):
         prepare(Options(input=(str(tmp_path / "a.txt"),), tokenizer="bytes"))
-    with pytest.raises(UserError, match="--max-length 1"):
+    with pytest.raises(UserError, match="--max-length is 1"):
         prepare(Options(max_length=1))

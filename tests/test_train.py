@@ -20,7 +20,9 @@ from torch.nn import functional as F
 
 import tokenizer
 import train_gpt2
-from train_gpt2 import IGNORE, orthogonalize
+from plumbing import checkpoint, distributed
+from plumbing.huggingface import export_huggingface
+from train_gpt2 import IGNORE_INDEX, orthogonalize
 
 
 def losses(out_dir, stream="train"):
@@ -32,14 +34,14 @@ def losses(out_dir, stream="train"):
 
 
 def windows_of(folder, split, T, masks):
-    """x and y of every window in file order; targets that the mask leaves out are IGNORE."""
+    """x and y of every window in file order; targets that the mask leaves out are IGNORE_INDEX."""
     xs, ys = [], []
     for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
         tokens = np.load(path).astype(np.int64)
         mask = np.load(path.with_suffix(".mask")) if masks else np.ones(len(tokens))
         for start in range(0, len(tokens) - T, T):
             xs.append(tokens[start : start + T])
-            ys.append(np.where(mask[start + 1 : start + T + 1], tokens[start + 1 : start + T + 1], IGNORE))
+            ys.append(np.where(mask[start + 1 : start + T + 1], tokens[start + 1 : start + T + 1], IGNORE_INDEX))
     return torch.tensor(np.array(xs)), torch.tensor(np.array(ys))
 
 
@@ -63,7 +65,7 @@ def plain_loop(hf_directory, folder, masks):
     rates = [1e-3, 2e-3] + [2e-4 + 0.9e-3 * (1 + math.cos(math.pi * eighths / 8)) for eighths in range(8)]
 
     def mean_loss(x, y):
-        return F.cross_entropy(hf(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE)
+        return F.cross_entropy(hf(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
 
     x, y = windows_of(folder, "train", 16, masks)
     val_x, val_y = windows_of(folder, "val", 16, masks)
@@ -94,7 +96,7 @@ def plain(request, tmp_path_factory):
     """A folder of shards, a model to begin from, and what a plain loop makes of the two."""
     folder = make_shards(tmp_path_factory.mktemp("plain") / "data", masks=request.param)
     start = folder.parent / "start"
-    train_gpt2.export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), start)
+    export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), start)
     return folder, start, plain_loop(start, folder, request.param)
 
 
@@ -186,7 +188,7 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, 
     model.resize(32, 320)
     x, y = windows_of(more, "val", 16, masks)
     with torch.no_grad():
-        expected = F.cross_entropy(model(x[:37])[0].flatten(0, 1), y[:37].flatten(), ignore_index=IGNORE).item()
+        expected = F.cross_entropy(model(x[:37])[0].flatten(0, 1), y[:37].flatten(), ignore_index=IGNORE_INDEX).item()
     assert losses(tmp_path / "out", "val")[0] == pytest.approx(expected, abs=1e-5)
 
 
@@ -357,7 +359,7 @@ def test_the_newest_checkpoints_stay_and_their_val_loss_is_the_logs(data, tmp_pa
     names = sorted(path.name for path in (tmp_path / "out").glob("model_*"))
     assert names == ["model_00008.pt", "model_00010.pt", "model_00012.pt"]
     for path in names:
-        checkpoint = train_gpt2.load_checkpoint(tmp_path / "out" / path)
+        checkpoint = checkpoint.load_checkpoint(tmp_path / "out" / path)
         at = checkpoint["step"] // 4 * 4  # the newest validation
         assert float(read_log(tmp_path / "out", "val")[at]) == pytest.approx(checkpoint["val_loss"], rel=1e-8)
 
@@ -408,7 +410,7 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     assert len(half) == 24 and np.isfinite(half).all()
     assert half[0] == pytest.approx(full[0], abs=0.02) and half[0] != full[0]
     assert half[-1] < half[0] - 1
-    checkpoint = train_gpt2.load_checkpoint(tmp_path / "half" / "model_00024.pt")
+    checkpoint = checkpoint.load_checkpoint(tmp_path / "half" / "model_00024.pt")
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
 
@@ -423,7 +425,7 @@ def test_a_step_that_the_float16_scaler_skips_is_no_error(data, tmp_path):
         assert train(data, tmp_path / "out", dtype="float16", max_steps=3, val_every=1, checkpoint_every=0) == 0
     val = losses(tmp_path / "out", "val")
     assert val[0] == val[1] == val[2]
-    assert train_gpt2.load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**37
+    assert checkpoint.load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**37
 
 
 def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_path, capsys):
@@ -493,7 +495,7 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
     assert "going on without torch.compile" not in capsys.readouterr().out
     assert np.allclose(losses(tmp_path / "plain"), losses(tmp_path / "compiled"), atol=1e-4)
     assert np.allclose(losses(tmp_path / "plain", "val"), losses(tmp_path / "compiled", "val"), atol=1e-4)
-    names = train_gpt2.load_checkpoint(tmp_path / "compiled" / "model_00012.pt")["model"]
+    names = checkpoint.load_checkpoint(tmp_path / "compiled" / "model_00012.pt")["model"]
     assert not any("_orig_mod" in name or "module." in name for name in names)
 
 
@@ -596,7 +598,7 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
     assert (tmp_path / "output.1").read_text() == errors[0] + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
-    assert train_gpt2.newest_checkpoint(tmp_path / "out")["step"] == 3
+    assert checkpoint.newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command goes on to the end
     assert train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9) == 0
     assert train(data, tmp_path / "straight", shuffle=False, batch_size=2) == 0
@@ -612,7 +614,7 @@ def test_an_infinite_gradient_norm_stops_the_run_before_the_update(data, tmp_pat
         assert train(data, tmp_path / "out", checkpoint_every=1) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "step 2" in line and "gradient norm" in line and ".npy token" in line
-    checkpoint = train_gpt2.newest_checkpoint(tmp_path / "out")
+    checkpoint = checkpoint.newest_checkpoint(tmp_path / "out")
     assert checkpoint["step"] == 2 and all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
 
 

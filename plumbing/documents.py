@@ -1,0 +1,398 @@
+"""Documents: inputs listed, downloaded, decompressed and read, for every program that takes --input."""
+
+import ast
+import contextlib
+import errno
+import glob
+import hashlib
+import io
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import string
+import sysconfig
+import threading
+import time
+import urllib.parse
+import urllib.request
+import warnings
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from plumbing.cli import UserError
+
+PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
+RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
+BLOCK_CHARS = 2**20  # long .txt files are read in blocks of this many characters; resuming counts in blocks
+BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
+
+
+class Source(NamedTuple):
+    name: str  # a path, a URL, or a path in a repository of the hub
+    size: int  # bytes, to recognize another file of the same name; 0 if unknown
+    repo: str = ""  # on the hub: the data set
+    revision: str = ""  # on the hub: the commit
+
+
+class Piece(NamedTuple):
+    text: str
+    starts: bool  # whether a document starts here
+
+
+class Batch(NamedTuple):
+    source: int  # the number of the file it is from
+    first_piece: int  # the number of its first piece in that file
+    pieces: list[Piece]
+
+
+# -----------------------------------------------------------------------------
+# Inputs
+
+
+def list_inputs(patterns):
+    """The files and URLs that `patterns` name, each glob's sorted by name."""
+    sources = []
+    for pattern in patterns:
+        is_one = is_url(pattern) or os.path.exists(pattern)
+        names = [pattern] if is_one else sorted(glob.glob(pattern, recursive=True))
+        if not names:
+            raise UserError(f"No file matches {pattern}. Check the path.")
+        for name in names:
+            if os.path.isdir(name):
+                raise UserError(f"{name} is a folder, not a file. Give the files in it, for example '{name}/*.txt'.")
+            file_type(name)
+            sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
+    return sources
+
+
+def is_url(name):
+    return name.startswith(("http://", "https://"))
+
+
+def file_type(name):
+    """"a/b.jsonl.gz" -> ".jsonl" """
+    path = urllib.parse.urlsplit(name).path if is_url(name) else name
+    match = re.search(r"\.parquet$|(\.jsonl|\.txt)(\.gz|\.zst)?$", path)
+    if not match:
+        raise UserError(
+            f"{name} is not of a supported type. Convert it to .parquet, .jsonl or .txt; the last two may be "
+            "compressed (.gz, .zst)."
+        )
+    return match[1] or match[0]
+
+
+# -----------------------------------------------------------------------------
+# Documents are read as pieces. Most are a single piece; a long .txt file is one document, split where
+# no token can cross the boundary, so that it need not fit in memory and several cores can share it.
+
+
+def read_pieces(path, name, text_column, skip=0):
+    """Read the file at `path` as pieces, skipping the first `skip`; `name` is the user's name for it."""
+    if name == PYTHON_DOCS:
+        pieces = (Piece(text, True) for text in python_docs())
+    elif file_type(name) == ".parquet":
+        pieces = read_parquet(path, name, text_column)
+    elif file_type(name) == ".jsonl":
+        pieces = read_jsonl(path, name, text_column)
+    else:
+        pieces = read_txt(path)
+    with explain_errors(name):
+        yield from itertools.islice(pieces, skip, None)
+
+
+@contextlib.contextmanager
+def explain_errors(name):
+    """Turn what goes wrong while the file that the user calls `name` is read into a UserError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 text ({error.reason}). Convert it, for example with iconv -t UTF-8."
+        ) from None
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own errors
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(
+                f"Could not open {name}: {error.strerror or error}. Check that it exists and that you have "
+                "permission to read it."
+            ) from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{name} is damaged, or not of the type that its name says: {reason}. Replace it and run the same "
+            "command again."
+        ) from None
+
+
+def read_parquet(path, name, text_column):
+    """One Piece per row."""
+    import pyarrow.parquet  # slow to import, and only needed here
+
+    file = pyarrow.parquet.ParquetFile(path)
+    columns = {field.name: str(field.type) for field in file.schema_arrow}
+    strings = ", ".join(column for column, type_name in columns.items() if "string" in type_name)
+    if text_column not in columns:
+        raise UserError(
+            f"{name} has no column called {text_column!r}. Choose a column of text with --text-column: {strings}."
+        )
+    if "string" not in columns[text_column]:
+        raise UserError(
+            f"Column {text_column!r} of {name} holds {columns[text_column]}, not text. Choose a column of text "
+            f"with --text-column: {strings}."
+        )
+    for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+        for text in batch.column(0).to_pylist():
+            yield Piece(text or "", True)
+
+
+def read_jsonl(path, name, text_column):
+    """One Piece per line."""
+    for number, record in read_json_lines(path, name):
+        if text_column not in record:
+            raise UserError(
+                f"Line {number} of {name} has no key called {text_column!r}, only {', '.join(record)}. Choose one "
+                "of them with --text-column, or fix or remove that line."
+            )
+        if not isinstance(record[text_column], str):
+            raise UserError(
+                f"Line {number} of {name} has no string under {text_column!r}. Fix or remove that line, or choose "
+                "another key with --text-column."
+            )
+        yield Piece(record[text_column], True)
+
+
+def read_json_lines(path, name=None):
+    """Yield (line number, object) for each line of a file of JSON lines; blank lines are skipped."""
+    name = name or path
+    with explain_errors(name), open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except RecursionError:
+                raise UserError(f"Line {number} of {name} is nested too deeply. Fix or remove that line.") from None
+            except ValueError as error:
+                reason = f"{error.msg} at column {error.colno}" if hasattr(error, "colno") else str(error)
+                raise UserError(
+                    f"Line {number} of {name} is not valid JSON: {reason}. Fix or remove that line."
+                ) from None
+            if not isinstance(record, dict):
+                raise UserError(f"Line {number} of {name} is not a JSON object. Fix or remove that line.")
+            yield number, record
+
+
+def open_text(path):
+    """Open a plain, .gz or .zst file as UTF-8 text, dropping a byte-order mark."""
+    import pyarrow  # slow to import
+
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
+    stream = pyarrow.input_stream(str(path), compression=compression)
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+
+
+def read_txt(path):
+    """One document, in pieces of about BLOCK_CHARS characters."""
+    with open_text(path) as file:
+        blocks = iter(lambda: file.read(BLOCK_CHARS), "")
+        for i, text in enumerate(split_at_spaces(blocks)):
+            yield Piece(text, starts=i == 0)
+
+
+def split_at_spaces(blocks):
+    """Re-split blocks of text at a space that follows a letter: "one two t", "hree" -> "one two", " three".
+
+    With the patterns in tokenizer.py, and with bytes, no token crosses such a boundary, so tokenizing
+    the pieces gives the same tokens as the whole text.
+    """
+    held = []
+    for block in blocks:
+        space = block.rfind(" ")
+        while space > 0 and block[space - 1] not in string.ascii_letters:
+            space = block.rfind(" ", 0, space)
+        if space > 0:
+            yield "".join([*held, block[:space]])
+            held = [block[space:]]
+        else:
+            held.append(block)
+    if held:
+        yield "".join(held)
+
+
+def python_docs():
+    """Documentation that ships with Python: the language reference and the standard library's docstrings.
+
+    One document per topic and per module, parsed with `ast`, not imported. They are ordered by a hash
+    of their names: a fixed order, but the first tenth is representative of the rest.
+    """
+    import pydoc_data.topics
+
+    documents = dict(pydoc_data.topics.topics)
+    root = sysconfig.get_paths()["stdlib"]
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "test", "tests", "idle_test")]
+        for file in files:
+            path = os.path.join(folder, file)
+            module = os.path.relpath(path, root).removesuffix(".py").replace(os.sep, ".").removesuffix(".__init__")
+            text = docstrings(path, module) if file.endswith(".py") else ""
+            if text:
+                documents[module + ".py"] = text
+    return [documents[key] for key in sorted(documents, key=lambda key: hashlib.sha256(key.encode()).digest())]
+
+
+def docstrings(path, module):
+    """The docstrings of one source file, each after the line that declares what it documents."""
+    try:
+        with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):  # lib2to3 and others ship files that are not Python 3
+        return ""
+    parts = []
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.Module):
+            declared = f"module {module}"
+        elif isinstance(node, ast.ClassDef):
+            declared = f"class {node.name}"
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            declared = f"def {node.name}({ast.unparse(node.args)})"
+        else:
+            continue
+        text = ast.get_docstring(node)
+        if text:
+            parts += [declared, text]
+    return "\n\n".join(parts)
+
+
+# -----------------------------------------------------------------------------
+# Downloads
+
+
+def run_in_background(function, *args):
+    """Run `function(*args)` in a daemon thread; returns a Future."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # raised again by future.result()
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def retry(name, advice, function, attempts=3):
+    """Call `function()`, retrying after 1, 2, 4 ... seconds on network errors; `name` is what it fetches.
+
+    The first download gives up after 3 seconds, so that a user without a network is told soon; later
+    ones make 9 attempts, which rides out an outage of 4 minutes.
+    """
+    for attempt in range(attempts):
+        try:
+            return function()
+        except Exception as error:  # the hub's client has renamed its network errors from version to version
+            reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
+            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+            if status in (401, 403, 404):
+                raise UserError(
+                    f"Could not download {name}: {reason}. The server does not have it or does not let you have "
+                    "it; check the address and your access."
+                ) from None
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES):
+                raise UserError(
+                    f"Could not save the download of {name}: {reason}. Check that the disk has free space and the "
+                    "folder is writable, then run the same command again."
+                ) from None
+            if "Offline" in type(error).__name__:  # asking again would not help
+                break
+            if attempt < attempts - 1:
+                time.sleep(RETRY_SECONDS * 2**attempt)
+    raise UserError(f"Could not download {name}: {reason}. {advice}")
+
+
+HUB_ADVICE = (
+    "Check the network and run the same command again. Without a network, use --dataset python-docs or --input."
+)
+URL_ADVICE = "Check the network and run the same command again, or give a local file."
+
+
+def list_hub(repo, folder):
+    """The parquet files in a folder of a data set on the hub, at its newest commit."""
+    import huggingface_hub  # slow to import
+
+    def ask():
+        api = huggingface_hub.HfApi()
+        revision = api.dataset_info(repo).sha
+        tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
+        files = [file for file in tree if file.path.endswith(".parquet")]
+        return sorted(Source(file.path, file.size, repo, revision) for file in files)
+
+    return retry(repo, HUB_ADVICE, ask)
+
+
+def fetch_hub(repo, file, revision, folder, attempts):
+    """The path of a data set's file from the hub, downloaded into `folder`."""
+    import huggingface_hub  # slow to import
+
+    args = {"repo_type": "dataset", "revision": revision, "local_dir": folder}
+    return retry(file, HUB_ADVICE, lambda: huggingface_hub.hf_hub_download(repo, file, **args), attempts)
+
+
+def fetch_url(url, folder, attempts):
+    """The path of a copy of `url`, downloaded into `folder`."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]  # two URLs may end in the same name
+    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(url).path))
+
+    def download():
+        os.makedirs(folder, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
+            shutil.copyfileobj(response, file, 2**20)
+            expected = int(response.headers.get("Content-Length") or file.tell())
+            if file.tell() != expected:
+                raise ConnectionError(f"the connection ended after {file.tell():,} of {expected:,} bytes")
+        return path
+
+    return retry(url, URL_ADVICE, download, attempts)
+
+
+def fetch(source, folder, attempts=9):
+    """The path of a local copy of `source`, downloaded into `folder` unless it is local already."""
+    if source.repo:
+        return fetch_hub(source.repo, source.name, source.revision, folder, attempts)
+    return fetch_url(source.name, folder, attempts) if is_url(source.name) else source.name
+
+
+def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True):
+    """Batches of BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
+
+    While a file is read the next one is downloaded into `folder`; a download is removed once it is read.
+    """
+    next_download = None
+    for number in range(first_source, len(sources)):
+        source = sources[number]
+        attempts = 3 if number == first_source else 9
+        path = next_download.result() if next_download else fetch(source, folder, attempts)
+        if prefetch and number + 1 < len(sources):
+            next_download = run_in_background(fetch, sources[number + 1], folder)
+        pieces, num_chars = [], 0
+        for piece in read_pieces(path, source.name, text_column, skip):
+            pieces.append(piece)
+            num_chars += len(piece.text)
+            if num_chars >= BATCH_CHARS:
+                yield Batch(number, skip, pieces)
+                skip += len(pieces)
+                pieces, num_chars = [], 0
+        if pieces:
+            yield Batch(number, skip, pieces)
+        skip = 0
+        if path != source.name:
+            os.remove(path)
+
+
+# -----------------------------------------------------------------------------
+
+
+def num_cores():
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
