@@ -135,7 +135,7 @@ def run_functions(folder, monkeypatch):
 
 
 def write_run(folder, losses, config=None, shards=None, branched=None, stream="val"):
-    """A run's folder with a log of these values at steps 0, 1, ..., and a run.txt of two starts if there is a config."""
+    """A run's folder with a log of these values at steps 0, 1, ...; with a config, a run.txt of two starts."""
     folder.mkdir(parents=True)
     (folder / "log.txt").write_text("".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses)))
     if config is not None:
@@ -253,7 +253,7 @@ def test_it_redefines_nothing_of_the_scripts():
 
 
 def test_a_redefinition_would_be_noticed():
-    """Of `class GPT`, `def get_lr` in an `if`, `PRESETS = ...`, `a, IGNORE_INDEX = ...` and a loop's `mpl` each counts."""
+    """Of a class, a nested function, a constant, an unpacked name and a loop's variable each counts."""
     source = "class GPT: pass\nif 1:\n  def get_lr(): x = 1\nPRESETS = {}\na, IGNORE_INDEX = 1, 2\nfor mpl in (): b = 1"
     tree = ast.parse(source)
     assert defined(tree) == {"GPT", "get_lr"}
