@@ -120,6 +120,11 @@ def make_inputs(folder):
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
 
 
+def shape_of(line):
+    """A line of the console without its numbers, and of a sample without its text."""
+    return " ".join(re.sub(r"\d[\d,.:e-]*", "#", line.split("sample | ")[0]).split())
+
+
 def missing_flags(command):
     known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train_gpt2.TrainConfig)}
     return [flag for flag in NOT_BUILT if flag in command and flag not in known]
@@ -129,6 +134,7 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     """One after the other in one folder, as a reader would; each ends with status 0."""
     monkeypatch.chdir(tmp_path)
     make_inputs(tmp_path)
+    printed = ""
     for command, added in RUN.items():
         if missing_flags(command):
             continue
@@ -140,8 +146,11 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
         output = capsys.readouterr()
         assert status == 0, f"{command}\n{output.out}{output.err}"
         assert output.out, command
+        printed += output.out
     assert (tmp_path / "my_gpt2" / "model.safetensors").exists()
     assert (tmp_path / "log" / "chat" / "hf").exists()
+    lines = re.findall(r"^ {4}(step .*)$", README, re.MULTILINE)
+    assert lines and set(map(shape_of, lines)) <= set(map(shape_of, printed.splitlines()))
 
 
 @pytest.mark.parametrize("flag", NOT_BUILT)
