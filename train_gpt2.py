@@ -396,8 +396,8 @@ class DataLoaderLite:
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
-        self.masks = shards.open_masks(self.shards)  # None if every token is a target
-        self.fingerprint = shards.fingerprint(self.shards)
+        self.masks = shards.open_masks(self.shards)  # empty if every token is a target
+        self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -799,7 +799,8 @@ def load_data(config, world):
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     enc = tokenizer.folder_encoding(config.data)
-    shards.check_token_ids(train_loader.shards + val_loader.shards, enc.name, enc.n_vocab)
+    both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
+    shards.check_folder(config.data, *both, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
