@@ -62,7 +62,7 @@ def load_checkpoint(path):
                 f"Could not open checkpoint {path}: {error.strerror}. "
                 "Check that it exists and that you have permission to read it."
             ) from None
-        reason = (str(error).splitlines() or ["it is empty"])[0]
+        reason = (str(error).splitlines() or ["it is empty"])[0].rstrip(".")
         raise UserError(
             f"Checkpoint {path} is damaged: {reason}. Use another one, or copy it again from where it came."
         ) from None
@@ -121,8 +121,8 @@ def load_model_state(source):
         )
     if checkpoint is None:
         raise UserError(
-            f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, "
-            f"a folder in Hugging Face format, or one of {', '.join(OPENAI_MODELS)}."
+            f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, a folder in Hugging Face "
+            f"format or the name of a GPT-2. {cli.suggest(str(source), OPENAI_MODELS)}"
         )
     return *model_state(checkpoint), model_tokenizer(checkpoint)
 
@@ -219,7 +219,7 @@ def write_checkpoint(path, checkpoint, keep):
         with cli.atomic_write(path) as file:
             torch.save(checkpoint, file)
     except RuntimeError as error:  # how torch's writer reports a write that failed
-        reason = (str(error).splitlines() or ["RuntimeError"])[0]
+        reason = (str(error).splitlines() or ["RuntimeError"])[0].rstrip(".")
         raise UserError(
             f"Could not write {path}: {reason}. Check that its folder exists, is writable and has free space, "
             "then run the same command again."
