@@ -943,8 +943,9 @@ def check_config(config, world_size):
         errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. "
                       "Lower the first or raise the second.")  # fmt: skip
     if total % tokens:
+        remedy = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
-                      f"{world_size} ranks. Start a number of ranks that divides {total // T}, or try "
+                      f"{world_size} ranks. {remedy} "
                       f"--total-batch-size {tokens * max(1, round(total / tokens))}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
         errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
