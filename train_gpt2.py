@@ -850,7 +850,10 @@ def train(config, world):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written yet
+    world.check_agreement(runs.facts_for_all_ranks(config))
     train_loader, val_loader, enc, examples = load_data(config, world)
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    world.check_agreement({"the tokenizer": enc.name, **fingerprints})
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
