@@ -232,8 +232,18 @@ def check_values(tensors):
             least, largest = tensor.aminmax()
             if not (least.isfinite() and largest.isfinite()):
                 return f"{name} has numbers that are not finite"
-            if least < 0 and name.endswith(("step", "exp_avg_sq")):  # counts and squares
-                return f"{name} has negative numbers"
+    return ""
+
+
+def check_averages(tensors, step):
+    """What is wrong with the tensors that optimizers keep, {name: tensor}, after `step` steps of the run, or ""."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():  # the fused optimizers read them in the order of memory
+            return f"{name} is not contiguous"
+        if name.endswith((".step", ".exp_avg_sq")) and tensor.min() < 0:  # counts and squares
+            return f"{name} has negative numbers"
+        if name.endswith(".step") and tensor > step:
+            return f"{name} is {tensor:.0f}"
     return ""
 
 
@@ -270,9 +280,7 @@ def check_state(saved, state, optimizers):
             for number, state in part["state"].items()
             for name, tensor in state.items()
         }
-        too_far = [name for name, tensor in tensors.items() if name.endswith(".step") and tensor > saved["step"]]
-        problem = check_values(tensors) or check_rng(content["rng"])
-        problem = problem or (f"{too_far[0]} is more than that" if too_far else "")
+        problem = check_values(tensors) or check_averages(tensors, saved["step"]) or check_rng(content["rng"])
     if problem:
         raise UserError(
             f"The checkpoint of step {saved['step']} does not fit the run: {problem}. It was probably changed after it "

@@ -466,6 +466,7 @@ def try_checkpoints(good, place, names):
 
 def try_folders(good, place, names):
     """The same for damages of data and run folders, by resuming."""
+    place.mkdir(exist_ok=True)
     folder = shutil.copytree(good, place / "intact")
     intact = attempt("resume", folder, "intact")
     assert intact.status == 0, intact.text
@@ -489,7 +490,6 @@ def main():
             ("checkpoints", try_checkpoints(good, place / "checkpoints", [*DAMAGES, *ONLY_RESUMED])),
             ("folders", try_folders(good, place / "folders", list(folder_damages()))),
         ):
-            (place / kind).mkdir()
             print(f"# {kind}")
             for name, command, found, one in attempts:
                 line = next((line for line in one.text.splitlines() if line.startswith("error: ")), "")
