@@ -487,7 +487,7 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(train_gpt2.UserError, match="2 processes on this machine.* 1 GPU.*--nproc_per_node=1"):
-        distributed.setup_distributed("cuda")
+        train_gpt2.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
