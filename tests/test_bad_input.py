@@ -502,8 +502,8 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypa
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: False)
     with pytest.raises(train_gpt2.UserError, match="--dtype bfloat16.* Use --dtype float16"):
         distributed.choose_dtype("bfloat16", "cuda", 768)
-    assert distributed.choose_dtype("auto", "cuda", 768) == torch.float16
-    assert distributed.choose_dtype("auto", "cpu", 128) == torch.float32
+    assert distributed.choose_dtype("auto", "cuda", 768) == (torch.float16, "float16")
+    assert distributed.choose_dtype("auto", "cpu", 128) == (torch.float32, "float32")
 
 
 def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
