@@ -32,6 +32,13 @@ BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay i
 
 @dataclass
 class Options:
+    """Report which examples of HellaSwag occur in a folder of token shards.
+
+    python contamination.py --data edu_fineweb10B
+
+    python contamination.py --data books --eval hellaswag/hellaswag_val.jsonl --num-proc 4
+    """
+
     data: str = "edu_fineweb10B"  # folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
     num_proc: int = 0  # cores to search on; 0: all

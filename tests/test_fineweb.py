@@ -3,6 +3,7 @@
 import errno
 import gzip
 import http.server
+import io
 import json
 import os
 import random
@@ -29,6 +30,7 @@ import tokenizer
 from fineweb import Options, prepare
 from plumbing import documents, shards
 from plumbing.cli import UserError
+from plumbing.files import lock_folder
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
@@ -487,6 +489,42 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     before = listing(folder)
     make(tmp_path, str(path), shard_size=5000)
     assert "is complete" in capsys.readouterr().out and listing(folder) == before
+
+
+def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(20))
+    with lock_folder(tmp_path / "out"):
+        with pytest.raises(UserError, match="in use by process"):
+            make(tmp_path, path)
+    with lock_folder(make(tmp_path, path)):  # what is complete can be used by several at once
+        make(tmp_path, path)
+
+
+def test_what_an_earlier_version_began_is_not_continued_in_another_way(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
+    folder = Path(make(tmp_path, path, shard_size=5000))
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["validation_every"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    make(tmp_path, path, shard_size=5000)
+    assert "is complete" in capsys.readouterr().out
+    (folder / "meta.json").write_text(json.dumps(meta | {"complete": False}))
+    with pytest.raises(UserError, match="earlier version of fineweb.py"):
+        make(tmp_path, path, shard_size=5000)
+
+
+def test_a_bar_shows_how_far_a_download_is(tmp_path, server):
+    server.files = {"/a.jsonl": (json.dumps({"text": "x" * 5000}) + "\n").encode() * 3}
+    shown = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, file=io.StringIO())
+            shown.append(self)
+
+    with patched(documents, "tqdm", Bar):
+        make(tmp_path, f"{server.url}/a.jsonl")
+    assert [(bar.total, bar.n) for bar in shown] == [(len(server.files["/a.jsonl"]),) * 2]
 
 
 def limited(options, size):
