@@ -1,6 +1,7 @@
 """Which evaluation examples occur in the training text? Training on them inflates the score.
 
-    python contamination.py --data edu_fineweb10B --eval hellaswag/hellaswag_val.jsonl
+    python contamination.py --data edu_fineweb10B
+    python contamination.py --data books --eval hellaswag/hellaswag_val.jsonl --num-proc 4
 
 searches all shards of a folder for 13-grams of tokens from HellaSwag's examples (the context with each
 of its endings). The match is exact: hashes only narrow down the candidates, tokens decide. Memory does
@@ -32,13 +33,6 @@ BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay i
 
 @dataclass
 class Options:
-    """Report which examples of HellaSwag occur in a folder of token shards.
-
-    python contamination.py --data edu_fineweb10B
-
-    python contamination.py --data books --eval hellaswag/hellaswag_val.jsonl --num-proc 4
-    """
-
     data: str = "edu_fineweb10B"  # folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
     num_proc: int = 0  # cores to search on; 0: all
@@ -206,4 +200,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output_is_product=True)

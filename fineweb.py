@@ -48,24 +48,22 @@ from plumbing.shards import ShardWriter, check_same_dataset, is_whole, meta_path
 
 @dataclass
 class Options:
-    """Turn documents into token shards, which train_gpt2.py trains on.
-
-    python fineweb.py --input 'books/*.txt' --out-dir books (your own text)
-
-    python fineweb.py --pretokenized 10 (1B tokens of FineWeb-Edu, ready-made)
-    """
-
+    # What to make shards of
     dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
     input: tuple[str, ...] = ()  # your own files, globs or URLs: .parquet, .jsonl, .json, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str = ""  # what stands between the documents of a .txt, as <|endoftext|>; by default a file is one
+    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
+
+    # What the shards are
     out_dir: str | None = None  # the shards' folder; by default edu_fineweb10B, python_docs, or the first input's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
+
+    # How the work is shared out
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
-    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
@@ -137,7 +135,7 @@ def encode_all(enc, batches, num_proc):
     local = threading.local()
 
     def copy_tokenizer():
-        local.enc = tokenizer.remake(enc, enc.name, enc._special_tokens)
+        local.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
 
     def encode(batch):
         return batch, *encode_batch(local.enc, batch)
@@ -371,7 +369,7 @@ def write_shard(writer, enc, tokens, end, validation=None):
     """Write the next shard; before the first one, what describes it: meta.json and the tokenizer."""
     if not writer.meta["shards"]:
         writer.save()
-        tokenizer.save_beside(enc, writer.folder)
+        tokenizer.save_for_folder(enc, writer.folder)
     if validation is not None:
         writer.write_validation(validation)
     if len(tokens):
@@ -456,8 +454,17 @@ def fetch_pretokenized(options):
                 add_shard(writer, path, file)
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
+        save_gpt2(folder)
         writer.finish()
     return folder
+
+
+def save_gpt2(folder):
+    """Put GPT-2's tables beside its shards, so that a machine without a network can train on them."""
+    try:
+        tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
+    except UserError as error:  # the shards are good without
+        print(f"note: the tokenizer could not be saved with the shards, so training will fetch it. {error}")
 
 
 def add_shard(writer, path, file):

@@ -6,7 +6,7 @@
     python sample.py -m log/model_00500.pt --export hf                 what a finished run has in hf/
 
 The model is a checkpoint, a run's folder (its newest checkpoint), a folder in Hugging Face format or
-the name of a GPT-2. One sample appears as it is made, several when all are done.
+the name of a GPT-2. A single sample is streamed as it is generated; several are printed when all are done.
 """
 
 import codecs
@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import train_gpt2 as t  # before torch: it sets how OpenMP's threads wait
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 import torch
 import tyro
 
-from plumbing import cli
+import tokenizer
 from plumbing.cli import UserError
+from plumbing.distributed import choose_device, choose_dtype
+from plumbing.huggingface import export_huggingface
+from train_gpt2 import load_model
 
 
 @dataclass
@@ -33,59 +36,72 @@ class Options:
     prompt: tyro.conf.Positional[str] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "log"
-    num_samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1  # continuations, made together
-    max_new_tokens: int = 256  # the longest continuation; it ends before at <|endoftext|>
-    temperature: float = 1.0  # below 1 the likely gets likelier; 0: always the likeliest token
-    top_k: int = 50  # choose among the k likeliest tokens; 0: among all
-    top_p: float = 1.0  # choose among the likeliest tokens that have this probability together
+    num_samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1  # continuations to generate, all in one batch
+    max_new_tokens: int = 256  # maximum length of a continuation, which also ends at <|endoftext|>
+    temperature: float = 1.0  # below 1 favours likely tokens; 0: always the most likely token
+    top_k: int = 50  # sample from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
     seed: int = 42  # the same seed gives the same text
-    device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-    # a conversation: one line is one message; /reset begins anew, /quit ends, Ctrl-C stops an answer
+    device: str = "auto"  # cpu, cuda or mps; auto: best available
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of the weights
+    # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
-    export: str = ""  # write the model to this folder in Hugging Face format, and sample nothing
+    export: str = ""  # write the model to this folder in Hugging Face format instead of sampling
 
 
 def check_options(options):
-    """Raise one UserError with everything that is wrong with the flags."""
-    wrong = []
+    """Raise one UserError listing everything that is wrong with the flags."""
+    errors = []
     for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
         value = getattr(options, name)
         if not least <= value < math.inf:
-            wrong.append(f"got --{name.replace('_', '-')} {value}, needed {least} or more")
+            flag = "--" + name.replace("_", "-")
+            errors.append(f"{flag} is {value}, but it must be {least} or more, and finite.")
     if not 0 < options.top_p <= 1:
-        wrong.append(f"got --top-p {options.top_p}, needed more than 0 and at most 1")
+        errors.append(f"--top-p is {options.top_p}, but it must be greater than 0 and at most 1.")
+    if not 0 <= options.seed < 2**63:
+        errors.append(f"--seed is {options.seed}, but it must be from 0 to {2**63 - 1}.")
     if not options.prompt and not options.chat and not options.export:
-        wrong.append("got an empty prompt, needed some text to continue, give it in quotes")
-    if options.export and Path(options.export).exists() and (
-        not Path(options.export).is_dir() or any(Path(options.export).iterdir())
-    ):
-        wrong.append(f"got --export {options.export}, which is there already, needed a new folder, name another")
-    if wrong:
-        raise UserError("; ".join(wrong))
+        errors.append(
+            "The prompt is empty or missing. Give the text to continue in quotes, or use --chat for a conversation."
+        )
+    if options.export and not is_free(Path(options.export)):
+        errors.append(f"--export {options.export} exists already and is not an empty folder. Choose another folder.")
+    if errors:
+        raise UserError(" ".join(errors))
 
 
-def continue_rows(model, enc, ids, options, generator, rows=1, stops=()):
-    """Continue the token ids `rows` times: yields each row's next id, in a list, None once it has stopped.
+def is_free(path):
+    """Whether nothing stands at `path`, or an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
-    A row stops at <|endoftext|> or an id of `stops`, which is not yielded. The ids of the whole list
-    are not longer than the block; what is added may go beyond it.
+
+def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
+    """Continue the token ids in `rows` rows: yields a list of each row's next id, None for rows that have stopped.
+
+    A row stops at <|endoftext|> or at an id in `stop_ids`, which is not yielded. `ids` must fit into the block
+    size; the continuation may go beyond it.
     """
-    stops = {enc.eot_token, *stops}
+    stop_ids = {enc.eot_token, *stop_ids}
     device = next(model.parameters()).device
     prompt = torch.tensor([ids] * rows, device=device)
-    how = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, generator=generator)
+    # float32 has no numbers as small as a flag may be, and below these only the most likely token is left
+    sampling = {
+        "temperature": options.temperature if options.temperature > 1e-6 else 0,
+        "top_k": options.top_k,
+        "top_p": max(options.top_p, 1e-9),
+    }
     running = [True] * rows
-    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **how):
+    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling, generator=generator):
         next_ids = next_ids.tolist()
-        running = [on and token not in stops for on, token in zip(running, next_ids)]
+        running = [on and token not in stop_ids for on, token in zip(running, next_ids)]
         if not any(running):
             return
         yield [token if on else None for on, token in zip(running, next_ids)]
 
 
 def stream_text(enc, tokens):
-    """The text of an iterable of ids, piece by piece: a character comes when its last byte is there."""
+    """Decode an iterable of ids piece by piece: a character is yielded once its last byte has arrived."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(enc.decode_single_token_bytes(token))
@@ -95,21 +111,35 @@ def stream_text(enc, tokens):
 def complete(model, enc, options, generator):
     """Print the prompt with each of its continuations."""
     ids = enc.encode_ordinary(options.prompt)
-    if len(ids) > model.config.block_size:
+    block_size = model.config.block_size
+    if len(ids) > block_size:
         raise UserError(
-            f"got a prompt of {len(ids):,} tokens, needed at most the model's {model.config.block_size:,}, shorten it"
+            f"The prompt has {len(ids):,} tokens, but the model can read only {block_size:,}. Shorten the prompt."
         )
+    steps = generate_rows(model, enc, ids, options, generator, options.num_samples)
     prompt = enc.decode(ids)
-    steps = continue_rows(model, enc, ids, options, generator, options.num_samples)
     if options.num_samples == 1:
-        print(prompt, end="", flush=True)
-        for piece in stream_text(enc, (token for (token,) in steps)):
-            print(piece, end="", flush=True)
-        print()
-        return
-    rows = zip(*steps)
-    samples = [prompt + enc.decode([token for token in row if token is not None]) for row in rows]
-    print(f"\n{'-' * 80}\n".join(samples or [prompt] * options.num_samples))
+        print_stream(prompt, enc, steps)
+    else:
+        print_samples(prompt, enc, list(steps), options.num_samples)
+
+
+def print_stream(prompt, enc, steps):
+    """Print the only row of `steps` while it is generated."""
+    print(prompt, end="", flush=True)
+    tokens = (token for (token,) in steps)
+    for piece in stream_text(enc, tokens):
+        print(piece, end="", flush=True)
+    print()
+
+
+def print_samples(prompt, enc, steps, num_samples):
+    """Print all rows of `steps` with rules between them."""
+    samples = []
+    for row in range(num_samples):
+        tokens = [step[row] for step in steps if step[row] is not None]
+        samples.append(prompt + enc.decode(tokens))
+    print(f"\n{'-' * 80}\n".join(samples))
 
 
 # -----------------------------------------------------------------------------
@@ -117,7 +147,7 @@ def complete(model, enc, options, generator):
 
 
 def read_lines():
-    """The lines that the user types, or that come from a pipe."""
+    """Yield the lines that the user types, or that come from a pipe."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     while True:
@@ -127,26 +157,21 @@ def read_lines():
             return
 
 
-def is_tuned(enc):
-    """Whether a tokenizer has role markers: the model was then trained on conversations."""
-    return "<|assistant|>" in enc._special_tokens
-
-
 def render_prompt(messages, enc):
-    """The ids of a conversation up to where the assistant answers."""
-    import smoltalk  # only talking needs it
+    """Return the ids of a conversation, up to where the assistant answers."""
+    import smoltalk  # only needed to chat
 
-    if is_tuned(enc):
+    if tokenizer.has_chat_tokens(enc):
         return smoltalk.render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
-    # a model without the markers sees the conversation as a text like those that it has read
+    # a model without role markers gets the conversation as plain text, like what it was trained on
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
     return [enc.eot_token, *enc.encode_ordinary(text + "Assistant:")]
 
 
 def fit_prompt(messages, enc, block_size, room):
-    """`render_prompt` of the newest messages, from one of the user's on, that leave room for an answer.
+    """`render_prompt` of the newest messages, starting with a user's, that leave `room` tokens for the answer.
 
-    Drops from `messages` what is too old. None where the last message alone is too long.
+    Removes older ones from `messages`. None if even the last message is too long.
     """
     while True:
         ids = render_prompt(messages, enc)
@@ -159,23 +184,30 @@ def fit_prompt(messages, enc, block_size, room):
 
 
 def answer(model, enc, messages, options, generator):
-    """Print the assistant's answer to `messages` as it comes, and add it to them. Ctrl-C ends it."""
+    """Print the assistant's answer to `messages` while it is generated, and append it. Ctrl-C ends it."""
     block_size = model.config.block_size
-    ids = fit_prompt(messages, enc, block_size, room=min(options.max_new_tokens, block_size // 2))
+    room = min(options.max_new_tokens, block_size // 2)
+    ids = fit_prompt(messages, enc, block_size, room)
     if ids is None:
         messages.clear()
-        print(f"(too long: the model reads {block_size:,} tokens, half of them for the answer)", flush=True)
+        print(
+            f"(That is too long: the model can read {block_size:,} tokens, {room:,} of them kept for its answer. "
+            "Write less; the conversation begins anew.)",
+            flush=True,
+        )  # fmt: skip
         return
-    tuned, text = is_tuned(enc), ""
+    steps = generate_rows(model, enc, ids, options, generator, stop_ids=enc._special_tokens.values())
+    tokens = (token for (token,) in steps)
+    is_chat_model, text = tokenizer.has_chat_tokens(enc), ""
     try:
-        steps = continue_rows(model, enc, ids, options, generator, stops=enc._special_tokens.values())
-        for piece in stream_text(enc, (token for (token,) in steps)):
-            # subtle: a model that only continues text would go on with the user's next line
-            over = not tuned and text.strip() and "\n" in piece
-            piece = piece.split("\n")[0] if over else piece
+        for piece in stream_text(enc, tokens):
+            # subtle: a base model would go on to write the user's next message
+            ends_here = not is_chat_model and text.strip() and "\n" in piece
+            if ends_here:
+                piece = piece.split("\n")[0]
             text += piece
             print(piece, end="", flush=True)
-            if over:
+            if ends_here:
                 break
     except KeyboardInterrupt:
         print(" ...", end="")
@@ -185,14 +217,16 @@ def answer(model, enc, messages, options, generator):
 
 def chat(model, enc, options, generator):
     """Answer line after line until /quit or the end of the input."""
-    if not is_tuned(enc):
+    if not tokenizer.has_chat_tokens(enc):
         print(
-            f"note: {options.model} was not tuned for chat, its tokenizer {enc.name} has no role markers: it only "
-            "continues the conversation as text. Fine-tune it: smoltalk.py, then train_gpt2.py --preset chat",
+            f"note: {options.model} was not trained to chat (tokenizer {enc.name} has no role markers), so it only "
+            "continues the text. To teach it, run smoltalk.py, then train_gpt2.py --preset chat "
+            f"--init-from {options.model}.",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     messages = []
-    for line in itertools.chain([options.prompt] if options.prompt else [], read_lines()):
+    first_lines = [options.prompt] if options.prompt else []
+    for line in itertools.chain(first_lines, read_lines()):
         if line == "/quit":
             return
         if line == "/reset":
@@ -206,25 +240,30 @@ def chat(model, enc, options, generator):
 
 
 def main(args=None):
+    """Load the model, then export it, chat with it, or continue the prompt."""
     options = cli.parse(Options, args)
     check_options(options)
-    device = t.choose_device(options)
+    device = choose_device(options.device)
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"
-    dtype = t.choose_dtype(options, device.split(":")[0])
-    model, enc = t.load_model(options.model)
+    model, enc = load_model(options.model)
+    dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     if options.export:
-        t.export_huggingface(model, enc, options.export)
-        print(f"{options.export} holds the model as Hugging Face transformers reads it")
+        export_huggingface(model, enc, options.export)
+        print(f"{options.export} holds the model in Hugging Face format")
         return
-    # one dtype for all weights: autocast would convert them again for every token
-    model.to(device, dtype).eval().residual_dtype = dtype
+    # cast the weights once: autocast would convert them again for every token
+    model.to(device, dtype).eval()
+    model.residual_dtype = dtype
     generator = torch.Generator(device).manual_seed(options.seed)
     try:
-        (chat if options.chat else complete)(model, enc, options, generator)
+        if options.chat:
+            chat(model, enc, options, generator)
+        else:
+            complete(model, enc, options, generator)
     except KeyboardInterrupt:  # between two answers, or in the middle of a continuation
         print()
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, output_is_product=True)

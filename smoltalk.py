@@ -48,13 +48,6 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 
 @dataclass
 class Options:
-    """Turn conversations into token shards with a loss mask, to fine-tune a chat model.
-
-    python smoltalk.py (SmolTalk, 1M conversations from the hub)
-
-    python smoltalk.py --input chats.jsonl --out-dir chats (your own conversations)
-    """
-
     input: tuple[str, ...] = ()  # JSON lines of conversations (.jsonl, .gz, .zst), files or globs; default: SmolTalk
     out_dir: str | None = None  # the shards' folder; by default smoltalk, or the first input's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
@@ -198,7 +191,7 @@ def write_blocks(writer, blocks, max_length, enc):
         mask[start : start + len(ids)] = block_mask
     writer.save()  # creates the folder
     if not writer.meta["shards"]:
-        tokenizer.save_beside(enc, writer.folder)
+        tokenizer.save_for_folder(enc, writer.folder)
     path = os.path.join(writer.folder, writer.next_name())
     write_shard(path.removesuffix(".npy") + ".mask", mask)
     writer.write(tokens, None)

@@ -5,13 +5,14 @@
     enc = get_encoding("my.tiktoken")   # what this file trained
     enc = get_encoding("gpt2+chat")     # any of them and the role markers of a conversation
 
-Training your own, byte-level BPE:
+Training your own, byte-level BPE, for fineweb.py and smoltalk.py:
 
     python tokenizer.py --input docs/*.parquet --vocab-size 32768 --out my.tiktoken
+    python tokenizer.py --input book.txt --vocab-size 4096 --out book.tiktoken --compare other.txt
 
-A `.tiktoken` file here holds all that there is to know: one line of JSON with the name, the
-pattern that splits text before merging and the special tokens, then tiktoken's own
-`base64-of-the-token rank` lines. Nothing is guessed when it is read.
+`my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token, which
+`tiktoken.load.load_tiktoken_bpe` reads, too. That format has no place for anything else, so the name, the
+pre-tokenization pattern and the special tokens are in `my.tiktoken.json`; the two files belong together.
 """
 
 import base64
@@ -20,6 +21,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,131 +31,266 @@ import numpy as np
 import tiktoken
 
 from plumbing import cli, documents
+from plumbing.files import atomic_write
 
 EOT = "<|endoftext|>"  # stands before every document
-# who speaks, and where a message ends; they take the ids after the tokenizer's own, which are
-# padding in the model's embedding: GPT-2's 50257..50260 of 50304
+# Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
+# the model's embedding: GPT-2's 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
+# text of many kinds, to try a tokenizer on
+PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
-# How text is split before merging: no token crosses a split. GPT-2's as in OpenAI's release, and
-# GPT-4's, which lets any one sign stand before a word and takes digits by three.
+# How text is split before merging: no token crosses a split. GPT-2's pattern is OpenAI's; GPT-4's
+# lets one punctuation character precede a word and splits digits into groups of up to three.
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# tiktoken's spelling of GPT-2's, the same splits in less time; Hugging Face's regex engine reads
-# `$` differently and must be given the one above
+# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's regex engine treats `$` differently
+# and must be given the one above
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-BYTES = r"(?s:.{1,64})"  # no merge crosses anything, so any split will do: this was the fastest
+# digest of GPT-2's tokenizer, by which a copy of it is recognized
+GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
+BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
 
 # -----------------------------------------------------------------------------
 # Opening a tokenizer
 
 
 def get_encoding(name_or_path):
-    """The tokenizer called "gpt2" or "bytes", or in a `.tiktoken` file; each also with "+chat"."""
-    base, plus, rest = str(name_or_path).rpartition("+chat")
-    if plus and not rest:
-        return with_chat(get_encoding(base))
-    if name_or_path == "bytes":
+    """Return the tokenizer called "gpt2" or "bytes", or the one in a `.tiktoken` file; each also with "+chat"."""
+    name = str(name_or_path)
+    if name.endswith("+chat"):
+        return with_chat(get_encoding(name.removesuffix("+chat")))
+    if name == "bytes":
         return bytes_encoding()
-    if name_or_path == "gpt2":
+    if name == "gpt2":
         return gpt2_encoding()
-    try:
-        with open(name_or_path, encoding="ascii") as file:
-            return loads(file.read())
-    except (OSError, UnicodeDecodeError):
-        needed = f"gpt2, bytes or the path of a .tiktoken file, {cli.suggest(str(name_or_path), ['gpt2', 'bytes'])}"
-        raise cli.UserError(f"got tokenizer {name_or_path}, needed {needed}") from None
-    except ValueError as error:
-        needed = "a whole .tiktoken file, make it with python tokenizer.py"
-        raise cli.UserError(f"got {name_or_path} ({error}), needed {needed}") from None
+    return read_encoding(name)
 
 
 def gpt2_encoding():
-    """OpenAI's tables, from tiktoken's cache or the network."""
+    """Return OpenAI's tokenizer of GPT-2; its tables come from tiktoken's cache or the network."""
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
         raise cli.UserError(
-            f"got no GPT-2 tokenizer ({type(error).__name__}: its tables are not in tiktoken's cache and "
-            "could not be downloaded), needed a network once or TIKTOKEN_CACHE_DIR set to a folder with the "
-            "tables, do so, or use the tokenizer that needs neither: --tokenizer bytes"
+            f"The GPT-2 tokenizer is not in tiktoken's cache and could not be downloaded ({type(error).__name__}). "
+            "Connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has its files. "
+            "Only the tokenizer 'bytes' needs neither."
         ) from None
 
 
 def bytes_encoding():
-    """Ids 0..255 are the bytes of UTF-8, 256 is <|endoftext|>: BPE without a single merge."""
+    """Return BPE without a single merge: ids 0..255 are the bytes of UTF-8, 256 is <|endoftext|>."""
     ranks = {bytes([i]): i for i in range(256)}
     return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
 
 
-def remake(enc, name, special_tokens):
-    """`enc` under another name and with other special tokens; with its own, a second copy of it."""
-    parts = {"pat_str": enc._pat_str, "mergeable_ranks": enc._mergeable_ranks}
-    return tiktoken.Encoding(name, **parts, special_tokens=special_tokens)
+def copy_encoding(enc, name, special_tokens):
+    """Return a copy of `enc` with another name and other special tokens."""
+    return tiktoken.Encoding(
+        name, pat_str=enc._pat_str, mergeable_ranks=enc._mergeable_ranks, special_tokens=special_tokens
+    )
 
 
 def with_chat(enc):
-    """The same tokenizer with CHAT_TOKENS appended: "gpt2" -> "gpt2+chat", ids 50257..50260."""
+    """Return the same tokenizer with CHAT_TOKENS appended: "gpt2" -> "gpt2+chat", ids 50257..50260."""
     markers = {token: enc.n_vocab + i for i, token in enumerate(CHAT_TOKENS)}
-    return remake(enc, enc.name + "+chat", enc._special_tokens | markers)
+    return copy_encoding(enc, enc.name + "+chat", enc._special_tokens | markers)
 
 
-def folder_encoding(folder):
-    """The tokenizer that a folder of shards was written with (GPT-2's if it has no meta.json)."""
-    metas = sorted(Path(folder).glob("meta*.json"))
-    if not metas:
-        return get_encoding("gpt2")
-    try:
-        name = json.loads(metas[0].read_text(encoding="utf-8"))["tokenizer"]
-        base = name.removesuffix("+chat")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        needed = "the meta.json that fineweb.py writes, with the tokenizer's name"
-        raise cli.UserError(f"got {metas[0]} that names no tokenizer, needed {needed}, make them again") from None
-    if base not in ("gpt2", "bytes"):
-        name = os.path.join(folder, base + ".tiktoken") + name[len(base) :]
-    return get_encoding(name)
-
-
-def save_beside(enc, folder):
-    """Put what `folder_encoding` needs into a folder of shards: a trained tokenizer, without chat markers."""
-    base = enc.name.removesuffix("+chat")
-    if base not in ("gpt2", "bytes"):
-        own = {token: i for token, i in enc._special_tokens.items() if base == enc.name or token not in CHAT_TOKENS}
-        with cli.atomic_write(os.path.join(folder, base + ".tiktoken"), "w", encoding="ascii") as file:
-            file.write(dumps(remake(enc, base, own)))
+def has_chat_tokens(enc):
+    """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
+    return all(token in enc._special_tokens for token in CHAT_TOKENS)
 
 
 # -----------------------------------------------------------------------------
-# One file per tokenizer
+# A folder of shards has its tokenizer with it
+
+
+def folder_encoding(folder):
+    """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
+    path = Path(folder, "tokenizer.tiktoken")
+    metas = sorted(Path(folder).glob("meta*.json"))
+    if not metas:
+        return read_encoding(path) if path.exists() else get_encoding("gpt2")
+    name = tokenizer_name(metas[0])
+    base = name.removesuffix("+chat")
+    if path.exists():
+        enc = read_encoding(path)
+        if enc.name != base:
+            raise cli.UserError(
+                f"{metas[0]} names tokenizer {base}, but {path} holds {enc.name}. "
+                "Make the shards again in a new folder."
+            )
+    elif base in ("gpt2", "bytes"):
+        enc = get_encoding(base)
+    else:
+        enc = read_encoding(Path(folder, base + ".tiktoken"))  # the file's name in older folders
+    return enc if name == base else with_chat(enc)
+
+
+def tokenizer_name(meta_path):
+    """Return the name of the tokenizer in a folder's meta.json."""
+    try:
+        name = json.loads(Path(meta_path).read_text(encoding="utf-8"))["tokenizer"]
+        if is_name(name):
+            return name
+    except OSError as error:
+        raise cli.UserError(
+            f"Could not open {meta_path}: {error.strerror}. Check that you have permission to read it."
+        ) from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass  # not JSON, or JSON of another kind
+    raise cli.UserError(
+        f"{meta_path} is damaged: it does not name the tokenizer of its shards. Make the shards again in a new folder."
+    )
+
+
+def save_for_folder(enc, folder):
+    """Save what `folder_encoding` needs with a folder of shards: the tokenizer, without its chat markers."""
+    if enc.name.endswith("+chat"):
+        special_tokens = {token: i for token, i in enc._special_tokens.items() if token not in CHAT_TOKENS}
+        enc = copy_encoding(enc, enc.name.removesuffix("+chat"), special_tokens)
+    write_encoding(enc, Path(folder, "tokenizer.tiktoken"))
+
+
+# -----------------------------------------------------------------------------
+# Tokenizers in files and in checkpoints
+
+
+def write_encoding(enc, path):
+    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it."""
+    header, ranks = dumps(enc).split("\n", 1)
+    fields = json.loads(header) | {"sha256": sha256(ranks)}
+    with atomic_write(f"{path}.json", "w", encoding="ascii") as file:
+        file.write(json.dumps(fields, indent=2) + "\n")
+    with atomic_write(path, "w", encoding="ascii") as file:
+        file.write(ranks)
+
+
+def read_encoding(path):
+    """Return the tokenizer in the `.tiktoken` file `path` (see `write_encoding`)."""
+    try:
+        text = Path(path).read_text(encoding="ascii")
+        if not text.startswith("{"):  # older files hold the text that `dumps` returns
+            text = join_header(path, text)
+        return loads(text)
+    except FileNotFoundError as error:
+        if error.filename.endswith(".json"):
+            raise cli.UserError(
+                f"{path} has no {error.filename} with it, which holds its pattern and special tokens. "
+                "Copy both files, or make a new tokenizer with tokenizer.py."
+            ) from None
+        raise cli.UserError(
+            f"There is no tokenizer called {str(path)!r}. Give gpt2, bytes or the path of a .tiktoken file."
+        ) from None
+    except OSError as error:
+        raise cli.UserError(
+            f"Could not open tokenizer {path}: {error.strerror}. "
+            "Check that it is a file and that you have permission to read it."
+        ) from None
+    except UnicodeDecodeError:
+        raise cli.UserError(
+            f"{path} is not a .tiktoken file: it is not plain ASCII text. Make one with tokenizer.py."
+        ) from None
+    except ValueError as error:
+        raise cli.UserError(
+            f"{path} is damaged, or was not made by tokenizer.py: {error}. "
+            "Copy it again or make a new one with tokenizer.py."
+        ) from None
+
+
+def join_header(path, ranks):
+    """Return the text that `loads` reads: the fields in `<path>.json` as one line, then `ranks`."""
+    try:
+        fields = json.loads(Path(f"{path}.json").read_text(encoding="ascii"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}.json is not JSON") from None
+    if not isinstance(fields, dict) or fields.get("sha256") != sha256(ranks):
+        raise ValueError(f"the checksum in {path}.json is not that of its tokens")
+    return json.dumps(fields) + "\n" + ranks
+
+
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def dumps(enc):
-    """The text of a `.tiktoken` file: one line of JSON, then a `base64 rank` line per token."""
-    head = {"name": enc.name, "pat_str": enc._pat_str, "special_tokens": enc._special_tokens}
+    """Return all of a tokenizer as text: one line of JSON, then a `base64 rank` line per token."""
+    header = {"name": enc.name, "pat_str": enc._pat_str, "special_tokens": enc._special_tokens}
     ranks = sorted(enc._mergeable_ranks.items(), key=lambda item: item[1])
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks]
-    return "\n".join([json.dumps(head), *lines]) + "\n"
+    return "\n".join([json.dumps(header), *lines]) + "\n"
 
 
 def loads(text):
-    """The tokenizer in `text` (see `dumps`). Raises ValueError where text is not a whole one."""
-    head, *lines = text.split("\n")
+    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is not a complete one."""
+    first, *lines = text.split("\n")
     try:
-        head = json.loads(head)
-        name, pat_str, special = head["name"], head["pat_str"], head["special_tokens"]
+        header = json.loads(first)
         pairs = [line.split() for line in lines if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        ids = sorted([*ranks.values(), *special.values()])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("no line of JSON with name, pat_str and special_tokens, then `base64 rank` lines") from None
-    # subtle: a file cut short shows as a hole between its last rank and the special tokens' ids
-    if ids != list(range(len(ids))) or EOT not in special or any(bytes([i]) not in ranks for i in range(256)):
-        raise ValueError(f"{len(ids)} tokens that are not 0, 1, 2 ... with all bytes and {EOT} among them")
-    return tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            "its first line must be JSON with name, pat_str and special_tokens, "
+            "and each line after it a token in base64 and its rank"
+        ) from None
+    check_header(header)
+    special_tokens = header["special_tokens"]
+    check_ids(ranks, special_tokens)
+    try:
+        enc = tiktoken.Encoding(
+            header["name"], pat_str=header["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+    except ValueError as error:
+        raise ValueError(f"its pattern or a special token is not valid: {first_line(error)}") from None
+    if enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
+        raise ValueError("its pattern skips a part of the text")
+    return enc
+
+
+def is_name(name):
+    """Whether `name` can be a tokenizer's: a printable string that leads to no other folder."""
+    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= 200 and not set(name) & set("/\\:")
+
+
+def check_header(header):
+    """Raise ValueError unless `header` has a tokenizer's name, pattern and special tokens."""
+    if not isinstance(header, dict):
+        raise ValueError("its JSON is not an object")
+    missing = [key for key in ("name", "pat_str", "special_tokens") if key not in header]
+    if missing:
+        raise ValueError(f"its JSON has no {' and no '.join(missing)}")
+    if not is_name(header["name"]):
+        raise ValueError(f"its name is {header['name']!r}, not a word without slashes")
+    if not isinstance(header["pat_str"], str):
+        raise ValueError("its pat_str is not a string")
+    special_tokens = header["special_tokens"]
+    if not isinstance(special_tokens, dict) or not all(type(i) is int for i in special_tokens.values()):
+        raise ValueError("its special_tokens are not strings with their ids")
+    if "" in special_tokens:
+        raise ValueError("one of its special_tokens is empty")
+
+
+def check_ids(ranks, special_tokens):
+    """Raise ValueError unless the ids of all tokens together are those of a whole tokenizer."""
+    # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
+    ids = sorted([*ranks.values(), *special_tokens.values()])
+    counts_up = ids == list(range(len(ids)))
+    has_bytes = all(bytes([i]) in ranks for i in range(256))
+    if not counts_up or not has_bytes or EOT not in special_tokens:
+        raise ValueError(
+            f"its {len(ids)} token ids must count up from 0 without a gap and include all 256 bytes and {EOT}"
+        )
+
+
+def first_line(error):
+    """Return the first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -179,37 +316,39 @@ def encode_text(enc, text):
 
 
 # -----------------------------------------------------------------------------
-# Hugging Face's `tokenizers`: it trains, and it is what others read
+# Hugging Face's `tokenizers`, used for training and for export
 
 
 def byte_chars():
-    """GPT-2's spelling of the 256 bytes as printable characters: itself, or one from U+0100 on."""
+    """GPT-2's mapping of the 256 bytes to printable characters: the byte's own, or one from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    chars = {byte: chr(byte) for byte in printable}
+    chars.update({byte: chr(256 + i) for i, byte in enumerate(others)})
+    return chars
 
 
 def huggingface_model(pat_str, vocab=None, merges=None):
-    """A byte-level BPE `tokenizers.Tokenizer` that splits by `pat_str`; untrained without vocab and merges."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # slow to import, rarely used
+    """Make a byte-level BPE `tokenizers.Tokenizer` that splits by `pat_str`; untrained without vocab and merges."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if pat_str != BYTES:
-        plain = PATTERNS["gpt2"] if pat_str == FAST_GPT2 else pat_str
-        steps.insert(0, pre_tokenizers.Split(Regex(plain), "isolated"))
+        pattern = PATTERNS["gpt2"] if pat_str == FAST_GPT2 else pat_str
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
     model.pre_tokenizer = pre_tokenizers.Sequence(steps)
     model.decoder = decoders.ByteLevel()
     return model
 
 
-def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
+def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=(), progress=False):
     """Train byte-level BPE on an iterable of strings; `vocab_size` counts the special tokens, <|endoftext|> first.
 
-    The result's name ends in a digest of all that it is made of, so that two tokenizers of one
-    name are one tokenizer. It has fewer than `vocab_size` ids if the text runs out of pairs.
+    The name ends in a digest of the tokenizer's contents, so that tokenizers with the same name are
+    identical. There are fewer than `vocab_size` ids if the text runs out of pairs to merge.
     """
-    from tokenizers import pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers, trainers  # slow to import
 
     pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
     special_tokens = [EOT, *special_tokens]
@@ -217,18 +356,23 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256, seen or not: any text can be encoded
-        show_progress=False,
+        show_progress=progress,
     )
     model.train_from_iterator(texts, trainer)
     char_bytes = {char: byte for byte, char in byte_chars().items()}
     ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in model.get_vocab().items()}
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
     enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
-    return remake(enc, f"{name}-{hashlib.sha256(dumps(enc).encode()).hexdigest()[:8]}", special)
+    return copy_encoding(enc, f"{name}-{digest(enc)[:8]}", special)
+
+
+def digest(enc):
+    """Return a hash of all that a tokenizer is made of, except its name."""
+    return sha256(dumps(copy_encoding(enc, "", enc._special_tokens)))
 
 
 def last_merge(token, ranks):
-    """The two tokens that `token` is merged from: b"the" -> (b"t", b"he") if "he" came before "th"."""
+    """Return the last merge that produces `token`: b"the" -> [b"t", b"he"] if "he" was merged before "th"."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
@@ -237,25 +381,143 @@ def last_merge(token, ranks):
     return parts
 
 
-def export_huggingface(enc, directory):
-    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids."""
+# what smoltalk.py makes of a conversation, for apply_chat_template
+CHAT_TEMPLATE = (
+    "{{ '<|endoftext|>' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('The role ' + message['role'] + ' is not user, assistant or system.') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def export_huggingface(enc, directory, max_length=None):
+    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids.
+
+    max_length: how many tokens the model reads.
+    """
     from tokenizers import AddedToken
 
-    chars, ranks = byte_chars(), enc._mergeable_ranks
-    spell = {token: "".join(chars[byte] for byte in token) for token in sorted(ranks, key=ranks.get)}
-    merges = [last_merge(token, ranks) for token in spell if len(token) > 1]
-    vocab = {spell[token]: ranks[token] for token in spell}
-    model = huggingface_model(enc._pat_str, vocab, [(spell[a], spell[b]) for a, b in merges])
-    special = sorted(enc._special_tokens, key=enc._special_tokens.get)
-    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
-    texts = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
-    texts["tokenizer.tiktoken"] = dumps(enc)
+    ranks, chars = enc._mergeable_ranks, byte_chars()
+    tokens = sorted(ranks, key=ranks.get)
+    spelled = {token: "".join(chars[byte] for byte in token) for token in tokens}
+    merges = []
+    for token in tokens:
+        if len(token) > 1:
+            left, right = last_merge(token, ranks)
+            if left not in ranks or right not in ranks:
+                raise cli.UserError(
+                    f"Tokenizer {enc.name} cannot be exported: its token {token!r} is not made of two shorter ones."
+                )
+            merges.append((spelled[left], spelled[right]))
+    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
+    vocab = {spelled[token]: ranks[token] for token in tokens} | enc._special_tokens
+    model = huggingface_model(enc._pat_str, vocab, merges)
+    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "bos_token": EOT, "eos_token": EOT, "unk_token": EOT, "pad_token": EOT,
+    }  # fmt: skip
+    if max_length:
+        config["model_max_length"] = max_length
+    if has_chat_tokens(enc):
+        config["chat_template"] = CHAT_TEMPLATE
+    files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
     os.makedirs(directory, exist_ok=True)
-    for name, text in texts.items():
-        with cli.atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
+    for name, text in files.items():
+        with atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
             file.write(text)
+    write_encoding(enc, os.path.join(directory, "tokenizer.tiktoken"))
+
+
+def import_huggingface(directory):
+    """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt.
+
+    Raises UserError if it is of another kind, or if the ids of tiktoken are not the same.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    directory = Path(directory)
+    try:
+        if (directory / "tokenizer.json").exists():
+            theirs = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        else:
+            theirs = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
+            theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fields = json.loads(theirs.to_str())
+    except Exception as error:  # the library raises nothing more specific
+        raise cli.UserError(
+            f"Could not read the tokenizer in {directory}: {first_line(error)}. "
+            "Its tokenizer.json, or its vocab.json and merges.txt, must be whole; copy them again."
+        ) from None
+    try:
+        enc = encoding_from_fields(fields)
+        check_same_ids(enc, theirs)
+    except ValueError as error:
+        raise cli.UserError(
+            f"The tokenizer in {directory} is not supported: {error}. Use a model with a tokenizer like GPT-2's."
+        ) from None
+    return enc
+
+
+def encoding_from_fields(fields):
+    """Return the tokenizer that the fields of a tokenizer.json describe. Raises ValueError if it is of another kind."""
+    model = fields["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"it is of type {model['type']}, not BPE")
+    pat_str = pattern_from_fields(fields["pre_tokenizer"])
+    if pat_str == BYTES and model["merges"]:
+        raise ValueError("it merges without splitting the text first")
+    merged = dict.fromkeys(left + right for left, right in model["merges"])  # in order, each token once
+    merged_ids = [model["vocab"][token] for token in merged]
+    if merged_ids != sorted(merged_ids):  # tiktoken merges in the order of the ids
+        raise ValueError("its ids are not in the order of its merges")
+    special_tokens = {token["content"]: token["id"] for token in fields["added_tokens"]}
+    ranks = {}
+    char_bytes = {char: byte for byte, char in byte_chars().items()}
+    for token, i in sorted(model["vocab"].items(), key=lambda item: item[1]):
+        if token in special_tokens:
+            continue
+        if len(token) > 1 and token not in merged:  # no text ever becomes this token
+            special_tokens[token] = i
+            continue
+        if not all(char in char_bytes for char in token):
+            raise ValueError(f"its token {token!r} is not spelled in bytes")
+        ranks[bytes(char_bytes[char] for char in token)] = i
+    check_ids(ranks, special_tokens)
+    enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    name = "gpt2" if digest(enc) == GPT2_DIGEST else f"hf-{digest(enc)[:8]}"
+    return copy_encoding(enc, name, special_tokens)
+
+
+def pattern_from_fields(pre_tokenizer):
+    """Return the pattern by which a tokenizer.json's pre_tokenizer splits text."""
+    steps = [pre_tokenizer]
+    if pre_tokenizer and pre_tokenizer["type"] == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    *splits, last = steps or [None]
+    if last is None or last["type"] != "ByteLevel":
+        raise ValueError("it is not byte-level")
+    if last["use_regex"] and not splits:
+        return FAST_GPT2
+    if not last["use_regex"] and not splits:
+        return BYTES
+    pattern = splits[0].get("pattern", {}).get("Regex")
+    if last["use_regex"] or len(splits) > 1 or pattern is None or splits[0]["behavior"] != "Isolated":
+        raise ValueError("it splits text in another way")
+    return FAST_GPT2 if pattern == PATTERNS["gpt2"] else pattern
+
+
+def check_same_ids(enc, theirs):
+    """Raise ValueError unless `enc` gives a text with thousands of its tokens the ids that `theirs` gives it."""
+    tokens = list(enc._mergeable_ranks)
+    sample = tokens[:: len(tokens) // 5000 + 1]
+    text = PROBE + b"".join(sample).decode("utf-8", "replace")
+    if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
+        raise ValueError("tiktoken gives a text other ids than it does")
 
 
 # -----------------------------------------------------------------------------
@@ -268,13 +530,13 @@ class Options:
     out: str = ""  # where to write the tokenizer, a .tiktoken file
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
-    special_tokens: tuple[str, ...] = ()  # further special tokens beside <|endoftext|>
+    special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    compare: tuple[str, ...] = ()  # text not trained on, to measure compression beside GPT-2's
+    compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
 
 
 def read_texts(patterns, text_column):
-    """The text of all that `patterns` mean."""
+    """The text of all inputs that match `patterns`."""
     sources = documents.list_inputs(patterns)
     with tempfile.TemporaryDirectory() as folder:
         for batch in documents.read_batches(sources, text_column, folder):
@@ -282,46 +544,67 @@ def read_texts(patterns, text_column):
 
 
 def check_options(options):
-    complaints, special, least = [], options.special_tokens, 257 + len(options.special_tokens)
+    """Raise one UserError listing everything that is wrong with the flags."""
+    errors = []
     if not options.input:
-        complaints.append("got no --input, needed files to learn from, do give some")
-    if not options.out.endswith(".tiktoken") or os.path.exists(options.out):
-        complaints.append(f"got --out {options.out or 'nothing'}, needed a new file .tiktoken, do give another")
+        errors.append("--input is missing. Give the files to learn from.")
+    if not options.out:
+        errors.append("--out is missing. Give the name of the .tiktoken file to write.")
+    elif not options.out.endswith(".tiktoken"):
+        errors.append(f"--out {options.out} does not end in .tiktoken. Give a name that does.")
+    elif os.path.exists(options.out) or os.path.exists(f"{options.out}.json"):
+        errors.append(f"--out {options.out} exists already. Choose another name, or delete the old file.")
+    elif not os.access(os.path.dirname(options.out) or ".", os.W_OK):
+        errors.append(f"--out {options.out} is in a folder that does not exist or is not writable. Choose another.")
+    least = 257 + len(options.special_tokens)
     if not least <= options.vocab_size <= MAX_VOCAB:
-        needed = f"{least} (the bytes and the special tokens) to {MAX_VOCAB} (shards are uint16)"
-        complaints.append(f"got --vocab-size {options.vocab_size}, needed {needed}, do choose one between")
+        errors.append(
+            f"--vocab-size is {options.vocab_size}, but it must be from {least}, which leaves room for the bytes "
+            f"and special tokens, to {MAX_VOCAB}, the most that shards can store."
+        )
     if options.pattern not in PATTERNS:
         hint = cli.suggest(options.pattern, list(PATTERNS))
-        complaints.append(f"got --pattern {options.pattern}, needed a known one, {hint}")
-    if len({EOT, "", *special}) < len(special) + 2:
-        got = " ".join(special)
-        complaints.append(f"got --special-tokens {got}, needed each once and none {EOT} or empty, do drop some")
-    if complaints:
-        raise cli.UserError("; ".join(complaints))
+        errors.append(f"There is no pattern called {options.pattern!r}. {hint}")
+    distinct = {*options.special_tokens} - {"", EOT}
+    if len(distinct) < len(options.special_tokens):
+        errors.append(
+            f"--special-tokens {' '.join(options.special_tokens)} repeats a token, or has an empty one or {EOT}, "
+            "which is always there. Give each other token once."
+        )
+    if errors:
+        raise cli.UserError(" ".join(errors))
+
+
+def print_compression(enc, texts):
+    """Print how many bytes of `texts` a token holds, in this tokenizer and in GPT-2's."""
+    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    for other in (enc, gpt2_encoding()):
+        num_tokens = sum(len(other.encode_ordinary(text)) for text in texts)
+        print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
 
 
 def main(args=None):
+    """Train a tokenizer on --input, write it to --out, and compare it with GPT-2's on --compare."""
     options = cli.parse(Options, args)
     check_options(options)
     start = time.perf_counter()
     texts = read_texts(options.input, options.text_column)
     first = next(texts, None)
     if first is None:
-        raise cli.UserError("got --input without any text, needed some to learn from, do give other files")
-    stem = os.path.basename(options.out).removesuffix(".tiktoken")
-    with cli.atomic_write(options.out, "w", encoding="ascii") as file:
-        texts = itertools.chain([first], texts)
-        enc = train(texts, options.vocab_size, stem, options.pattern, options.special_tokens)
-        file.write(dumps(enc))
+        raise cli.UserError("The input contains no text. Check --input and --text-column.")
+    name = os.path.basename(options.out).removesuffix(".tiktoken")
+    texts = itertools.chain([first], texts)
+    progress = sys.stderr.isatty()  # elsewhere the library prints empty lines for its bar
+    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens, progress)
+    write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
     if enc.n_vocab < options.vocab_size:
-        print(f"fewer than --vocab-size {options.vocab_size}: the text has no more pairs to merge")
+        print(
+            f"note: That is fewer than --vocab-size {options.vocab_size}, as the text has no more pairs to merge. "
+            "More text would give more."
+        )
     if options.compare:
-        texts = list(read_texts(options.compare, options.text_column))
-        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        for other in (enc, gpt2_encoding()):
-            num_tokens = sum(len(other.encode_ordinary(text)) for text in texts)
-            print(f"{other.name}: {size / num_tokens:.3f} bytes per token on {size:,} bytes")
+        print_compression(enc, list(read_texts(options.compare, options.text_column)))
 
 
 if __name__ == "__main__":

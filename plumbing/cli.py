@@ -1,80 +1,352 @@
-"""What every script here does alike: flags from a dataclass, errors in one line, files written whole.
+"""What all programs here share: flags from a dataclass, one-line errors, a console that may fail, atomic file writes.
 
-A script declares its options as a dataclass, one commented line per field (the comment is the
-flag's help text), and ends in
+A program declares its options as a dataclass, one line per field, and ends in
 
     if __name__ == "__main__":
         cli.run(main)
 
-A mistake that the user can mend is raised as a `UserError`; `run` prints it as one line,
-`error: got ..., needed ..., do ...`, and leaves with status 2. Anything else keeps its traceback.
-Files that must never be seen half-written are opened by `atomic_write`.
+--help prints the program's docstring and the flags. A flag's help text is the comment at the end of its field's
+line, or the lines of comment above a field that has none. Any other line of comment heads the fields below it.
+
+A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
+exits with status 2. Any other exception keeps its traceback. `atomic_write` opens files that must never be
+seen half-written.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import errno
+import inspect
 import io
 import itertools
+import math
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
+from pathlib import Path
 
-# subtle: OpenMP's threads wait by spinning unless told otherwise before torch loads them, and two spinning threads
-# on a core that is also wanted elsewhere can make a small training step 20 times slower
+# subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
+# spinning on a contended core can make a small training step 20 times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tyro
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. The text says what was got, what was needed, what to do."""
+    """A mistake that the user can fix. The message says in whole sentences what is wrong, what is right, what to do."""
 
 
-def suggest(name, known):
-    """The hint that names the entry of `known` closest to `name`, or lists them all."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+# ----------------------------------------------------------------------------------------------------------
+# Flags
+
+SEE_HELP = "Run with --help to see all flags."
 
 
-def parse(config_class, args=None, default=None):
-    """An instance of the dataclass `config_class` from the command line; `default` sets its defaults.
+def parse(config_class, args=None, default=None, synonyms=None):
+    """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
 
-    Raises UserError for an unknown flag (with the nearest known one) or a value of the wrong type.
+    synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
+    every bad value.
     """
-    console = io.StringIO()
+    args = list(sys.argv[1:] if args is None else args)
+    for word in args:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The argument {word!r} is not UTF-8 text. Type it in a UTF-8 terminal.") from None
+    config, unknown, complaint = try_parse(config_class, args, default)
+    if not unknown and not complaint:
+        return config
+
+    meanings = flag_names(config_class, synonyms or {})
+    # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
+    first_words, *groups = split_at_flags(args)
+    errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
+    for words in groups:
+        _, group_unknown, group_complaint = try_parse(config_class, first_words + words, default)
+        group_unknown = [word for word in group_unknown if word not in first_words]
+        errors.append(explain(words, group_unknown, group_complaint, meanings))
+    distinct = [error for error in dict.fromkeys(errors) if error]
+    raise UserError(" ".join(distinct) or explain(args, unknown, complaint, meanings))
+
+
+def try_parse(config_class, args, default):
+    """(the config, the words that nobody expected, tyro's complaint); --help is printed and exits."""
+    output, errors = io.StringIO(), io.StringIO()
+    defaults = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(console):
-            kwargs = {} if default is None else {"default": default}
-            config, unknown = tyro.cli(config_class, args=args, return_unknown_args=True, **kwargs)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            config, unknown = tyro.cli(config_class, args=args, description="", return_unknown_args=True, **defaults)
     except SystemExit as leaving:
-        if not leaving.code:  # --help has been printed
+        if not leaving.code:
+            print(help_text(config_class, output.getvalue()))
             raise
-        # tyro draws a box: a title, the message, and from "Argument helptext" or "For full helptext" on its help
-        lines = [line.strip("│╭╮╰╯─ ") for line in console.getvalue().splitlines()]
-        lines = [line for line in lines if line.strip("-")]  # without rules, which are dashes on an ASCII console
-        message = " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
-        raise UserError(f"got flags that don't parse ({message}), needed them as in --help") from None
-    if unknown:
-        flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
-        got = unknown[0].split("=")[0]
-        raise UserError(f"got {got}, needed a flag that exists, {suggest(got, flags)}")
-    return config
+        # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
+        lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
+        return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
+    return config, unknown, ""
 
 
-RANK_GRACE_SECONDS = 10  # seconds that ranks other than 0 leave to rank 0 for saying what is wrong
+def help_text(config_class, tyro_text):
+    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
+
+    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
+    above a field that has a comment at the end of its line.
+    """
+    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
+    flags = "\n".join(lines)
+    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
+        flag = "--" + name.replace("_", "-")
+        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
+        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
+    width = shutil.get_terminal_size().columns
+    docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
+    paragraphs = docstring.strip().split("\n\n")
+    # examples and tables are indented, and stay as they are
+    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    return "\n\n".join([*paragraphs, flags])
 
 
-def run(main):
-    """Run `main()`; a UserError becomes one line on stderr (under torchrun, rank 0's) and status 2."""
+def split_at_flags(args):
+    """["a", "--b", "1", "--c"] -> [["a"], ["--b", "1"], ["--c"]]"""
+    groups = [[]]
+    for word in args:
+        if is_flag(word):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def is_flag(word):
+    """Whether a word of the command line is a flag; -1 is a value."""
+    return re.match("--?[A-Za-z]", word) is not None
+
+
+# what tyro says of a mistake, and how it is said here
+PLAIN_ENGLISH = [
+    (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
+    (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
+    (r"Missing value for argument '(\S+)'\. Expected 1 values", r"\1 needs a value."),
+    (r"Missing from \S+: (\S+) (.+) \(required\)", r"The argument \1 is missing: \2."),
+    (r"(.+)", rf"The command line is not valid: \1. {SEE_HELP}"),
+]
+
+
+def explain(words, unknown, complaint, meanings):
+    """The sentence that says what is wrong with `words`, which are a flag and its values; "" if nothing is."""
+    choice = re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.+)\)", complaint)
+    if choice:
+        value, flag, choices = choice.groups()
+        nearest = closest(value, {name: name for name in re.findall("'(.*?)'", choices)})
+        return f"{flag} is '{value}', but it must be one of {choices}. {nearest}".strip()
+    if complaint:
+        pattern, sentence = next(row for row in PLAIN_ENGLISH if re.fullmatch(row[0], complaint))
+        return re.sub(pattern, sentence, complaint)
+    if not unknown:
+        return ""
+    if is_flag(unknown[0]):
+        flag = unknown[0].split("=")[0]
+        name = flag.lstrip("-").replace("_", "-")
+        return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
+    flag = words[0].split("=")[0]
+    if is_flag(flag) and unknown[0].lower() in ("true", "false"):
+        name = flag.removeprefix("--").removeprefix("no-")
+        return f"{flag} takes no value. Use --{name} to switch it on and --no-{name} to switch it off."
+    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
+
+
+def suggest(name, known, synonyms=None):
+    """A sentence that names the entry of `known` closest to `name`, or lists them all.
+
+    synonyms: {a word that others use: what it is called here}.
+    """
+    meanings = {word: word for word in known} | (synonyms or {})
+    return closest(name, meanings) or f"Choose from {', '.join(known)}."
+
+
+def closest(name, meanings):
+    """A sentence that offers what the key of `meanings` closest to `name` stands for; "" if none is close."""
+    if name in meanings:
+        return f"Use {meanings[name]}."
+    matches = difflib.get_close_matches(name, meanings, n=1)
+    return f"Did you mean {meanings[matches[0]]}?" if matches else ""
+
+
+# the trainer's flags, and the words of nanoGPT, llm.c, transformers and others for the same settings
+OTHER_TRAINERS = {
+    "--data": "dataset dataset-name data-dir data-path input-bin train-file",
+    "--out-dir": "output-dir save-dir log-dir",
+    "--init-from": "model model-name-or-path pretrained checkpoint ckpt resume-from-checkpoint",
+    "--no-resume": "overwrite-output-dir",
+    "--seed": "random-seed",
+    "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
+    "--n-layer": "num-hidden-layers depth",
+    "--n-head": "num-attention-heads",
+    "--n-embd": "hidden-size d-model embed-dim",
+    "--block-size": "n-positions n-ctx",
+    "--activation-checkpointing": "gradient-checkpointing",
+    "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
+    "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
+    "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
+    "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
+    "--max-steps, which counts updates": "num-train-epochs num-epochs epochs",
+    "--warmup-steps": "warmup-iters warmup-ratio",
+    "--max-lr": "learning-rate lr",
+    "--min-lr": "learning-rate-decay-frac final-lr",
+    "--schedule": "lr-scheduler-type lr-scheduler decay-lr",
+    "--optimizer": "optim",
+    "--weight-decay": "wd",
+    "--beta1": "adam-beta1",
+    "--beta2": "adam-beta2",
+    "--grad-clip": "max-grad-norm clip-grad-norm gradient-clipping",
+    "--val-every": "eval-interval eval-every eval-steps val-loss-every",
+    "--val-tokens": "eval-iters val-max-steps",
+    "--checkpoint-every": "save-steps save-every save-interval always-save-checkpoint",
+    "--keep-checkpoints": "save-total-limit",
+    "torchrun --nproc_per_node=N": "n-gpu num-gpus gpus nproc-per-node num-processes",
+    "log.txt, which has every step": "log-interval logging-steps log-every",
+}
+
+
+def flag_names(config_class, synonyms):
+    """{a name without dashes: the flag that it stands for}, for the flags of `config_class` and their synonyms."""
+    fields = dataclasses.fields(config_class)
+    names = [field.name for field in fields] + ["no-" + field.name for field in fields if field.type is bool]
+    meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
+    return meanings | {name.replace("_", "-"): "--" + name.replace("_", "-") for name in names}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Running a program
+
+def check_numbers(config, positive):
+    """A sentence for each number of a dataclass that is infinite or negative, or 0 where it is named in `positive`."""
+    errors = []
+    for name, value in dataclasses.asdict(config).items():
+        flag = "--" + name.replace("_", "-")
+        if name in positive and not 0 < value < math.inf:
+            errors.append(f"{flag} is {value}, but it must be a finite number greater than 0.")
+        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            errors.append(f"{flag} is {value}, but it must be 0 or more, and finite.")
+    return errors
+
+
+RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
+CLOSED_PIPE = 141  # what a shell shows for a program whose reader has gone: 128 + SIGPIPE
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def run(main, output_is_product=False):
+    """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
+
+    Nothing that goes wrong with the console ends the program: what cannot be printed is dropped. If its output is
+    what it is run for, a closed pipe ends it silently instead, and a full disk is an error.
+    """
+    protect_console(output_is_product)
     try:
         main()
+        sys.stdout.flush()  # the last line may lack its end
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            # most mistakes are seen by all ranks: rank 0 says so, and torchrun ends the others meanwhile
-            time.sleep(RANK_GRACE_SECONDS)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        fail(str(error))
+    except KeyboardInterrupt:
+        report_interrupt()
+        sys.exit(INTERRUPTED)
+    except MemoryError as error:
+        fail(f"There is not enough memory. {error}".strip())
+    except OSError as error:
+        if error.errno not in REFUSALS or not error.filename:
+            raise
+        fail(f"Could not open or write {error.filename}: {error.strerror}. {REFUSALS[error.errno]}")
+
+
+REFUSALS = {  # what the operating system may refuse through no fault of the program, and what to do about it
+    errno.EACCES: "Check its permissions.",
+    errno.EPERM: "Check its permissions.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOSPC: "Make room on that disk and run the same command again.",
+    errno.EDQUOT: "Make room within your quota and run the same command again.",
+    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EIO: "Check that disk.",
+}
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def fail(message):
+    """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
+    if not is_rank_0():
+        # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        time.sleep(RANK_GRACE_SECONDS)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def report_interrupt():
+    if is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
+
+
+def report_exception(kind, error, traceback):
+    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
+    if kind is KeyboardInterrupt:
+        report_interrupt()
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+# importing torch takes seconds, and until it is done `run` cannot catch Ctrl-C. Programs from elsewhere that import
+# ours keep their tracebacks
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
+    sys.excepthook = report_exception
+
+
+class Console(io.RawIOBase):
+    """The bytes under stdout or stderr: what cannot be written is dropped, or ends a program that is run for it."""
+
+    def __init__(self, stream, is_product):
+        self.stream = stream  # kept, since it closes the file when it is deleted
+        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+        self.is_product = is_product
+
+    def write(self, data):
+        try:
+            written = self.raw.write(data)
+        except OSError as error:
+            if self.is_product:
+                self.is_product = False  # say so once, and drop what is still buffered
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(CLOSED_PIPE)
+                raise UserError(f"Could not write the output: {error.strerror}.") from None
+            written = None
+        return len(data) if written is None else written  # it is also None if writing would block
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.raw.fileno()
+
+    def isatty(self):
+        return self.raw.isatty()
+
+
+def protect_console(output_is_product):
+    """Put a Console under sys.stdout and sys.stderr; characters that they cannot encode are replaced."""
+    for name, is_product, errors in (("stdout", output_is_product, "replace"), ("stderr", False, "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            stream = open(os.devnull, "w", encoding="utf-8")
+        elif stream is not getattr(sys, f"__{name}__"):  # a test captures it
+            continue
+        buffer = io.BufferedWriter(Console(stream, is_product))
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=True))
 
 
 def atomic_write(*args, **kwargs):

@@ -150,6 +150,55 @@ def open_bin(path):
     return np.dtype(np.uint16), (num_tokens,), header.nbytes
 
 
+def open_masks(shards):
+    """The masks beside the shards, or None if there are none at all."""
+    paths = [shard.path.with_suffix(".mask") for shard in shards]
+    if not any(path.exists() for path in paths):
+        return None
+    return [open_mask(path, len(shard)) for path, shard in zip(paths, shards)]
+
+
+def check_size(folder, num_tokens, tokens_per_step):
+    """Raise UserError if the training shards have not even the tokens of one step."""
+    if num_tokens < tokens_per_step:
+        raise UserError(
+            f"{folder} has {num_tokens:,} training tokens, but one step takes {tokens_per_step:,}. "
+            "Lower --total-batch-size, or add shards."
+        )
+
+
+def check_same_data(then, now):
+    """Raise UserError if a loader's state, of a checkpoint, was counted on other data than its state now."""
+    for name in ("num_windows", "T"):
+        if then[name] != now[name]:
+            raise UserError(
+                f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now "
+                f"gives {now['num_windows']:,} of {now['T']}. Give the original shards with --data, or start over "
+                "with --no-resume."
+            )
+
+
+def check_token_ids(shards, tokenizer, n_vocab):
+    """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
+    for shard in shards:
+        largest = int(shard.read(0, 2**27 // len(shards)).max(initial=0))
+        if largest >= n_vocab:
+            raise UserError(
+                f"Shard {shard.path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. "
+                "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
+            )
+
+
+def fingerprint(shards):
+    """A digest of the shards' sizes and contents, from a fixed sample of blocks of each."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(f"{len(shard)} ".encode())
+        for start in np.linspace(0, max(0, len(shard) - 1024), 4).astype(int):
+            digest.update(shard.read(int(start), 1024).tobytes())
+    return digest.hexdigest()[:32]
+
+
 def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, if there are none."""
     paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]

@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 import torch
 
-from plumbing import cli
+from plumbing import cli, distributed
 import train_gpt2
 
 torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def leave_no_trace():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    train_gpt2.enable_fused_attention(True)
+    distributed.enable_fused_attention(True)
 
 
 @pytest.fixture(autouse=True, scope="session")

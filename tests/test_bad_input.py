@@ -28,6 +28,7 @@ import torch
 from conftest import ROOT, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
 
 import train_gpt2
+from plumbing import checkpoint, distributed
 
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
@@ -56,11 +57,11 @@ def case(group, name, *expected):
 # Configuration
 
 for name, flags, *expected in [
-    ("an unknown flag", ["--max-step", "3"], "--max-step", "did you mean --max-steps?"),
-    ("an unknown flag with =", ["--lerning-rate=3"], "--lerning-rate", "needed a flag that exists"),
-    ("a flag of another trainer", ["--n_layers", "3"], "did you mean --n-layer?"),
-    ("an unknown preset", ["--preset", "gpt2-medum"], "gpt2-medum", "did you mean gpt2-medium?"),
-    ("a preset without a name", ["--preset"], "--preset", "needed"),
+    ("an unknown flag", ["--max-step", "3"], "--max-step", "Did you mean --max-steps?"),
+    ("an unknown flag with =", ["--lerning-rate=3"], "--lerning-rate", "Did you mean --max-lr?"),
+    ("a flag of another trainer", ["--n_layers", "3"], "Did you mean --n-layer?"),
+    ("an unknown preset", ["--preset", "gpt2-medum"], "gpt2-medum", "Did you mean gpt2-medium?"),
+    ("a preset without a name", ["--preset"], "--preset needs a value."),
     ("a word for a number", ["--max-steps", "many"], "many"),
     ("a flag without its value", ["--max-steps"], "max-steps"),
     ("an unknown optimizer", ["--optimizer", "sgd"], "sgd", "adamw"),
@@ -250,7 +251,7 @@ def hostile_pickle(folder):
 
 
 case("checkpoints", "--init-from nothing", "no-such-model")(dict(init_from="no-such-model"))
-case("checkpoints", "--init-from a misspelt name", "did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
+case("checkpoints", "--init-from a misspelt name", "Did you mean gpt2-medium?")(dict(init_from="gpt2-medim"))
 case("checkpoints", "--init-from OpenAI's, no network", "gpt2-large", "network")(dict(init_from="gpt2-large"))
 
 
@@ -416,7 +417,6 @@ def test_a_mistake_gives_one_line_and_changes_nothing(one, good, tmp_path):
     assert "Traceback" not in out + err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
-    assert "got " in lines[0] and "needed " in lines[0]
     for text in one.expected:
         assert text in lines[0]
     # transformers has a bar of its own for loading; nothing else speaks on stderr
@@ -438,7 +438,7 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_byte_changed_is_no_traceback(
         else:
             path.write_bytes(whole[:place] + bytes(rng.integers(0, 256, 20, dtype=np.uint8)) + whole[place + 20 :])
         try:
-            train_gpt2.load_checkpoint(path)
+            checkpoint.load_checkpoint(path)
         except train_gpt2.UserError:
             refused += 1
     assert refused >= 15  # every cut at least
@@ -472,16 +472,16 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(train_gpt2.UserError, match="got 2 ranks on a machine of 1 GPU.*lower --nproc_per_node"):
-        train_gpt2.setup_distributed(train_gpt2.TrainConfig(device="cuda"))
+        distributed.setup_distributed(train_gpt2.TrainConfig(device="cuda"))
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypatch):
     """On a CPU auto is float32 for small models, whatever its instructions."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: False)
     with pytest.raises(train_gpt2.UserError, match="try --dtype float16"):
-        train_gpt2.choose_dtype(train_gpt2.TrainConfig(dtype="bfloat16"), "cuda")
-    assert train_gpt2.choose_dtype(train_gpt2.TrainConfig(), "cuda") == torch.float16
-    assert train_gpt2.choose_dtype(train_gpt2.TrainConfig(n_embd=128), "cpu") == torch.float32
+        distributed.choose_dtype(train_gpt2.TrainConfig(dtype="bfloat16"), "cuda")
+    assert distributed.choose_dtype(train_gpt2.TrainConfig(), "cuda") == torch.float16
+    assert distributed.choose_dtype(train_gpt2.TrainConfig(n_embd=128), "cpu") == torch.float32
 
 
 def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
@@ -489,10 +489,10 @@ def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
     for device, capability in [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         with pytest.raises(train_gpt2.UserError, match="got --dtype fp8, .* try --dtype bfloat16"):
-            train_gpt2.choose_dtype(config, device)
+            distributed.choose_dtype(config, device)
     for capability in [(8, 9), (9, 0), (10, 0)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        assert train_gpt2.choose_dtype(config, "cuda") == torch.bfloat16, "but for the output layer"
+        assert distributed.choose_dtype(config, "cuda") == torch.bfloat16, "but for the output layer"
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])

@@ -85,11 +85,11 @@ def test_the_references_of_train_do_our_training(tmp_path):
     optimizers = train_gpt2.configure_optimizers(model, config, "cpu")
     idx = theirs.tokens[:64].view(2, 2, 16)  # two micro-steps of two sequences
     # transformers leaves out the last target of each sequence, for it has none
-    targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE)], 2)
+    targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE_INDEX)], 2)
     loss = sum(model(x, y)[1] / 2 for x, y in zip(idx, targets))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    train_gpt2.set_schedules(optimizers, 0, config)
+    train_gpt2.apply_schedules(optimizers, 0, config)
     optimizers[0].step()
     assert theirs() == pytest.approx(loss.item(), abs=1e-5)
     for name, parameter in model.named_parameters():

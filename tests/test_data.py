@@ -18,8 +18,8 @@ from conftest import make_shards
 import fineweb
 import tokenizer
 from plumbing.cli import UserError
-from plumbing.shards import find_shards, open_shard
-from train_gpt2 import IGNORE, DataLoaderLite, permute
+from plumbing.shards import check_token_ids, find_shards, open_shard
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
 
 def counting_shards(folder, lengths):
@@ -204,9 +204,9 @@ def test_a_state_goes_on_with_another_number_of_ranks_and_another_batch_size(tmp
 
 def test_a_state_of_other_data_or_another_length_is_refused(tmp_path):
     state = DataLoaderLite(counting_shards(tmp_path / "a", [100]), "train", 2, 4).state_dict()
-    with pytest.raises(UserError, match="needed those of the run"):
+    with pytest.raises(UserError, match="24 sequences of 4 tokens.* gives 49 of 4"):
         DataLoaderLite(counting_shards(tmp_path / "b", [200]), "train", 2, 4).load_state_dict(state)
-    with pytest.raises(UserError, match="needed those of the run"):
+    with pytest.raises(UserError, match="24 sequences of 4 tokens.* gives 12 of 8"):
         DataLoaderLite(tmp_path / "a", "train", 2, 8).load_state_dict(state)
 
 
@@ -224,12 +224,12 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
     for tokens, mask in zip(shards, masks):
         for start in range(0, len(tokens) - 8, 8):
             targets = tokens[start + 1 : start + 9].astype(int)
-            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE).tolist())
+            expected.append(np.where(mask[start + 1 : start + 9], targets, IGNORE_INDEX).tolist())
     for number in range(0, 16, 4):
         num_targets = loader.count_targets(4)
         _, y = loader.next_batch()
         assert y.tolist() == expected[number : number + 4]
-        assert num_targets == max(1, sum(token != IGNORE for row in y.tolist() for token in row))
+        assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
 
 
 def test_without_masks_every_target_counts(tmp_path):
@@ -292,13 +292,13 @@ def test_damaged_bin_shards_are_refused(tmp_path):
 
 
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
-    expect_refusal(counting_shards(tmp_path, [4]), "shorter than T + 1 = 5")
+    expect_refusal(counting_shards(tmp_path, [4]), "shorter than the 5 tokens")
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [300]), "train", 2, 4)
-    with pytest.raises(UserError, match="got token id 299"):
-        loader.check_ids(tokenizer.get_encoding("bytes"))
+    with pytest.raises(UserError, match="count_train_000001.npy contains token id 299.* bytes has only 257 ids"):
+        check_token_ids(loader.shards, "bytes", 257)
 
 
 def test_damaged_masks_are_refused(tmp_path):
@@ -336,7 +336,7 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     train = [open_shard(path).read().tolist() for path in find_shards(tmp_path / "d", "train")]
     assert val + sum(train, []) == stream
     loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
-    loader.check_ids(enc)
+    check_token_ids(loader.shards, enc.name, enc.n_vocab)
     for shard in train:
         for start in range(0, len(shard) - 10, 10):
             x, y = loader.next_batch()
@@ -344,9 +344,22 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
 
 
 def test_reading_ahead_uses_one_thread_and_leaves_the_result_alone(tmp_path):
-    folder = counting_shards(tmp_path, [400])
+    """Each batch is read once and in order, by one thread that is not the main one; no later batch overwrites it."""
+    loader = DataLoaderLite(counting_shards(tmp_path, [400]), "train", 2, 4)
+    read_batch, positions, readers = loader.read_batch, [], set()
+
+    def note(position, B):
+        positions.append(position)
+        readers.add(threading.get_ident())
+        return read_batch(position, B)
+
     before = threading.active_count()
-    loader = DataLoaderLite(folder, "train", 2, 4)
-    for _ in range(5):
-        loader.next_batch()
+    loader.read_batch = note
+    batches = [loader.next_batch() for _ in range(5)]
     assert threading.active_count() <= before + 1
+    loader.executor.shutdown()  # waits for the batch that is being read ahead
+    assert positions == [0, 2, 4, 6, 8, 10]
+    assert len(readers) == 1 and threading.get_ident() not in readers
+    for number, (x, y) in enumerate(batches):
+        expected = torch.arange(8 * number, 8 * number + 8).view(2, 4)
+        assert torch.equal(x, expected) and torch.equal(y, expected + 1)

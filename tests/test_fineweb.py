@@ -307,7 +307,7 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     validation, training = split_by_hand([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
-    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json"])
+    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", "tokenizer.tiktoken"])
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
@@ -434,8 +434,8 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
         writer = write_jsonl if kind == "jsonl" else write_parquet
         paths = (writer(tmp_path / f"a.{kind}", texts[:20]), writer(tmp_path / f"b.{kind}", texts[20:]))
     whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
-    # meta.json before the first shard, and for every training shard the validation sample, itself and meta.json
-    renames = 3 * (len(whole) - 2) + 1
+    # meta.json and the tokenizer, then for every training shard the validation sample, itself and meta.json
+    renames = 3 * (len(whole) - 3) + 2
     for count in range(1, renames + 1):
         options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
         status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
@@ -551,14 +551,14 @@ def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
 
     def full(number):
         calls.append(number)
-        if len(calls) > 7:  # meta.json, then the validation sample, a shard and meta.json each: the third sample fails
+        if len(calls) > 8:  # meta.json, tokenizer, then the sample, a shard and meta.json each: the third sample fails
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
     before = listing(tmp_path / "out")
-    assert len(before) == 4 and not any(name.endswith(".part") for name in before)
+    assert len(before) == 5 and not any(name.endswith(".part") for name in before)
     make(tmp_path, path, shard_size=4000)
     assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
     after = listing(tmp_path / "out")
@@ -685,7 +685,7 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
         folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
     assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
-    assert all(re.search(r"\.npy$|^meta.json$", name) for name in os.listdir(folder))
+    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken$", name) for name in os.listdir(folder))
 
 
 def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
@@ -714,7 +714,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
     shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])  # and no parquet
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", "tokenizer.tiktoken"])  # and no parquet
     # what is complete needs no network
     asked = len(hub.asked)
     assert "is complete" in script(*args, cwd=tmp_path, **hub.env).stdout and len(hub.asked) == asked
@@ -736,7 +736,10 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])
+    assert set(os.listdir(folder)) - {"tokenizer.tiktoken"} == {*shards, "meta.json"}
+    # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
+    assert (folder / "tokenizer.tiktoken").exists() == (SHARED / "tiktoken_cache").exists()
+    assert ("note: the tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays

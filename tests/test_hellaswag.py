@@ -16,7 +16,9 @@ import torch.nn as nn
 import hellaswag
 import tokenizer
 from plumbing.cli import UserError
-from hellaswag import Counts, evaluate, fit, harness_text, iterate_examples, pack, predict, render_example, score
+from hellaswag import (
+    Counts, attention_mask, evaluate, harness_text, iterate_examples, pack, predict, render_example, score, truncate,
+)  # fmt: skip
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, GPTConfig
 
@@ -87,7 +89,8 @@ def four_rows(model, examples):
 
 def test_a_row_holds_the_context_once_and_hides_the_endings_from_one_another():
     rows = [([10, 11, 12], [[20, 21, 22], [30, 31], [40], [50, 51]])]
-    idx, pos, attn_mask, places, targets = pack(rows, 16)
+    idx, pos, segment, positions, targets = pack(rows, 16)
+    attn_mask = attention_mask(segment)
     assert idx[0].tolist() == [10, 11, 12, 20, 21, 30, 50] + [0] * 9
     assert pos[0].tolist() == [0, 1, 2, 3, 4, 3, 3] + [0] * 9
     sees = attn_mask[0, 0]
@@ -99,10 +102,10 @@ def test_a_row_holds_the_context_once_and_hides_the_endings_from_one_another():
 
 def test_endings_are_scored_and_nothing_else():
     rows = [([10, 11, 12], [[20, 21, 22], [30, 31], [40], [50, 51]]), ([1], [[2], [3], [4], [5]])]
-    idx, _, _, places, targets = pack(rows, 16)
+    idx, _, _, positions, targets = pack(rows, 16)
     assert targets.tolist() == [20, 21, 22, 30, 31, 40, 50, 51, 2, 3, 4, 5]
     # each is predicted from the token before it
-    assert idx.flatten()[places].tolist() == [12, 20, 21, 12, 30, 12, 12, 50, 1, 1, 1, 1]
+    assert idx.flatten()[positions].tolist() == [12, 20, 21, 12, 30, 12, 12, 50, 1, 1, 1, 1]
 
 
 def test_winners_computed_by_hand():
@@ -149,6 +152,44 @@ def test_the_batch_budget_changes_nothing():
         assert predict(model, examples, ENC.n_vocab, batch_tokens).tolist() == expected
 
 
+def test_the_chunks_of_logits_change_nothing(monkeypatch):
+    examples = [render_example(example, ENC) for example in EXAMPLES * 5]
+    model = small_gpt()
+    expected = predict(model, examples, ENC.n_vocab).tolist()
+    for chunk in (1, 7, 2048):
+        monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
+        assert predict(model, examples, ENC.n_vocab).tolist() == expected
+
+
+def test_the_next_batch_is_packed_on_a_thread_while_the_model_computes(monkeypatch):
+    events, here = [], threading.current_thread()
+    packed_second = threading.Event()
+
+    def pack_and_tell(rows, L):
+        events.append(("pack", threading.current_thread()))
+        if len(events) > 1:
+            packed_second.set()
+        return pack(rows, L)
+
+    class Waiting(Planted):
+        def hidden_states(self, idx, pos=None, attn_mask=None):
+            assert packed_second.wait(10), "the second batch is packed before the first is done"
+            events.append(("compute", threading.current_thread()))
+            return super().hidden_states(idx, pos, attn_mask)
+
+    monkeypatch.setattr(hellaswag, "pack", pack_and_tell)
+    examples = [render_example(example, ENC) for example in EXAMPLES]
+    score(Waiting(SUCCESSORS), examples, ENC.n_vocab, batch_tokens=1)
+    assert [name for name, _ in events].count("pack") == 3
+    assert all((thread is here) == (name == "compute") for name, thread in events)
+
+
+def test_an_error_while_packing_is_raised(monkeypatch):
+    monkeypatch.setattr(hellaswag, "pack", lambda rows, L: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        score(Planted(SUCCESSORS), [render_example(EXAMPLES[0], ENC)], ENC.n_vocab)
+
+
 def test_ranks_score_each_example_once():
     examples = [render_example(example, ENC) for example in (WINNERS, *EXAMPLES, *EXAMPLES)]
     model = small_gpt()
@@ -160,9 +201,10 @@ def test_ranks_score_each_example_once():
 
 
 def test_too_long_contexts_lose_their_oldest_tokens():
-    context, endings = fit(hellaswag.Rendered([1, 2, 3, 4, 5], [[6, 7, 8], [6], [6], [6]], 0, [1] * 4), block_size=4)
+    example = hellaswag.Rendered([1, 2, 3, 4, 5], [[6, 7, 8], [6], [6], [6]], 0, [1] * 4)
+    context, endings = truncate(example, block_size=4)
     assert (context, endings[0]) == ([4, 5], [6, 7, 8])  # reads 4 5 6 7 and predicts 8
-    context, endings = fit(hellaswag.Rendered([1, 2], [[3, 4, 5, 6, 7, 8]] * 4, 0, [1] * 4), block_size=4)
+    context, endings = truncate(hellaswag.Rendered([1, 2], [[3, 4, 5, 6, 7, 8]] * 4, 0, [1] * 4), block_size=4)
     assert (context, endings[0]) == ([2], [3, 4, 5, 6])
     model = small_gpt(block_size=16)
     assert np.isfinite(score(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)[0]).all()
@@ -264,7 +306,9 @@ def test_a_file_that_is_there_is_not_fetched_again(tmp_path):
     path = tmp_path / "val.jsonl"
     path.write_bytes(BODY)
     assert hellaswag.download(str(path), "http://127.0.0.1:9/", num_lines=2) == str(path)
-    with pytest.raises(UserError, match="2 lines, needed 10042"):
+    with pytest.raises(UserError, match="Could not open"):
+        hellaswag.download(str(tmp_path))  # a folder
+    with pytest.raises(UserError, match="2 lines, but HellaSwag's validation file has 10042"):
         hellaswag.download(str(path), "http://127.0.0.1:9/")
 
 
@@ -274,18 +318,20 @@ GOOD = json.dumps(EXAMPLES[0])
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("", "empty"),
-        (GOOD + "\n{broken\n", "line 2: Expecting property name"),
-        (GOOD + "\n[1]\n", "line 2: no JSON object"),
-        (GOOD.replace('"label"', '"lable"'), "line 1: no label"),
-        (GOOD.replace('"label": 3', '"label": 4'), "label 4"),
-        (GOOD.replace('"is using wrap.", ', ""), "not four"),
-        (GOOD.replace('"is using wrap."', "7"), "text that is none"),
+        ("", "bad.jsonl is empty"),
+        (GOOD + "\n{broken\n", "Line 2 .*bad.jsonl is not valid JSON: Expecting property name"),
+        (GOOD + "\n[1]\n", "Line 2 .*bad.jsonl is not a JSON object"),
+        (GOOD.replace('"label"', '"lable"'), "Line 1 .*bad.jsonl .*it has no label"),
+        (GOOD.replace('"label": 3', '"label": 4'), "bad.jsonl .*label is 4"),
+        (GOOD.replace('"is using wrap.", ', ""), "bad.jsonl .*not a list of four"),
+        (GOOD.replace('"is using wrap."', "7"), "bad.jsonl .*not all strings"),
+        (GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'), "bad.jsonl .*not all strings"),
+        ("[" * 10**6, "Line 1 .*bad.jsonl is nested too deeply"),
     ],
 )
 def test_bad_examples_name_file_and_line(tmp_path, text, reason):
     (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=f"bad.jsonl.*{reason}"):
+    with pytest.raises(UserError, match=reason):
         list(iterate_examples(tmp_path / "bad.jsonl"))
 
 
@@ -306,7 +352,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
     done = run(*[tmp_path / arg if arg == "bad.jsonl" else arg for arg in args])
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: got ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path):

@@ -8,7 +8,7 @@ import nbformat
 from conftest import ROOT, make_shards, train
 from nbclient import NotebookClient
 
-SCRIPTS = ("train_gpt2", "tokenizer", "hellaswag", "fineweb", "sample", "smoltalk", "bench", "cli")
+SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
 
 # what every Python that finds this on its path does first: a look at a network is an error and leaves a note
 NO_NETWORK = """
@@ -102,7 +102,7 @@ def test_without_a_run_it_looks_at_the_recorded_one(tmp_path, monkeypatch):
 
 
 def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path, monkeypatch):
-    """Three streams, no run.txt: OpenAI's loss stands beside, and the model is the recorded one."""
+    """Three streams, no run.txt: only what the log says is told, and the model is the recorded one."""
     folder = tmp_path / "log"
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
@@ -110,9 +110,115 @@ def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path,
     (folder / "log.txt").write_text("".join(lines) + "300 tra")
     notebook = without_lessons()
     text = execute(notebook, tmp_path, monkeypatch)
-    # 299 steps of 2^19 tokens had been seen when step 299 began
-    assert f"299 of 19,073 steps, {299 * 2**19:,} tokens" in text and "hella: 0.2250 at step 250" in text
-    assert "taking the recorded model" in text and "\nmuon: 454,144 parameters" in text
+    assert text.startswith("log: 299 steps; it has no run.txt") and "tokens\n" not in text.split("val:")[0]
+    assert "hella: 0.2250 at step 250" in text
+    assert "look at the recorded model" in text and "\nmuon: 454,144 parameters" in text
+
+
+def run_functions(folder, monkeypatch):
+    """The names that the notebook's cells before the lessons define, run in this process with `folder` current."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(plt, "show", lambda: None)  # the figures stay open, for a look at them
+    names = {}
+    with matplotlib.rc_context():
+        for cell in without_lessons().cells[:-1]:
+            if cell.cell_type == "code":
+                exec(cell.source, names)
+    plt.close("all")
+    return names
+
+
+def write_run(folder, losses, config=None, shards=None, branched=None, stream="val"):
+    """A run's folder with a log of these values at steps 0, 1, ...; with a config, a run.txt of two starts."""
+    folder.mkdir(parents=True)
+    (folder / "log.txt").write_text("".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses)))
+    if config is not None:
+        block = [f"command: train_gpt2.py --out-dir {folder}", f"config: {json.dumps(config)}"]
+        block += [f"branched: {json.dumps(branched)}"] if branched else []
+        block += ["machine: Linux, 2 cores, no GPU", "ranks: 1", ""]
+        restart = [line for line in block if not line.startswith("branched")]  # only the first start says it
+        (folder / "run.txt").write_text("\n".join(block) + "\n" + "\n".join(restart))
+    if shards:
+        (folder / "meta.json").write_text(json.dumps(shards))
+    return folder
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+GPT2_TOKENS = {"tokenizer": "gpt2", "vocab_size": 50257}
+
+
+def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, monkeypatch):
+    """Made by fineweb.py or ready-made; not for other data, nor for a log that doesn't say what was trained on."""
+    import matplotlib.pyplot as plt
+
+    names = run_functions(tmp_path, monkeypatch)
+    folders = {}
+    for name, dataset in (("own", "fineweb-edu"), ("ready", "kjj0/finewebedu10B-gpt2"), ("other", "input")):
+        folders[name] = write_run(tmp_path / name, [11, 7, 5], {}, {"dataset": dataset, **GPT2_TOKENS})
+    folders["unknown"] = write_run(tmp_path / "unknown", [11, 7, 5])
+    for name, folder in folders.items():
+        names["plot_loss"]([names["read_run"](folder)])
+        drawn = any(label == "OpenAI's GPT-2 124M: 3.2924" for label in legend(plt.gcf()))
+        assert drawn == (name in ("own", "ready")), name
+        label = plt.gcf().axes[0].get_xlabel()
+        assert label == ("step" if name == "unknown" else "tokens seen")
+        plt.close("all")
+    told = names["read_run"](folders["unknown"], names["PRESETS"]["gpt2"])  # by somebody who knows how it was trained
+    assert names["curve"](told, "val")[0].tolist() == [0, 2**19, 2 * 2**19]
+
+
+def test_a_low_hellaswag_score_is_in_the_picture(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    names = run_functions(tmp_path, monkeypatch)
+    run = names["read_run"](write_run(tmp_path / "low", [0.16, 0.2], {"hellaswag_limit": 100}, stream="hella"))
+    names["plot_hellaswag"]([run])
+    assert plt.gcf().axes[0].get_ylim()[0] < 0.16 - (0.16 * 0.84 / 100) ** 0.5
+    plt.close("all")
+
+
+def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeypatch, capsys):
+    """Parent, branch and branch of the branch are found from any of them; tokens before a branch are the parent's."""
+    import matplotlib.pyplot as plt
+
+    names = run_functions(tmp_path, monkeypatch)
+    log = tmp_path / "log"
+    write_run(log / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {"total_batch_size": 100})
+    write_run(log / "unrelated", [6.5, 5.5], {})
+    changed = {"total_batch_size": 1000}
+    branched = {"parent": "log/a", "step": 2, "changed": changed}
+    write_run(log / "c", [6.0, 5.0, 4.0, 3.0], {"total_batch_size": 1000}, branched=branched)
+    branched = {"parent": str(log / "c"), "step": 3, "changed": {"max_lr": 0.001}}
+    write_run(log / "b", [6.0, 5.0, 4.0, 3.0, 2.5], {"total_batch_size": 10}, branched=branched)
+    for start in "acb":
+        family = names["find_family"](log / start)
+        assert [run.name for run in family] == ["a", "c", "b"]
+    assert names["curve"](family[2], "val")[0].tolist() == [0, 100, 200, 1200, 1210]
+
+    names["plot_branches"](family)
+    ax = plt.gcf().axes[0]
+    diamonds = [line.get_xydata()[0].tolist() for line in ax.lines if line.get_marker() == "D"]
+    assert diamonds == [[200, 4.0], [1200, 3.0]]
+    assert ax.lines[-2].get_xdata().tolist() == [1200, 1210]  # the last branch's own part
+    plt.close("all")
+    names["print_end_losses"](family)
+    table = capsys.readouterr().out
+    assert "2.5000   max_lr 0.001" in table and "3.0000   total_batch_size 1000" in table
+
+    other = write_run(tmp_path / "moved" / "a", [9.0, 8.0], {})  # another run of the parent's name is not the parent
+    (log / "b").rename(other.parent / "b")
+    assert names["find_parent"](other.parent / "b", other) is None
+    (log / "c" / "log.txt").unlink()
+    assert names["read_run"](other.parent / "b").parent is None
 
 
 def defined(tree):
@@ -134,11 +240,11 @@ def imported(tree):
 
 def test_it_redefines_nothing_of_the_scripts():
     """No def or class has the name of one in a script; no assignment that of an import, a class or a constant."""
-    trees = [ast.parse((ROOT / f"{script}.py").read_text()) for script in SCRIPTS if (ROOT / f"{script}.py").exists()]
+    trees = [ast.parse(script.read_text()) for script in SCRIPTS]
     theirs = set().union(*map(defined, trees))
     kept = {name for name in theirs | set().union(*map(assigned, trees)) if name[0].isupper()}  # classes, CONSTANTS
     assert {"GPT", "get_lr", "DataLoaderLite", "flops_per_token", "get_encoding", "generate"} <= theirs
-    assert {"GPT", "PRESETS", "PEAK_FLOPS", "IGNORE"} <= kept
+    assert {"GPT", "PRESETS", "PEAK_FLOPS", "IGNORE_INDEX"} <= kept
     cells = [ast.parse(cell.source) for cell in code_cells(read_notebook())]
     kept |= set().union(*map(imported, cells))
     for tree in cells:
@@ -147,11 +253,11 @@ def test_it_redefines_nothing_of_the_scripts():
 
 
 def test_a_redefinition_would_be_noticed():
-    """Of `class GPT`, `def get_lr` in an `if`, `PRESETS = ...`, `a, IGNORE = ...` and a loop's `mpl` each counts."""
-    source = "class GPT: pass\nif 1:\n  def get_lr(): x = 1\nPRESETS = {}\na, IGNORE = 1, 2\nfor mpl in (): b = 1"
+    """Of a class, a nested function, a constant, an unpacked name and a loop's variable each counts."""
+    source = "class GPT: pass\nif 1:\n  def get_lr(): x = 1\nPRESETS = {}\na, IGNORE_INDEX = 1, 2\nfor mpl in (): b = 1"
     tree = ast.parse(source)
     assert defined(tree) == {"GPT", "get_lr"}
-    assert {"PRESETS", "a", "IGNORE", "mpl", "b"} <= assigned(tree)
+    assert {"PRESETS", "a", "IGNORE_INDEX", "mpl", "b"} <= assigned(tree)
 
 
 def test_it_is_committed_with_its_outputs_small_and_with_prose_before_every_step():

@@ -19,7 +19,8 @@ import torch
 from conftest import listing, make_shards, patched, read_log, run, start, tiny_flags, train
 
 import train_gpt2
-from train_gpt2 import list_checkpoints, newest_checkpoint
+from plumbing import checkpoint as checkpoints
+from plumbing.checkpoint import Run, list_checkpoints, newest_checkpoint, write_checkpoint
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
 
@@ -58,13 +59,12 @@ def die():
 
 def train_until(moment, args):
     """Train, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
-    calls = []
+    out_dir = Path(args[args.index("--out-dir") + 1])
 
     def die_at(owner, name, when, last_act=lambda *args: None):
         """Patch owner.name: the first call for which when(*args) holds does last_act(*args) and kills the process."""
 
         def mortal(*args, **options):
-            calls.append(name)
             if when(*args):
                 last_act(*args)
                 die()
@@ -78,19 +78,25 @@ def train_until(moment, args):
         file.write(whole.getvalue()[: whole.tell() // 2])
         file.flush()
 
-    def wait_for_8(*args_of_call):  # it is written while training goes on
-        while not (Path(args[args.index("--out-dir") + 1]) / "model_00008.pt").exists():
-            time.sleep(0.01)
+    def wait_for(step):
+        def wait(*args_of_call):  # checkpoints are written while training goes on
+            while not (out_dir / f"model_{step:05d}.pt").exists():
+                time.sleep(0.01)
+
+        return wait
+
+    def in_step_9(*args_of_call):
+        return "\n8 train " in (out_dir / "log.txt").read_text()
 
     patch = {
         "before the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True),
-        "after the log line of step 6": lambda: die_at(train_gpt2, "report", lambda log, step, *rest: step == 7),
-        "in the validation of step 6": lambda: die_at(train_gpt2, "report", lambda log, step, *rest: step == 6),
-        "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", lambda *args: len(calls) == 10, wait_for_8),
+        "after the log line of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 7, wait_for(4)),
+        "in the validation of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 6, wait_for(4)),
+        "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", in_step_9, wait_for(8)),
         "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
-            train_gpt2, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
+            checkpoints, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
         ),
         "in the export at the end": lambda: die_at(train_gpt2.tokenizer, "export_huggingface", lambda *args: True),
     }[moment]
@@ -98,11 +104,17 @@ def train_until(moment, args):
         train_gpt2.main(args)
 
 
-MOMENTS = [
-    "before the first step", "after the log line of step 6", "in the validation of step 6",
-    "in step 9", "half of checkpoint 8 written", "checkpoint 8 written, not renamed",
-    "checkpoint 8 there, nothing deleted", "in the export at the end",
-]  # fmt: skip
+# the steps of the checkpoints that a process leaves which is killed at that moment; the newest 2 are kept
+MOMENTS = {
+    "before the first step": [],
+    "after the log line of step 6": [4],
+    "in the validation of step 6": [4],
+    "half of checkpoint 8 written": [4],  # never under the real name
+    "checkpoint 8 written, not renamed": [4],
+    "checkpoint 8 there, nothing deleted": [4, 8],
+    "in step 9": [4, 8],
+    "in the export at the end": [8, 12],
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -111,9 +123,9 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
     steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
-    assert steps == {"before the first step": [], "in the export at the end": [8, 12]}.get(moment, steps)
-    if moment == "half of checkpoint 8 written":
-        assert steps == [4] and list((tmp_path / "out").glob("*.part"))  # never under the real name
+    assert steps == MOMENTS[moment]
+    halves = [path.name for path in (tmp_path / "out").glob("model_*.part")]
+    assert halves == (["model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert_same_run(tmp_path / "out", straight)
 
@@ -121,7 +133,7 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
 def test_a_run_killed_again_and_again_ends_the_same(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     for moment in MOMENTS:
-        run(train_until, moment, args, output=tmp_path / "output")
+        assert run(train_until, moment, args, output=tmp_path / "output") == [-signal.SIGKILL], moment
     assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
     assert_same_run(tmp_path / "out", straight)
 
@@ -219,7 +231,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
         path.write_bytes(left[damage])
     assert train(folder, stopped, keep_checkpoints=keep_checkpoints, **OPTIONS | {"checkpoint_every": 3}) == 0
     printed = capsys.readouterr().out
-    assert ("skipping a damaged checkpoint" in printed and "model_00008.pt" in printed) == (damage != "deleted")
+    assert ("warning: " in printed and "model_00008.pt is damaged" in printed) == (damage != "deleted")
     assert "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
     assert [path.name for path in list_checkpoints(stopped)] == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
@@ -232,8 +244,8 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys
     assert train(folder, stopped, **OPTIONS) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert line.startswith("error: got no whole checkpoint") and "--no-resume" in line
-    assert printed.out.count("skipping a damaged checkpoint") == 2
+    assert line.startswith(f"error: None of the checkpoints in {stopped} can be read") and "--no-resume" in line
+    assert printed.out.count("is damaged") == printed.out.count("warning: ") == 2
     assert listing(stopped) == before
 
 
@@ -241,7 +253,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
     for step in (99_998, 99_999, 100_000):
-        train_gpt2.write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
+        write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
@@ -276,10 +288,10 @@ def test_a_finished_run_whose_export_is_missing_makes_it(folder, straight, tmp_p
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"max_lr": 1e-2, "seed": 7}, ["max_lr 0.003 there, 0.01 here", "seed 1337 there, 7 here"]),
-        ({"n_layer": 3}, ["n_layer 2 there, 3 here"]),
-        ({"optimizer": "muon"}, ["optimizer adamw there, muon here"]),
-        ({"shuffle": False}, ["shuffle True there, False here"]),
+        ({"max_lr": 1e-2, "seed": 7}, ["max_lr was 0.003, now 0.01", "seed was 1337, now 7"]),
+        ({"n_layer": 3}, ["n_layer was 2, now 3"]),
+        ({"optimizer": "muon"}, ["optimizer was adamw, now muon"]),
+        ({"shuffle": False}, ["shuffle was True, now False"]),
     ],
 )
 def test_a_folder_of_a_different_run_is_refused_with_what_differs(changes, named, folder, straight, tmp_path, capsys):
@@ -296,7 +308,8 @@ def test_a_folder_of_another_program_is_refused(folder, tmp_path, capsys):
     (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n")
     before = listing(tmp_path)
     assert train(folder, tmp_path / "out", **OPTIONS) == 2
-    assert capsys.readouterr().err.startswith("error: got ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "out") in line and "--out-dir" in line
     assert listing(tmp_path) == before
 
 
@@ -305,7 +318,7 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     before = listing(straight)
     for number in (1, 2):
         assert train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS) == 0
-        assert f"is now in {tmp_path / 'out'}.{number}" in capsys.readouterr().out
+        assert f"to {tmp_path / 'out'}.{number}." in capsys.readouterr().out
     assert listing(tmp_path / "out.1") == before
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
@@ -342,7 +355,7 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(number, status, folder, 
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     assert run(signalled, 5, number, 1, 0, args, output=output) == [status], output.read_text()
-    assert "stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
+    assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
@@ -385,14 +398,14 @@ def largest_difference(out_dir, straight, steps=None):
 def killed_at(step, checkpoint, args):
     """Train, and be killed after that step, when that checkpoint, which is written meanwhile, is there."""
 
-    def report_and_die(log, now, *rest):
-        report(log, now, *rest)
+    def report_and_die(self, now, *rest, **streams):
+        report(self, now, *rest, **streams)
         if now == step:
             while not checkpoint.exists():
                 time.sleep(0.01)
             die()
 
-    with patched(train_gpt2, "report", report_and_die) as report:
+    with patched(Run, "report", report_and_die) as report:
         train_gpt2.main(args)
 
 

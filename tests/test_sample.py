@@ -15,7 +15,8 @@ from conftest import ROOT, listing, run, status_of, tiny_model
 import sample
 import tokenizer
 import train_gpt2
-from sample import Options, continue_rows, fit_prompt, stream_text
+from plumbing.huggingface import export_huggingface
+from sample import Options, generate_rows, fit_prompt, stream_text
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -39,9 +40,9 @@ def save(path, model, enc=BYTES):
 
 
 def rows_of(model, ids, max_new_tokens, enc=ENDLESS, rows=1, seed=0, **options):
-    """The rows that `continue_rows` gives: lists of ids, None where a row had stopped."""
+    """The rows that `generate_rows` gives: lists of ids, None where a row had stopped."""
     generator = torch.Generator().manual_seed(seed)
-    steps = continue_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), generator, rows)
+    steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), generator, rows)
     return [list(row) for row in zip(*steps)]
 
 
@@ -64,7 +65,7 @@ def test_greedy_with_the_cache_is_greedy_without_it_and_goes_beyond_the_block(mo
 def test_greedy_is_what_transformers_generates_from_the_exported_model(model, tmp_path):
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    train_gpt2.export_huggingface(model, BYTES, tmp_path / "hf")
+    export_huggingface(model, BYTES, tmp_path / "hf")
     hf = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("Hello", return_tensors="pt").input_ids
     assert ids.tolist() == [PROMPT]
@@ -92,7 +93,11 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(model):
 def test_top_k_1_and_a_tiny_top_p_are_greedy(model):
     greedy = rows_of(model, PROMPT, 20, temperature=0)
     assert rows_of(model, PROMPT, 20, top_k=1) == greedy
-    assert rows_of(model, PROMPT, 20, top_k=0, top_p=1e-9) == greedy
+    for top_p in (1e-9, 1e-30, 1e-300):  # the last is 0 in float32
+        assert rows_of(model, PROMPT, 20, top_k=0, top_p=top_p) == greedy
+    for temperature in (1e-5, 1e-30, 1e-300):
+        assert rows_of(model, PROMPT, 20, temperature=temperature) == greedy
+    assert len(rows_of(model, PROMPT, 20, temperature=1e300)[0]) == 20
 
 
 def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(model):
@@ -170,6 +175,13 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     assert listing(tmp_path) == before
 
 
+def test_a_prompt_that_is_not_utf8_is_continued_with_replacements(model, tmp_path, capsys):
+    path = save(tmp_path / "m.pt", model)
+    prompt = os.fsdecode(b"a\xff\xfeb")  # as in sys.argv: the bytes are half surrogate pairs
+    assert status_of(sample.main, [prompt, "-m", path, "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("a\ufffd\ufffdb")
+
+
 class Hostile:
     """A pickle that makes a file when it is loaded."""
 
@@ -186,24 +198,25 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(str(tmp_path / "made")), protocol=2))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "m.pt").read_bytes()[:3000])
     mistakes = {
-        "an empty prompt": ["", "-m", path],
-        "a prompt of 33 tokens": ["x" * 33, "-m", path],
+        "prompt is empty": ["", "-m", path],
+        "The prompt has 33 tokens": ["x" * 33, "-m", path],
         "no-such.pt": ["x", "-m", str(tmp_path / "no-such.pt")],
         "hostile.pt": ["x", "-m", str(tmp_path / "hostile.pt")],
         "pickle.pt": ["x", "-m", str(tmp_path / "pickle.pt")],
         "cut.pt": ["x", "-m", str(tmp_path / "cut.pt")],
-        "--temperature -1": ["x", "-m", path, "--temperature", "-1"],
-        "--temperature nan": ["x", "-m", path, "--temperature", "nan"],
-        "--top-p 0": ["x", "-m", path, "--top-p", "0"],
-        "--num-samples 0": ["x", "-m", path, "-n", "0"],
+        "--temperature is -1": ["x", "-m", path, "--temperature", "-1"],
+        "--temperature is nan": ["x", "-m", path, "--temperature", "nan"],
+        "--top-p is 0": ["x", "-m", path, "--top-p", "0"],
+        "--seed is 18446744073709551616": ["x", "-m", path, "--seed", str(2**64)],
+        "--num-samples is 0": ["x", "-m", path, "-n", "0"],
         "--top-kk": ["x", "-m", path, "--top-kk", "3"],
-        "--device tpu": ["x", "-m", path, "--device", "tpu"],
+        "no device called 'tpu'": ["x", "-m", path, "--device", "tpu"],
     }
     for number, (part, args) in enumerate(mistakes.items()):
         output = tmp_path / f"out{number}"
         assert run(sample.main, args, output=output) == [2], part
         said = output.read_text()
-        assert said.startswith("error: got ") and part in said and said.count("\n") == 1, said
+        assert said.startswith("error: ") and part in said and said.count("\n") == 1, said
     assert not (tmp_path / "made").exists(), "nothing in a file is run"
 
 
@@ -258,12 +271,13 @@ def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys
     said = chat(monkeypatch, capsys, parrot, "hi\n\nyou?\n/reset\nagain\n/quit\nnever\n", "--max-new-tokens", "5")
     assert said.out == "ok\nok\nok\n" and said.err == ""
     said = chat(monkeypatch, capsys, parrot, "x" * 60 + "\nhi", "--max-new-tokens", "5")
-    assert said.out == "(too long: the model reads 32 tokens, half of them for the answer)\nok\n"
+    assert said.out == ("(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
+                        "Write less; the conversation begins anew.)\nok\n")
 
 
 def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
     said = chat(monkeypatch, capsys, save(tmp_path / "m.pt", model), "hi\n", "--max-new-tokens", "3")
-    assert "was not tuned for chat" in said.err and said.out.endswith("\n")
+    assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import train_gpt2
+from plumbing import distributed
 from train_gpt2 import PRESETS, TrainConfig, get_batch_size, get_lr
 
 
@@ -62,17 +63,17 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     assert get_batch_size(0, TrainConfig()) == 2**19
 
 
-def test_set_schedules_moves_every_group_in_proportion():
+def test_apply_schedules_moves_every_group_in_proportion():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, muon_lr=0.02)
     muon = train_gpt2.Muon([{"params": [matrix], "peak_lr": 0.02}], 0.02, 0.95, 0.0)
     adamw = torch.optim.AdamW([{"params": [vector], "peak_lr": 1e-3}])
-    assert train_gpt2.set_schedules([muon, adamw], 4, config) == pytest.approx(5e-4)
+    assert train_gpt2.apply_schedules([muon, adamw], 4, config) == pytest.approx(5e-4)
     assert adamw.param_groups[0]["lr"] == pytest.approx(5e-4)
     assert muon.param_groups[0]["lr"] == pytest.approx(0.01)
     # momentum from 0.85 to 0.95 over 300 steps
     for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (5000, 0.95)):
-        train_gpt2.set_schedules([muon], step, config)
+        train_gpt2.apply_schedules([muon], step, config)
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
@@ -87,4 +88,4 @@ def test_flops_per_token_of_gpt2_by_the_palm_convention():
 
     6 * 123,568,128 + 12 * 12 layers * 1024 tokens * 768 channels = 741,408,768 + 113,246,208.
     """
-    assert train_gpt2.flops_per_token(train_gpt2.GPTConfig(), 1024) == 741_408_768 + 113_246_208
+    assert distributed.flops_per_token(train_gpt2.GPTConfig(), 1024) == 741_408_768 + 113_246_208

@@ -14,7 +14,7 @@ import tokenizer
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 from smoltalk import Options, check_messages, pack, prepare, render_conversation, truncate
-from train_gpt2 import IGNORE, DataLoaderLite
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ROOT = Path(__file__).parent.parent
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -122,14 +122,14 @@ def test_the_trainers_targets_are_the_answers(tmp_path):
     loader = DataLoaderLite(folder, "train", B=len(tokens) // 64, T=64)
     x, y = loader.next_batch()  # one epoch
     assert (x[:, 0] == ENC.eot_token).all()
-    assert sorted(y[y != IGNORE].tolist()) == sorted(tokens[mask == 1].tolist())
+    assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
 def test_many_shards_have_a_mask_each(tmp_path):
     path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 100])
     options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64, shard_size=640)
     prepare(options)
-    files = sorted(file for file in os.listdir(tmp_path / "out") if file != "meta.json")
+    files = sorted(file for file in os.listdir(tmp_path / "out") if file not in ("meta.json", "tokenizer.tiktoken"))
     assert files[:3] == ["out_train_000001.mask", "out_train_000001.npy", "out_train_000002.mask"]
     assert len([f for f in files if f.endswith(".mask")]) == len([f for f in files if f.endswith(".npy")]) > 4
     assert {np.load(tmp_path / "out" / f).size for f in files if "train" not in f} == {641}

@@ -1,0 +1,249 @@
+"""The machine and the ranks: devices, dtypes, peaks, attention kernels, and the processes of one run."""
+
+import contextlib
+import datetime
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from plumbing.cli import UserError, suggest
+
+# ----------------------------------------------------------------------------------------------------------
+# The device
+
+
+def choose_device(name):
+    """The device called `name`, or for "auto" the best of this machine. Raises UserError if there is none such."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return next(device for device in available if available[device])
+    device_type, colon, index = name.partition(":")
+    if device_type not in available or (colon and not index.isdigit()):
+        raise UserError(f"There is no device called {name!r}. {suggest(device_type, available, {'gpu': 'cuda'})}")
+    if not available[device_type]:
+        here = ", ".join(device for device in available if available[device])
+        raise UserError(f"PyTorch finds no {device_type} device on this machine. Leave --device out, or choose {here}.")
+    gpus = torch.cuda.device_count()
+    if device_type == "cuda" and index and int(index) >= gpus:
+        raise UserError(
+            f"There is no {name} on this machine, which has {gpus} GPU(s). Choose from cuda:0 to cuda:{gpus - 1}."
+        )
+    return name
+
+
+def choose_dtype(name, device, n_embd):
+    """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
+    device_type = device.split(":")[0]
+    has_bfloat16 = device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto" and device_type == "cuda":
+        name = "bfloat16" if has_bfloat16 else "float16"
+    elif name == "auto":
+        # CPUs with bfloat16 instructions are faster with them once the matrices are large
+        pays = device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if pays else "float32"
+    if name == "bfloat16" and not has_bfloat16:
+        raise UserError(
+            "This GPU does not support --dtype bfloat16, which needs the Ampere generation or newer. "
+            "Use --dtype float16."
+        )
+    if name == "fp8" and (
+        device_type == "mps" or device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9)
+    ):
+        raise UserError(
+            "This device does not support --dtype fp8, which needs an NVIDIA GPU of the Ada or Hopper "
+            "generation or newer. Leave --dtype out to use the best it has."
+        )
+    # fp8: everything but the output layer is in bfloat16
+    return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
+
+
+# dense bf16 peaks in FLOP/s from the vendors' datasheets; the first key contained in the device's name counts
+PEAK_FLOPS = {
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165.2e12, "3090": 71e12, "V100": 125e12,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """The bf16 peak of a device in FLOP/s, or None if it is not known."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def flops_per_token(c, T):
+    """Training FLOPs per token of a GPTConfig: 6 per weight of every matmul, and 12 * L * T * C for attention.
+
+    The convention of PaLM (Chowdhery et al. 2022, appendix B): attention counts the full square of scores.
+    """
+    return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
+
+
+def is_out_of_memory(error):
+    """Whether an exception, or one that led to it, says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+@contextlib.contextmanager
+def disable_cudnn_attention():
+    """Disable cuDNN attention, for inputs of many shapes: it would build a kernel for each of them."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+def enable_fused_attention(enabled):
+    """Allow or forbid fused attention kernels in this process; the unfused one is always available."""
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    torch.backends.cuda.enable_flash_sdp(enabled)
+    torch.backends.cuda.enable_mem_efficient_sdp(enabled)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The ranks
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks of the run, which torchrun puts in the environment."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    device: str = "cpu"  # cpu, mps or cuda:<local_rank>
+
+    @property
+    def is_master(self):
+        return self.rank == 0
+
+    @property
+    def device_type(self):
+        return self.device.split(":")[0]
+
+    def no_sync(self, model):
+        """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""
+        return model.no_sync() if self.size > 1 else contextlib.nullcontext()
+
+    def all_reduce_sum(self, tensor):
+        """All-reduce: sum over the ranks, in place. For a mean, divide by the size: gloo has no average."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max_over_ranks(self, number):
+        """The largest of the ranks' numbers, for decisions that all ranks must make alike."""
+        if self.size == 1:
+            return number
+        tensor = torch.tensor(number, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def run_on_master(self, action, *args):
+        """Run action(*args) on rank 0 and return its result on every rank; a UserError is raised on every rank."""
+        if self.size == 1:
+            return action(*args)
+        result, error = None, None
+        if self.is_master:
+            try:
+                result = action(*args)
+            except UserError as user_error:
+                error = user_error
+        # tensors are broadcast as such, one by one; only what is around them is pickled
+        skeleton = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
+        dist.broadcast_object_list(skeleton)
+        if skeleton[1]:
+            raise skeleton[1]
+        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else skeleton[0])
+
+    def broadcast(self, tensor):
+        """Rank 0's tensor on every rank, on the CPU; the other ranks give one of its shape and dtype."""
+        if self.is_master:
+            dist.broadcast(tensor.to(self.device).contiguous(), 0)
+            return tensor
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        dist.broadcast(received, 0)
+        return received.cpu()
+
+
+def create_store(rank, world_size):
+    """The store through which the ranks find each other, created afresh by rank 0 on every start.
+
+    torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
+    """
+    shared, host = next(dist.rendezvous("env://"))[0], os.environ["MASTER_ADDR"]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return shared  # not from torchrun's agent: rank 0 has just created this store
+    if rank == 0:
+        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+        return store
+    while True:  # until rank 0 has published its port: on one from before a restart nobody listens
+        with contextlib.suppress(dist.DistNetworkError):
+            timeout = datetime.timedelta(seconds=2)
+            store = dist.TCPStore(host, int(shared.get("port")), world_size, timeout=timeout, wait_for_workers=False)
+            store.set_timeout(datetime.timedelta(minutes=30))
+            return store
+
+
+def is_restart():
+    """Whether torchrun has restarted this process after a crash."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def launch_time():
+    """When torchrun, the parent of this process, was started, in seconds since the epoch; None if unknown."""
+    try:
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:  # only Linux has /proc
+        return None
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def setup_distributed(device):
+    """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    device = choose_device(device)
+    if device == "cuda" and local_ranks > gpus:
+        raise UserError(
+            f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
+            f"Start it with --nproc_per_node={gpus}."
+        )
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        store = create_store(rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return World(rank, local_rank, world_size, device)
+
+
+def cleanup_distributed():
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        # subtle: gloo's thread needs the GIL to release its last tensor, but destroy_process_group holds the GIL
+        # while it waits for that thread. Sleeping first lets the thread take the GIL and finish
+        time.sleep(0.1)
+        dist.destroy_process_group()
+
+
+def print0(*args):
+    """Print on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*args, flush=True)

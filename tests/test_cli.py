@@ -1,0 +1,353 @@
+"""The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
+
+import dataclasses
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+import pytest
+import tyro
+
+import train_gpt2
+from conftest import ROOT
+from plumbing import cli
+from plumbing.cli import UserError
+
+
+@dataclass
+class Options:
+    """Options of a program that does not exist."""
+
+    prompt: tyro.conf.Positional[str] = ""  # the text
+    # the model, or a file that holds one
+    model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
+    # the run
+    max_steps: int = 3  # how many steps
+    max_lr: float = 1.0  # how fast
+    compile: bool = False  # compile it
+    # the rest: what nobody needs
+    optimizer: Literal["adamw", "muon"] = "adamw"  # which one
+    data: str = "text"  # where it is
+    inputs: tuple[str, ...] = ()  # files
+
+
+@dataclass
+class Required:
+    what: tyro.conf.Positional[Literal["train", "data"]]  # what to measure
+    rounds: int = 0  # how often
+
+
+def error_of(*args, config_class=Options, **kwargs):
+    with pytest.raises(UserError) as error:
+        cli.parse(config_class, args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
+    args = ["Hi", "-m", "a.pt", "--max_lr=2", "--compile", "--inputs", "a", "b"]
+    options = cli.parse(Options, args, default=Options(max_steps=7))
+    assert options == Options("Hi", model="a.pt", max_lr=2.0, compile=True, inputs=("a", "b"), max_steps=7)
+
+
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        (["--max-steps", "many"], "--max-steps is 'many', but it must be a whole number."),
+        (["--max_steps=1e3"], "--max-steps is '1e3', but it must be a whole number."),
+        (["--max-lr", "fast"], "--max-lr is 'fast', but it must be a number."),
+        (["--optimizer", "sgd"], "--optimizer is 'sgd', but it must be one of 'adamw', 'muon'."),
+        (["--optimizer=muo"], "--optimizer is 'muo', but it must be one of 'adamw', 'muon'. Did you mean muon?"),
+        (["--max-steps"], "--max-steps needs a value."),
+        (["-m"], "-m/--model needs a value."),
+        (["--max-step", "3"], "There is no flag called --max-step. Did you mean --max-steps?"),
+        (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
+        (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
+        (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
+        (["Hi", "--max-lr", "3", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
+        (
+            ["Hi", "--compile=False"],
+            "--compile takes no value. Use --compile to switch it on and --no-compile to switch it off.",
+        ),
+        (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
+        (["--max-lr", "fast " * 30], f"--max-lr is '{'fast ' * 30}', but it must be a number."),
+    ],
+)
+def test_a_mistake_is_one_plain_sentence(args, sentence, monkeypatch):
+    assert error_of(*args) == sentence
+    monkeypatch.setenv("COLUMNS", "40")
+    assert error_of(*args) == sentence
+
+
+def test_all_mistakes_are_told_at_once():
+    mistakes = ["--max-steps", "many", "--max-l", "3", "--optimizer=sgd", "--foo", "-3", "-x", "a"]
+    assert error_of("Hi", "--max-lr=-1", *mistakes) == (
+        "--max-steps is 'many', but it must be a whole number. "
+        "There is no flag called --max-l. Did you mean --max-lr? "
+        "--optimizer is 'sgd', but it must be one of 'adamw', 'muon'. "
+        "There is no flag called --foo. Run with --help to see all flags. "
+        "There is no flag called -x. Run with --help to see all flags."
+    )
+
+
+def test_a_missing_argument_does_not_hide_the_other_mistakes():
+    assert error_of(config_class=Required) == "The argument {train,data} is missing: what to measure."
+    assert error_of("tray", config_class=Required).startswith("what is 'tray', but it must be one of 'train', 'data'.")
+    said = error_of("train", "--rounds", "x", "--round", "3", config_class=Required)
+    assert said.startswith("--rounds is 'x', but it must be a whole number. There is no flag called --round.")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Suggestions
+
+
+def test_the_names_of_other_trainers_are_answered_with_ours():
+    answers = {
+        "--max-iters": "Use --max-steps.",
+        "--lr": "Use --max-lr.",
+        "--learning_rate": "Use --max-lr.",
+        "--lerning-rate": "Did you mean --max-lr?",
+        "--gradient-accumulation-steps": "Use --total-batch-size, which counts tokens.",
+        "--eval-interval": "Use --val-every.",
+        "--input-bin": "Use --data.",
+        "--n_layers": "Did you mean --n-layer?",
+        "--nproc_per_node": "Use torchrun --nproc_per_node=N.",
+    }
+    for flag, answer in answers.items():
+        said = error_of(f"{flag}=3", config_class=train_gpt2.TrainConfig, synonyms=cli.OTHER_TRAINERS)
+        assert said == f"There is no flag called {flag}. {answer}"
+
+
+def test_the_synonyms_lead_to_flags_that_exist():
+    ours = cli.flag_names(train_gpt2.TrainConfig, {})
+    for flag in cli.OTHER_TRAINERS:
+        assert not flag.startswith("--") or flag.split(",")[0] in ours.values(), flag
+    theirs = " ".join(cli.OTHER_TRAINERS.values()).split()
+    assert len(theirs) == len(set(theirs)), "each leads to one flag"
+    assert not set(theirs) & set(ours), "a flag of ours needs no explanation"
+
+
+def test_a_suggestion_names_the_nearest_or_the_synonym_or_all():
+    devices = ["auto", "cpu", "cuda", "mps"]
+    assert cli.suggest("gpu", devices, {"gpu": "cuda"}) == "Use cuda."
+    assert cli.suggest("cudda", devices) == "Did you mean cuda?"
+    assert cli.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Help
+
+
+def help_of(capsys, config_class=Options, **kwargs):
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(config_class, ["--help"], **kwargs)
+    assert leaving.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_the_modules_docstring_and_the_flags_under_their_headings(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    printed = help_of(capsys)
+    assert printed.startswith(__doc__)
+    expected = """
+ options
+  -h, --help                show this help message and exit
+  -m STR, --model STR       the model, or a file that holds one (default: gpt2)
+
+ the run
+  --max-steps INT           how many steps (default: 3)
+  --max-lr FLOAT            how fast (default: 1.0)
+  --compile, --no-compile   compile it (default: False)
+
+ the rest: what nobody needs
+  --optimizer {adamw,muon}  which one (default: adamw)
+  --data STR                where it is (default: text)
+"""
+    assert expected in printed
+
+
+def test_the_docstring_is_wrapped_but_not_its_examples(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    example = "    python train.py --data somewhere     # a line longer than the window"
+    monkeypatch.setattr(sys.modules[__name__], "__doc__", f"Train a model {'very ' * 9}well.\n\n{example}\n")
+    printed = help_of(capsys)
+    assert printed.startswith("Train a model very very very very very\nvery very very very well.\n\n" + example)
+
+
+@pytest.mark.parametrize("preset", train_gpt2.PRESETS)
+def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        train_gpt2.parse_args(["--preset", preset, "--help"])
+    description, flags = capsys.readouterr().out.split("\nusage: ")
+    assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
+    assert description.count("    python ") >= 2, "two examples or more"
+    for heading in ("the run", "the model", "the batch", "the schedule", "the optimizer", "evaluation and output"):
+        assert f"\n\n {heading}" in flags
+    defaults = train_gpt2.PRESETS[preset]
+    for name, value in dataclasses.asdict(defaults).items():
+        flag = "--" + name.replace("_", "-")
+        [(text, default)] = re.findall(rf"\n  {flag}\b(?!-).*?\s\s+(\S.*?) \(default: (.*?)\)\n", flags + "\n")
+        assert len(text) > 5 and shlex.split(default) == [str(value)], flag
+
+
+def test_an_unknown_preset_is_told_with_the_other_mistakes():
+    with pytest.raises(UserError) as error:
+        train_gpt2.parse_args(["--preset", "gpt2-medum", "--max-iters", "3"])
+    assert "--preset is 'gpt2-medum'" in str(error.value) and "Did you mean gpt2-medium?" in str(error.value)
+    assert str(error.value).endswith("There is no flag called --max-iters. Use --max-steps.")
+
+
+def test_the_presets_that_the_flag_takes_are_those_there_are():
+    field = train_gpt2.TrainConfig.__dataclass_fields__["preset"]
+    assert list(get_args(field.type)) == list(train_gpt2.PRESETS)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Programs
+
+SCRIPT = """
+import errno, os, sys, time
+sys.path.insert(0, {root!r})
+from dataclasses import dataclass
+from plumbing import cli
+
+@dataclass
+class Options:
+    number: int = 0  # how often
+
+def main():
+    {body}
+
+cli.run(main{keywords})
+"""
+
+
+def write_script(folder, *lines, keywords=""):
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(root=str(ROOT), body="\n    ".join(lines), keywords=keywords))
+    return str(path)
+
+
+def test_help_of_a_light_program_does_not_wait_for_torch(tmp_path):
+    script = write_script(tmp_path, "try: cli.parse(Options)", "finally: assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "how often" in done.stdout, done.stderr
+
+
+def run_script(script, *args, shell="", **environment):
+    """What a program prints and its status; shell: what follows its name on a command line."""
+    command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
+    env = {**os.environ, **environment}
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
+
+
+TALK = [
+    "from tqdm import tqdm",
+    "for number in tqdm(range(9)):",
+    "    print('line', number, '\\u00e9 \\udcff')",
+    "    time.sleep(0.01)",
+    "open(__file__ + '.done', 'w').close()",
+    "print('the end', end='')",
+]
+
+
+@pytest.mark.parametrize(
+    "shell",
+    ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"],
+)
+def test_the_console_does_not_end_a_program(shell, tmp_path):
+    done = run_script(write_script(tmp_path, *TALK), shell=shell)
+    assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
+    assert (tmp_path / "script.py.done").exists()
+
+
+def test_nor_where_python_does_not_buffer(tmp_path):
+    script = write_script(tmp_path, *TALK)
+    assert run_script(script, shell="| head -1", PYTHONUNBUFFERED="1").stdout.startswith("line 0")
+    assert (tmp_path / "script.py.done").exists()
+
+
+def test_characters_that_the_console_does_not_have_are_replaced(tmp_path):
+    script = write_script(tmp_path, *TALK)
+    assert run_script(script, PYTHONIOENCODING="ascii").stdout.startswith("line 0 ? ?\nline 1")
+    done = run_script(script, PYTHONIOENCODING="utf-8")
+    assert done.stdout.startswith("line 0 \u00e9 ?\n") and done.stdout.endswith("the end") and "9/9" in done.stderr
+
+
+def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
+    script = write_script(tmp_path, *TALK, keywords=", output_is_product=True")
+    done = run_script(script, shell="| head -1")
+    assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+    done = run_script(script, shell="> /dev/full")
+    assert done.returncode == 2 and "Exception" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: Could not write the output: No space left on device."
+    assert not (tmp_path / "script.py.done").exists()
+
+
+def test_output_that_is_not_a_line_is_not_lost_either(tmp_path):
+    script = write_script(tmp_path, "print('no newline', end='')")
+    assert run_script(script).stdout == "no newline"
+    script = write_script(tmp_path, "print('no newline', end='')", keywords=", output_is_product=True")
+    assert run_script(script, shell="> /dev/full").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("raise PermissionError(errno.EACCES, 'Permission denied', 'a')", "a: Permission denied. Check its"),
+        ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
+        ("open('x' * 300)", "File name too long. Choose a shorter name."),
+        ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
+        ("raise cli.UserError('That will not do.')", "error: That will not do."),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(line, sentence, tmp_path):
+    done = run_script(write_script(tmp_path, line))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["open('nowhere')", "1 / 0", "raise OSError(errno.ENOSPC, 'No space left on device')"])
+def test_a_bug_keeps_its_traceback(line, tmp_path):
+    done = run_script(write_script(tmp_path, line))
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_an_exit_status_is_left_alone(tmp_path):
+    assert run_script(write_script(tmp_path, "sys.exit(7)")).returncode == 7
+
+
+def interrupt(*command, **environment):
+    """Send SIGINT once the program has said that it is ready; its status and what it says then."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, *command], **pipes, env={**os.environ, **environment}) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_an_interrupt_is_one_line(tmp_path):
+    script = write_script(tmp_path, "print('ready', flush=True)", "time.sleep(60)")
+    assert interrupt(script) == (130, "interrupted\n")
+    assert interrupt(script, RANK="1") == (130, ""), "rank 0 says it"
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=str(tmp_path))
+    assert (status, said) == (-signal.SIGINT, "interrupted\n")
+    (tmp_path / "other.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt2")
+    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=str(tmp_path))
+    assert "Traceback" in said, "a program of somebody else's"

@@ -1,0 +1,353 @@
+"""plumbing/huggingface.py: what is read is what the model computes, and what is written is read by others as it is."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SHARED, free_port, listing, tiny_model
+from safetensors.torch import load_file, save_file
+
+import smoltalk
+import tokenizer
+from plumbing import huggingface
+from plumbing.cli import UserError
+from plumbing.huggingface import export_huggingface, load_huggingface, load_tokenizer
+from train_gpt2 import GPT
+
+BYTES = tokenizer.get_encoding("bytes")
+CHAT = tokenizer.get_encoding("bytes+chat")
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A folder with a model of 2 layers over bytes."""
+    export_huggingface(tiny_model(vocab_size=257), BYTES, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def change_config(hf, **changes):
+    fields = json.loads((hf / "config.json").read_text()) | changes
+    (hf / "config.json").write_text(json.dumps(fields))
+
+
+def refusal(function, *args):
+    """The one line with which `function` refuses its input."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 500
+    return line
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Import
+
+
+VARIANTS = {
+    "another epsilon": dict(layer_norm_epsilon=1e-6),
+    "unscaled attention": dict(scale_attn_weights=False),
+    "attention scaled by the layer": dict(scale_attn_by_inverse_layer_idx=True),
+    "another activation": dict(activation_function="relu"),
+    "a wide MLP": dict(n_inner=256),
+    "cross-attention": dict(add_cross_attention=True),
+    "an untied head": dict(tie_word_embeddings=False),
+    "quantized weights": dict(quantization_config={"load_in_8bit": True}),
+    "another model": dict(model_type="llama"),
+    "no multiple of the heads": dict(n_head=3),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_that_the_model_does_not_compute_is_refused(hf, name):
+    change_config(hf, **VARIANTS[name])
+    field = next(iter(VARIANTS[name]))
+    assert field in refusal(load_huggingface, hf)
+
+
+def test_what_makes_no_difference_is_read(hf):
+    expected = load_huggingface(hf)
+    change_config(hf, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh", n_inner=128, resid_pdrop=0.1)
+    shape, weights = load_huggingface(hf)
+    assert shape == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
+BAD_CONFIGS = {
+    "a million layers": ("n_layer", 10**6),
+    "more ids than any machine holds": ("vocab_size", 2**40),
+    "more positions than any machine holds": ("n_positions", 2**60),
+    "wider than any machine": ("n_embd", 2**40),
+    "no layers": ("n_layer", 0),
+    "half a layer": ("n_layer", 1.5),
+    "a layer in words": ("n_layer", "two"),
+    "a list of heads": ("n_head", [2]),
+    "yes": ("n_head", True),
+    "nothing": ("n_embd", None),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_sizes_that_the_weights_do_not_have_are_refused_before_memory_is_asked_for(hf, name):
+    field, value = BAD_CONFIGS[name]
+    change_config(hf, **{field: value})
+    start = time.perf_counter()
+    assert "Copy or export the model again" in refusal(load_huggingface, hf)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 10**6, '{"n_layer": 1e999}', "\x00", '{"n_layer": %s}' % ("9" * 5000)])
+def test_a_config_that_is_none_is_refused(hf, text):
+    (hf / "config.json").write_text(text)
+    assert "config.json" in refusal(load_huggingface, hf)
+    (hf / "config.json").write_bytes(b"\xff\xfe")
+    assert "config.json" in refusal(load_huggingface, hf)
+    (hf / "config.json").unlink()
+    assert "Could not open" in refusal(load_huggingface, hf)
+
+
+def rewrite(hf, change):
+    weights = load_file(hf / "model.safetensors")
+    change(weights)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, hf / "model.safetensors")
+
+
+NAME = "transformer.h.1.mlp.c_fc.weight"
+BAD_WEIGHTS = {
+    "a tensor is missing": (lambda w: w.pop(NAME), f"{NAME} is missing"),
+    "a tensor too many": (lambda w: w.update({"score.weight": torch.ones(2, 32)}), "score.weight is not a weight of GPT-2"),
+    "another shape": (lambda w: w.update({NAME: w[NAME].T}), f"{NAME} has the shape"),
+    "whole numbers": (lambda w: w.update({NAME: w[NAME].to(torch.int8)}), f"{NAME} has the dtype I8"),
+    "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
+    "no tensors": (lambda w: w.clear(), "have 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_weights_that_are_not_those_of_the_config_are_refused(hf, name):
+    change, reason = BAD_WEIGHTS[name]
+    rewrite(hf, change)
+    assert reason in refusal(load_huggingface, hf)
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, 5000])
+def test_a_truncated_file_is_refused(hf, length):
+    path = hf / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    assert "Could not read the weights" in refusal(load_huggingface, hf)
+
+
+def test_pickles_are_refused_in_one_line(hf):
+    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
+    assert "pickles" in refusal(load_huggingface, hf)
+    (hf / "pytorch_model.bin").unlink()
+    assert "has no model.safetensors" in refusal(load_huggingface, hf)
+
+
+def test_openais_names_parts_and_half_precision_are_read(hf):
+    _, expected = load_huggingface(hf)
+    weights = load_file(hf / "model.safetensors")
+    # OpenAI's file has no "transformer." and holds the causal masks
+    plain = {name.removeprefix("transformer."): weight.bfloat16() for name, weight in weights.items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    plain["lm_head.weight"] = plain["wte.weight"].clone()
+    names = sorted(plain)
+    (hf / "model.safetensors").unlink()
+    for part in range(2):
+        save_file({name: plain[name] for name in names[part::2]}, hf / f"model-0000{part + 1}-of-00002.safetensors")
+    _, found = load_huggingface(hf)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
+
+
+def test_a_model_of_transformers_gives_the_same_logits(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=2, n_head=4)).eval()
+    theirs.save_pretrained(tmp_path)
+    idx = torch.randint(300, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(GPT.from_pretrained(tmp_path)(idx)[0], theirs(idx).logits, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A folder's tokenizer
+
+
+def test_a_folder_is_read_with_its_own_tokenizer(hf):
+    assert load_tokenizer(hf).name == "bytes"
+    (hf / "tokenizer.tiktoken").unlink()
+    enc = load_tokenizer(hf)  # made of tokenizer.json
+    assert enc.name.startswith("hf-") and enc.n_vocab == 257 and enc.encode_ordinary("ab") == [97, 98]
+    (hf / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refusal(load_tokenizer, hf)
+    (hf / "tokenizer.json").write_text("{")
+    assert "Could not read the tokenizer" in refusal(load_tokenizer, hf)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(hf):
+    tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
+    assert "has 261 ids, but the model only 257" in refusal(load_tokenizer, hf)
+
+
+@pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
+def test_openais_models_have_gpt2s_tokenizer(hf):
+    assert load_tokenizer("gpt2-medium").name == "gpt2"
+    for path in hf.glob("tokenizer*"):
+        path.unlink()
+    change_config(hf, vocab_size=50257)
+    assert load_tokenizer(hf).name == "gpt2"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Export
+
+
+def test_the_files_have_the_permissions_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "hf").iterdir()}
+    assert modes == dict.fromkeys(modes, "0o640")
+
+
+def test_an_export_replaces_an_export_and_nothing_else(hf):
+    (hf / "README.md").write_text("a card")
+    export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf)
+    assert not (hf / "README.md").exists() and not hf.with_name("hf.part").exists()
+    (hf / "thesis.tex").write_text("precious")
+    before = listing(hf.parent)
+    assert "thesis.tex" in refusal(export_huggingface, tiny_model(), BYTES, hf)
+    (hf / "thesis.tex").unlink()
+    (hf / "tokenizer.tiktoken").unlink()  # like a folder of somebody's own model
+    assert "was not exported by" in refusal(export_huggingface, tiny_model(), BYTES, hf)
+    (hf / "config.json").rename(hf / "thesis.tex")
+    (hf / "tokenizer.json").unlink()
+    hf.rename(hf.with_name("hf.part"))
+    assert "thesis.tex" in refusal(export_huggingface, tiny_model(), BYTES, hf)
+    assert (hf.with_name("hf.part") / "thesis.tex").exists() and len(before) > 5
+
+
+def test_a_link_and_a_file_in_the_place_of_an_export_are_left(hf, tmp_path):
+    (tmp_path / "link").symlink_to(hf)
+    (tmp_path / "file").write_text("precious")
+    before = listing(tmp_path)
+    for name in ("link", "file"):
+        refusal(export_huggingface, tiny_model(), BYTES, tmp_path / name)
+    assert listing(tmp_path) == before
+
+
+def test_the_length_that_the_model_reads_is_known(hf):
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(hf).model_max_length == 32
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Chat
+
+
+def parrot_model():
+    """A chat model that says "ok", then <|end|>, whatever it is told."""
+    model = tiny_model(n_layer=1, block_size=256).eval()
+    words = [CHAT.encode_single_token("<|assistant|>"), ord("o"), ord("k"), CHAT.encode_single_token("<|end|>")]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("ln_1.weight", "ln_2.weight")):
+                parameter.zero_()
+        wte = model.transformer.wte.weight
+        for place, (token, successor) in enumerate(zip(words, words[1:])):
+            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
+            model.transformer.ln_f.weight[place] = -1.0
+    return model
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parrot") / "hf"
+    export_huggingface(parrot_model(), CHAT, folder)
+    return folder
+
+
+TALK = [
+    {"role": "system", "content": "Be kind.\n"},
+    {"role": "user", "content": " caf\u00e9 {{ x }}?"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "and?"},
+]
+
+
+def test_the_chat_template_is_what_smoltalk_trains_on(parrot):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(parrot)
+    ids = smoltalk.render_conversation(TALK, CHAT)[0]
+    assert theirs.apply_chat_template(TALK)["input_ids"] == ids
+    prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+    assert prompt == ids + [CHAT.encode_single_token("<|assistant|>")]
+    with pytest.raises(Exception, match="The role tool is not"):
+        theirs.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_generate_stops_at_the_end_of_a_turn(parrot):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs, model = AutoTokenizer.from_pretrained(parrot), AutoModelForCausalLM.from_pretrained(parrot)
+    assert model.generation_config.eos_token_id == [256, CHAT.encode_single_token("<|end|>")]
+    prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert theirs.decode(out) == "ok<|end|>" and theirs.decode(out, skip_special_tokens=True) == "ok"
+
+
+def test_a_model_that_does_not_chat_has_no_template(hf):
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(hf).chat_template is None
+    assert json.loads((hf / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+SERVING = [name for name in ("openai", "fastapi", "uvicorn", "accelerate") if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(SERVING), reason=f"transformers serve needs {', '.join(SERVING)}")
+def test_transformers_serve_answers_the_openai_client(parrot, tmp_path):
+    import openai
+
+    port = free_port()
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(parrot)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", server)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        reply = client.chat.completions.create(model=str(parrot), messages=TALK, max_tokens=20, temperature=0)
+        assert reply.choices[0].message.content == "ok", reply
+        assert reply.choices[0].finish_reason == "stop"
+    except Exception:
+        print((tmp_path / "log").read_text())
+        raise
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_for(url, server, seconds=120):
+    """Wait until a server answers."""
+    for _ in range(seconds * 2):
+        assert server.poll() is None, "the server has ended"
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise TimeoutError(url)
