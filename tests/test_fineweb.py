@@ -34,6 +34,7 @@ from plumbing.files import lock_folder
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
+TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
 WORDS = "the of a and über naïve 日本 cat's 3.14 x=1 \t \n\n <|endoftext|> don't 🙂 end".split(" ")
 
 
@@ -159,14 +160,18 @@ def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway
     assert gpt2.decode(million) == "a" + " " * 1_000_000 + "x"
 
 
-# what a text is made of, in scripts with spaces, without, and with marks that are no letters
-SCRIPTS = {
-    "words": WORDS, "spaces": [" ", "  ", "\n", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\x1c", "\u2028", "\x85"],
-    "signs": [".", "...", ",", "'s", "'", "\u2019s", "3.14", "1234567", "\u00b2", "_", "<|endoftext|>", "\U0001f642", "\u200b"],
-    "cyrillic": "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 \u0441\u0435\u043c\u044c\u0438".split(),
-    "chinese": ["\u6211\u662f", "\u4eba", "\u3002", "\uff0c", "\u300c", "\u300d", "\u4e8c\u5341", "\uff12"],
-    "arabic, hindi, thai": ["\u0643\u062a\u0627\u0628", "\u060c", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0964", "\u0e44\u0e17\u0e22"],
-}  # fmt: skip
+# what a text is made of: words, white space and signs, and scripts with and without spaces, with marks that are no
+# letters: Russian, Chinese, Arabic, Hindi, Thai
+SCRIPTS = [
+    WORDS,
+    [" ", "  ", "\n", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\x1c", "\u2028", "\x85"],
+    [".", "...", ",", "'s", "'", "\u2019s", "3.14", "1234567", "\u00b2", "_", "<|endoftext|>", "\U0001f642", "\u200b"],
+    ["\u0412\u0441\u0435", "\u0441\u0447\u0430\u0441\u0442\u044c\u0435", "\u0441\u0435\u043c\u044c\u0438"],
+    ["\u6211\u662f", "\u4eba", "\u3002", "\uff0c", "\u300c", "\u300d", "\u4e8c\u5341", "\uff12"],
+    ["\u0643\u062a\u0627\u0628", "\u060c"],
+    ["\u0939\u093f\u0928\u094d\u0926\u0940", "\u0964"],
+    ["\u0e44\u0e17\u0e22", "\u0e20\u0e32\u0e29\u0e32"],
+]
 
 
 def two_tokenizers():
@@ -183,7 +188,7 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     encs = two_tokenizers()
     texts = ["\n".join(random_documents(30, seed=1))]
     for _ in range(100):
-        scripts = [rng.choice(list(SCRIPTS.values())) for _ in range(3)]
+        scripts = [rng.choice(SCRIPTS) for _ in range(3)]
         texts.append("".join(rng.choice(rng.choice(scripts)) for _ in range(300)))
     num_pieces = 0
     for text in texts:
@@ -211,7 +216,8 @@ def test_a_text_without_ascii_letters_is_not_held_in_memory(words):
 def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", block)
     texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five <|endof"]
-    joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>" + "<|endoftext|>\n".join(texts[2:])
+    joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>"
+    joined += "<|endoftext|>\n".join(texts[2:])
     (tmp_path / "stories.txt").write_bytes(joined.encode() + b"\n<|endoftext|>\n")
     found = []
     for text, starts in documents.read_txt(tmp_path / "stories.txt", "<|endoftext|>"):
@@ -307,7 +313,7 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     validation, training = split_by_hand([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
-    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", "tokenizer.tiktoken"])
+    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TOKENIZER])
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
@@ -318,7 +324,9 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / files[1]).read_bytes()
 
 
-@pytest.mark.parametrize("length, lengths", [(100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10)])
+@pytest.mark.parametrize("length, lengths", [
+    (100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10),
+])  # fmt: skip
 def test_python_docs_within_one_shard_are_cut_into_tenths(tmp_path, length, lengths):
     """Their order is random, so the first tenth is like the rest."""
     with patched(documents, "python_docs", lambda: ["x" * (length - 1)]):
@@ -434,8 +442,8 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
         writer = write_jsonl if kind == "jsonl" else write_parquet
         paths = (writer(tmp_path / f"a.{kind}", texts[:20]), writer(tmp_path / f"b.{kind}", texts[20:]))
     whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
-    # meta.json and the tokenizer, then for every training shard the validation sample, itself and meta.json
-    renames = 3 * (len(whole) - 3) + 2
+    # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
+    renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
         options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
         status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
@@ -551,14 +559,14 @@ def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
 
     def full(number):
         calls.append(number)
-        if len(calls) > 8:  # meta.json, tokenizer, then the sample, a shard and meta.json each: the third sample fails
+        if len(calls) > 9:  # meta.json and the tokenizer's two files, then three files for each training shard
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
     before = listing(tmp_path / "out")
-    assert len(before) == 5 and not any(name.endswith(".part") for name in before)
+    assert len(before) == 6 and not any(name.endswith(".part") for name in before)
     make(tmp_path, path, shard_size=4000)
     assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
     after = listing(tmp_path / "out")
@@ -685,7 +693,7 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
         folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
     assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
-    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken$", name) for name in os.listdir(folder))
+    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
 
 
 def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
@@ -714,7 +722,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
     shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", "tokenizer.tiktoken"])  # and no parquet
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TOKENIZER])  # and no parquet
     # what is complete needs no network
     asked = len(hub.asked)
     assert "is complete" in script(*args, cwd=tmp_path, **hub.env).stdout and len(hub.asked) == asked
@@ -736,7 +744,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
-    assert set(os.listdir(folder)) - {"tokenizer.tiktoken"} == {*shards, "meta.json"}
+    assert set(os.listdir(folder)) - set(TOKENIZER) == {*shards, "meta.json"}
     # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
     assert (folder / "tokenizer.tiktoken").exists() == (SHARED / "tiktoken_cache").exists()
     assert ("note: the tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
