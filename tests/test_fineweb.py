@@ -794,7 +794,8 @@ def bad_inputs(tmp_path):
     big = tmp_path / "big.tiktoken"
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     eot = {"<|endoftext|>": 65536}
-    big.write_text(tokenizer.dumps(tiktoken.Encoding("big", pat_str=".", mergeable_ranks=ranks, special_tokens=eot)))
+    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=eot)
+    big.write_text(tokenizer.dumps(tiktoken.Encoding("big", **parts)))
     (tmp_path / "file").write_text("")
     for name in ("taken", "foreign", "strange"):
         (tmp_path / name).mkdir()
