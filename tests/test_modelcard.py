@@ -62,7 +62,7 @@ def test_the_card_has_what_the_run_measured(card, exported):
     header, page = text.removeprefix("---\n").split("\n---\n", 1)
     assert "library_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt2" in header
     assert "license" not in re.sub("#.*", "", header), "it is not ours to say"
-    assert page.startswith("\n# A GPT-2 with 34.8K parameters\n")  # 2 layers of 32 channels, 257 ids, 32 positions
+    assert page.startswith("\n# A GPT-2 with 34.7K parameters\n")  # 2 layers of 32 channels, 257 ids, 32 positions
     assert "trained from scratch" in page and "It has 2 layers, 2 attention heads and 32 channels" in page
     assert "| validation loss on 5,000 tokens that were not trained on | 1.2500 nats per token | 4 |" in page
     assert "| training loss of the last update | 2.0000 nats per token | 4 |" in page
