@@ -396,8 +396,8 @@ class DataLoaderLite:
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
-        self.masks = shards.open_masks(self.shards)  # None if every token is a target
-        self.fingerprint = shards.fingerprint(self.shards)
+        self.masks = shards.open_masks(self.shards)  # empty if every token is a target
+        self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
@@ -799,7 +799,8 @@ def load_data(config, world):
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     enc = tokenizer.folder_encoding(config.data)
-    shards.check_token_ids(train_loader.shards + val_loader.shards, enc.name, enc.n_vocab)
+    both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
+    shards.check_folder(config.data, *both, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
@@ -942,8 +943,9 @@ def check_config(config, world_size):
         errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. "
                       "Lower the first or raise the second.")  # fmt: skip
     if total % tokens:
+        remedy = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
-                      f"{world_size} ranks. Start a number of ranks that divides {total // T}, or try "
+                      f"{world_size} ranks. {remedy} "
                       f"--total-batch-size {tokens * max(1, round(total / tokens))}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
         errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "

@@ -82,7 +82,7 @@ def read_pickle(path):
             f"{path} is not a checkpoint of train_gpt2.py, or it contains code, which is never run. {NOT_OURS}"
         ) from None
     except Exception as error:  # a damaged file can make the unpickler fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
             f"Checkpoint {path} is damaged: {reason}. Use another one, or copy it again from where it came."
         ) from None
@@ -364,7 +364,7 @@ def write_checkpoint(path, checkpoint):
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
     except RuntimeError as error:  # how torch's writer reports a write that failed
-        reason = (str(error).splitlines() or ["RuntimeError"])[0]
+        reason = (str(error).splitlines() or ["RuntimeError"])[0].rstrip(".")
         raise UserError(
             f"Could not write {path}: {reason}. Check that its folder exists, is writable and has free space, "
             "then run the same command again."

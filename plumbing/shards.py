@@ -151,10 +151,10 @@ def open_bin(path):
 
 
 def open_masks(shards):
-    """The masks beside the shards, or None if there are none at all."""
+    """The masks beside the shards; an empty list if there are none at all."""
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
-        return None
+        return []
     return [open_mask(path, len(shard)) for path, shard in zip(paths, shards)]
 
 
@@ -178,6 +178,13 @@ def check_same_data(then, now):
             )
 
 
+def check_folder(folder, shards, masks, enc):
+    """Raise UserError unless all shards of a folder are what its meta.json says, of tokenizer `enc`, with good masks."""
+    check_meta(folder, [shard.path for shard in shards])
+    check_masks(masks)
+    check_token_ids(shards, enc.name, enc.n_vocab)
+
+
 def check_token_ids(shards, tokenizer, n_vocab):
     """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
     for shard in shards:
@@ -187,16 +194,6 @@ def check_token_ids(shards, tokenizer, n_vocab):
                 f"Shard {shard.path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. "
                 "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
             )
-
-
-def fingerprint(shards):
-    """A digest of the shards' sizes and contents, from a fixed sample of blocks of each."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(f"{len(shard)} ".encode())
-        for start in np.linspace(0, max(0, len(shard) - 1024), 4).astype(int):
-            digest.update(shard.read(int(start), 1024).tobytes())
-    return digest.hexdigest()[:32]
 
 
 def find_shards(folder, split):
