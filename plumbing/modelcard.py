@@ -166,7 +166,7 @@ def card_text(facts, has_curve, sample):
     """Return README.md: the metadata that the hub reads, then the page."""
     parts = [metadata(facts), introduction(facts), results(facts)]
     if has_curve:
-        parts.append("![Loss and HellaSwag accuracy during training](curve.png)")
+        parts.append("![The loss during training](curve.png)")
     if sample:
         parts.append("## A sample\n\n" + in_fences(sample))
     parts += [usage(facts), training(facts), settings(facts)]
@@ -367,11 +367,14 @@ def write_curve(path, streams):
 def draw_losses(axes, train, val):
     """Draw the training loss, each update's and their average, and the validation loss."""
     steps, losses = list(train), list(train.values())
-    width = max(1, len(losses) // 100)  # 100 points in all
-    middles = [sum(steps[i : i + width]) / len(steps[i : i + width]) for i in range(0, len(steps), width)]
-    means = [sum(losses[i : i + width]) / len(losses[i : i + width]) for i in range(0, len(losses), width)]
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each update")
-    axes.plot(middles, means, color="tab:blue", linewidth=1.8, label=f"training, mean of {width}")
+    width = max(1, len(losses) // 100)  # average to 100 points
+    if width > 1:
+        middles = [sum(steps[i : i + width]) / len(steps[i : i + width]) for i in range(0, len(steps), width)]
+        means = [sum(losses[i : i + width]) / len(losses[i : i + width]) for i in range(0, len(losses), width)]
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each update")
+        axes.plot(middles, means, color="tab:blue", linewidth=1.8, label=f"training, mean of {width} updates")
+    else:
+        axes.plot(steps, losses, color="tab:blue", linewidth=1.8, label="training")
     if val:
         axes.plot(list(val), list(val.values()), "o-", color="tab:orange", markersize=4, label="validation")
     # the first losses are far above the rest and would flatten it

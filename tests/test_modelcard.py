@@ -80,7 +80,7 @@ def test_what_was_not_measured_is_left_out(card, exported):
     assert "| measured" not in page and "updates" not in page and "A sample" not in page and "![" not in page
     assert not (exported / "curve.png").exists()
     page = card(log=LOG)
-    assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page.replace("HellaSwag acc", "")
+    assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
     page = card(log=LOG.replace("2 tok/s 500\n", ""))
     assert "4,000 in all." in page and "tokens per second" not in page
     page = card(start_text(CONFIG | {"batch_ramp": 10**9}))
@@ -112,6 +112,16 @@ def test_known_data_and_weights_are_named(card, tmp_path):
     assert "FineWeb-Edu (HuggingFaceFW/fineweb-edu), 123,456 tokens of the tokenizer gpt2." in text
     (data / "meta.json").write_text('{"dataset": ["x"], "tokens": "many"}')
     assert "datasets:" not in card(start_text(CONFIG | {"data": str(data)}))
+
+
+@pytest.mark.parametrize("name", ["bytes", "bytes+chat"])
+def test_the_lines_that_load_the_model_work(tmp_path, name, capsys):
+    (tmp_path / "run.txt").write_text(start_text())
+    enc = tokenizer.get_encoding(name)
+    export_huggingface(tiny_model(block_size=256), enc, tmp_path / "hf", run_folder=tmp_path)
+    [code] = re.findall("```python\n(.*?)```", (tmp_path / "hf" / "README.md").read_text(), re.DOTALL)
+    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'hf')!r}"), {})
+    assert ("<|user|>Hello!<|end|><|assistant|>" if "+" in name else "The ") in capsys.readouterr().out
 
 
 def test_damaged_files_never_stop_an_export(card):
