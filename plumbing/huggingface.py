@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -267,8 +268,11 @@ EXPORTED_FILES = (
 )  # fmt: skip
 
 
-def export_huggingface(model, enc, directory):
+def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; replaces an older export, and nothing else.
+
+    With the folder of the run that trained it, also a model card: after `step` updates, None for all that the run made,
+    and with `sample`, a text that it has written.
 
     GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
     dropped; every other weight is exported bit for bit. With a tokenizer of conversations it has a chat template
@@ -292,6 +296,8 @@ def export_huggingface(model, enc, directory):
         tokenizer.export_huggingface(enc, part, max_length=model.config.block_size)
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors lets only the owner read
+        if run_folder:
+            write_model_card(part, run_folder, step, sample)
         remove_export(directory)
         part.rename(directory)
     except (OSError, SafetensorError) as error:
