@@ -143,6 +143,7 @@ def find_parent(config):
     changed = {name: [then, now] for name, (then, now) in different.items() if name not in MAY_CHANGE_ON_RESUME}
     folder = parent.parent if parent.is_file() else parent
     checkpoint["branched"] = {"parent": str(folder), "step": checkpoint["step"], "changed": changed}
+    checkpoint["best_val_loss"] = math.inf  # the parent's best weights are not in the branch's folder
     return checkpoint
 
 
@@ -311,6 +312,7 @@ class Run:
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
+        self.best_val_loss = saved.get("best_val_loss", math.inf) if saved else math.inf  # of model_best.pt
         self.branched = saved and saved.get("branched")
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
@@ -321,9 +323,6 @@ class Run:
         """Start the run in its folder."""
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
-        own_lines = [] if self.branched else read_log(self.out_dir / "log.txt", self.start_step)
-        val_losses = [float(line.split()[2]) for line in own_lines if line.split()[1] == "val"]
-        self.best_val_loss = min(val_losses, default=math.inf)
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
@@ -397,7 +396,8 @@ class Run:
         """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
         if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
-            self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
+            losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
+            self.writer.write({"step": step, **losses, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
 
     def wait(self):
