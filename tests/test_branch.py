@@ -303,6 +303,7 @@ def assert_refused(capsys, folder, out_dir, *texts, **options):
         (dict(optimizer="muon"), "--optimizer is muon, but it was adamw"),
         (dict(seed=7), "--seed is 7, but it was 1337"),
         (dict(shuffle=False), "--shuffle is False, but it was True"),
+        (dict(init_from="gpt2"), "--init-from is gpt2, but it was not given"),
     ],
 )
 def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path, capsys):
@@ -347,6 +348,40 @@ def test_another_tokenizer_is_refused(folder, parent, tmp_path, capsys):
     (other / "meta.json").write_text(json.dumps(meta))
     told = ["tokenizer gpt2", "bytes"]
     assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
+
+
+def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, tmp_path, capsys):
+    best = {name: load_checkpoint(parent / "model_00008.pt")[name] for name in ("model", "config", "step", "tokenizer_file")}
+    (tmp_path / "family").mkdir()
+    torch.save(best, tmp_path / "family" / "model_best.pt")
+    told = [str(tmp_path / "family" / "model_best.pt"), "--init-from"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / "family" / "model_best.pt")
+    torn = tmp_path / "family" / "model_00008.pt"
+    torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
+    assert_refused(capsys, folder, tmp_path / "out", str(torn), "damaged", branch_from=torn)
+
+
+@pytest.mark.parametrize("source", ["", "model_00008.pt"])
+def test_a_branch_has_a_folder_of_its_own(source, folder, parent, tmp_path, capsys):
+    """Also with --no-resume, which would move the parent aside."""
+    out = shutil.copytree(parent, tmp_path / "out")
+    for resume in (True, False):
+        told = ["--branch-from", "--out-dir"]
+        assert_refused(capsys, folder, out, *told, branch_from=out / source, resume=resume, max_steps=20)
+
+
+def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, tmp_path, capsys):
+    """Same settings, but a run from scratch, or a branch at another step: it would be resumed instead."""
+    out = tmp_path / "out"
+    shutil.copytree(parent, out)
+    told = [f"{out} has a run", "--branch-from", "--no-resume"]
+    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00004.pt")
+    shutil.rmtree(out)
+    assert train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS) == 0
+    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00008.pt")
+    assert train(folder, out, **OPTIONS) == 0  # without the flag it is resumed: it is finished
+    assert train(folder, out, branch_from=parent / "model_00008.pt", resume=False, **OPTIONS) == 0
+    assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -441,6 +476,15 @@ def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
             assert train(large, out_dir, branch_from=source, **options | {"batch_ramp": ramp}) == 0
         assert [step["num_windows"] for step in steps] == [num_windows]
         assert branched(out_dir)["changed"] == {"batch_ramp": [6 * 2**15, ramp]}
+
+
+@pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
+def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
+    assert train(folder, tmp_path / "parent", dtype=before, **OPTIONS) == 0
+    assert train(folder, tmp_path / "out", branch_from=tmp_path / "parent" / "model_00008.pt", dtype=after, **OPTIONS) == 0
+    assert branched(tmp_path / "out")["changed"] == {"dtype": [before, after]}
+    ours, theirs = read_log(tmp_path / "out"), read_log(tmp_path / "parent")
+    assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)
 
 
 def test_auto_keeps_the_dtype_of_the_parent(folder, tmp_path):
