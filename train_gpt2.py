@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -362,11 +361,10 @@ def load_model(source):
 
 
 def permute(index, n, keys):
-    """Apply a seeded pseudorandom permutation of range(n) to each element of the array `index`.
+    """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
 
-    Computed rather than stored: a Feistel network permutes the next power of four, whatever its round function
-    (Luby and Rackoff 1988); values that land outside range(n) are permuted again until they land inside (cycle
-    walking). keys: one uint64 per round.
+    Computed rather than stored: a Feistel network permutes the next power of four (Luby and Rackoff 1988); values
+    that land outside range(n) are permuted again until they land inside (cycle walking).
     """
     half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
     mask = np.uint64((1 << int(half)) - 1)
@@ -671,9 +669,8 @@ def fit_to_machine(raw_model, config, autocast, world):
             torch.cuda.empty_cache()
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                remedy = "" if config.activation_checkpointing else ", or --activation-checkpointing"
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence or a "
-                                f"smaller model{remedy}.")  # fmt: skip
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence, a "
+                                "smaller model, or --activation-checkpointing.")  # fmt: skip
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
         elif compiled:
@@ -804,8 +801,7 @@ def load_data(config, world):
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
-        limit = config.hellaswag_limit or None
-        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, limit)
+        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
     return train_loader, val_loader, enc, examples
 
 
@@ -873,45 +869,41 @@ def train(config, world):
         checkpoint.check_state(saved, training_state(raw_model, optimizers, scaler, train_loader), optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
-    # only now is the run's folder touched; a checkpoint has all that its model needs, including the tokenizer
+    # a checkpoint has all that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
-    run = runs.Run(config, world, start_step, saved, metadata)
-    saved = None  # frees gigabytes
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
     stopping = False
-    gc.collect()
-    gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
+    with runs.Run(config, world, start_step, saved, metadata) as run:  # only now is the run's folder touched
+        saved = None  # frees gigabytes
+        run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
+        gc.collect()
+        gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
 
-    for step in range(start_step, max_steps + 1):
-        last_step = step == max_steps
-        if not stopping:  # evaluations at step N see the weights after N updates, the last update included
-            if is_due(step, config.val_every, max_steps):
-                loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
-                run.log_val_loss(step, loss, raw_model)
-            if is_due(step, config.hellaswag_every, max_steps):
-                run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
-            if is_due(step, config.sample_every, max_steps) and world.is_master:
-                print_samples(raw_model, enc, config, step, autocast, world.device)
-        if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
-            run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
-        if last_step or stopping:
-            break
+        for step in range(start_step, max_steps + 1):
+            last_step = step == max_steps
+            if not stopping:  # evaluations at step N see the weights after N updates, the last update included
+                if is_due(step, config.val_every, max_steps):
+                    loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
+                    run.log_val_loss(step, loss, raw_model)
+                if is_due(step, config.hellaswag_every, max_steps):
+                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
+                if is_due(step, config.sample_every, max_steps) and world.is_master:
+                    print_samples(raw_model, enc, config, step, autocast, world.device)
+            if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
+                run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
+            if last_step or stopping:
+                break
 
-        start = time.perf_counter()
-        lr = apply_schedules(optimizers, step, config)
-        num_windows = get_batch_size(train_loader.position * T, config) // T
-        try:
+            start = time.perf_counter()
+            lr = apply_schedules(optimizers, step, config)
+            num_windows = get_batch_size(train_loader.position * T, config) // T
             loss, norm, stopping = train_step(
                 model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
             )
-        except UserError:
-            run.wait()  # so that the newest checkpoint, which the message speaks of, is there
-            raise
-        run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
+            run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-    return run.finish(step, stopping, raw_model, enc)
+        return run.finish(step, stopping, raw_model, enc)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -965,11 +957,9 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
+    check_config(config, distributed.world_size())
     world = distributed.setup_distributed(config.device)
     try:
-        if distributed.is_restart() and not config.resume:  # --no-resume was for the first start of this launch only
-            config.resume = world.run_on_master(runs.belongs_to_this_launch, config.out_dir)
         status = train(config, world)
     finally:
         distributed.cleanup_distributed()

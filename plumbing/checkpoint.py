@@ -35,7 +35,7 @@ def list_checkpoints(folder):
     return sorted(paths, key=lambda path: int(path.stem.removeprefix("model_")))
 
 
-def newest_checkpoint(folder):
+def newest_checkpoint(folder, for_resume=True):
     """The newest intact checkpoint in a folder, as a dict, or None if there are none.
 
     Reports the damaged ones that it skips. Raises UserError if all are.
@@ -43,7 +43,7 @@ def newest_checkpoint(folder):
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:
-            return load_checkpoint(path, for_resume=True)
+            return load_checkpoint(path, for_resume)
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
@@ -198,7 +198,8 @@ def optimizer_template(optimizer):
 
 def model_state(checkpoint):
     """(shape, weights) of a checkpoint's dict: GPTConfig's fields and a state dict for GPT."""
-    return {name: checkpoint["config"][name] for name in SHAPE}, checkpoint["model"]
+    weights = {name: weight.float() for name, weight in checkpoint["model"].items()}  # a record may keep bfloat16
+    return {name: checkpoint["config"][name] for name in SHAPE}, weights
 
 
 def model_tokenizer(checkpoint):
@@ -220,7 +221,7 @@ def load_model_state(source):
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         return *load_huggingface(source), load_tokenizer(source)
-    checkpoint = newest_checkpoint(path)
+    checkpoint = newest_checkpoint(path, for_resume=False)
     if checkpoint:
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if path.is_dir():

@@ -201,6 +201,11 @@ def is_restart():
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
+def world_size():
+    """The number of ranks that torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def launch_time():
     """When torchrun, the parent of this process, was started, in seconds since the epoch; None if unknown."""
     try:
@@ -215,7 +220,6 @@ def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     device = choose_device(device)
     if device == "cuda" and local_ranks > gpus:
@@ -229,9 +233,9 @@ def setup_distributed(device):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        store = create_store(rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    return World(rank, local_rank, world_size, device)
+        store = create_store(rank, world_size())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size())
+    return World(rank, local_rank, world_size(), device)
 
 
 def cleanup_distributed():

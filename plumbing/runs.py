@@ -24,7 +24,7 @@ from plumbing.checkpoint import (
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, launch_time, peak_flops, print0
+from plumbing.distributed import flops_per_token, is_restart, launch_time, peak_flops, print0
 from plumbing.files import atomic_write, lock_folder
 from plumbing.huggingface import export_huggingface
 
@@ -54,7 +54,7 @@ def find_start(config, preset, enc, fingerprint):
     different run, and says what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
-    if config.resume and out_dir.exists():
+    if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint, out_dir)
@@ -169,6 +169,11 @@ def is_finished(config, start_step):
     return finished
 
 
+def resumes(config):
+    """Whether the run in out_dir is continued: --no-resume is for the first start of a launch by torchrun only."""
+    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
+
+
 def belongs_to_this_launch(out_dir):
     """Whether the run in out_dir was started by the torchrun that has now restarted this process."""
     launched = launch_time()
@@ -198,7 +203,7 @@ def start_run(config, start_step, branched):
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(out_dir)
-        if not config.resume:
+        if not resumes(config):
             move_aside(out_dir)
         for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
             if is_ours(leftover.with_suffix("")) and leftover.is_file():
@@ -340,6 +345,18 @@ class Run:
             state = {name: value for name, value in saved.items() if name != "branched"}
             self.writer.write(state | self.metadata)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        """Whatever ends the run: its newest checkpoint is on disk, and the folder is free for another process."""
+        if self.world.is_master:
+            try:
+                self.writer.wait()
+            finally:
+                self.log.close()
+                self.lock.close()
+
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
         """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
@@ -412,17 +429,13 @@ class Run:
             self.writer.write({"step": step, **losses, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
 
-    def wait(self):
-        """Wait until the last checkpoint is on disk."""
-        if self.world.is_master:
-            self.writer.wait()
-
     def finish(self, step, stopped, raw_model, enc):
         """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
 
         Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
         """
-        self.wait()
+        if self.world.is_master:
+            self.writer.wait()
         if stopped:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0

@@ -29,7 +29,7 @@ import torch
 from conftest import ROOT, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint, distributed
+from plumbing import checkpoint, distributed, runs
 
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
@@ -627,7 +627,7 @@ def stop_after_two_steps(args):
         if "train" in streams and step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with patched(checkpoint.Run, "report", report_and_stop) as report:
+    with patched(runs.Run, "report", report_and_stop) as report:
         train_gpt2.main(args)
 
 

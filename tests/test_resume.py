@@ -20,7 +20,8 @@ from conftest import listing, make_shards, patched, read_log, run, start, tiny_f
 
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing.checkpoint import Run, list_checkpoints, newest_checkpoint, write_checkpoint
+from plumbing.checkpoint import delete_checkpoints, list_checkpoints, newest_checkpoint, write_checkpoint
+from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
 
@@ -253,7 +254,9 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
     for step in (99_998, 99_999, 100_000):
-        write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
+        path = tmp_path / f"model_{step:05d}.pt"
+        write_checkpoint(path, checkpoint | {"step": step})
+        delete_checkpoints(path, keep=2, milestone_every=0)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
