@@ -831,7 +831,7 @@ def restore_state(saved, optimizers, scaler, loader):
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
         optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled():
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may be the first of its line to use float16
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
