@@ -513,7 +513,7 @@ def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
             distributed.choose_dtype("fp8", device, 768)
     for capability in [(8, 9), (9, 0), (10, 0)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        assert distributed.choose_dtype("fp8", "cuda", 768) == torch.bfloat16, "but for the output layer"
+        assert distributed.choose_dtype("fp8", "cuda", 768) == (torch.bfloat16, "fp8"), "but for the output layer"
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])
