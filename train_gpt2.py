@@ -713,14 +713,13 @@ def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
     return hellaswag.Counts(*totals.tolist())
 
 
-def print_samples(raw_model, enc, config, step, autocast, device):
-    """Print four continuations of the prompt. A separate generator leaves training's RNG state untouched."""
+def generate_samples(raw_model, enc, config, autocast, device):
+    """Four continuations of the prompt, as text. A separate generator leaves training's RNG state untouched."""
     generator = torch.Generator(device=device).manual_seed(config.seed)
     prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=device)
     with autocast:
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    for row in torch.stack(next_ids, 1).tolist():
-        print(f"step {step:5d} | sample | {config.sample_prompt + enc.decode(row)!r}", flush=True)
+    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -889,7 +888,7 @@ def train(config, world):
                 if is_due(step, config.hellaswag_every, max_steps):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
-                    print_samples(raw_model, enc, config, step, autocast, world.device)
+                    run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
             if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
             if last_step or stopping:

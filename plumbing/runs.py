@@ -331,6 +331,7 @@ class Run:
         self.val_loss = saved and saved["val_loss"]  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf) if saved else math.inf  # of model_best.pt
         self.branched = saved and saved.get("branched")
+        self.sample = ""
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
@@ -398,6 +399,12 @@ class Run:
             self.best_val_loss = loss
             self.writer.write_best({"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata})
 
+    def log_samples(self, step, texts):
+        """Print samples; the model card shows the last one."""
+        self.sample = texts[-1]
+        for text in texts:
+            self.report(step, f"sample | {text!r}")
+
     def log_hellaswag(self, step, counts):
         accuracy = counts.acc_norm / counts.n
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
@@ -440,7 +447,8 @@ class Run:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:
-            export_huggingface(raw_model, enc, self.out_dir / "hf")
+            self.log.flush()
+            export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
             minutes = (time.perf_counter() - self.started) / 60
             on_cuda = self.world.device_type == "cuda"
             memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
