@@ -842,7 +842,10 @@ def train(config, world):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written yet
+    world.check_agreement(runs.facts_for_all_ranks(config))
     train_loader, val_loader, enc = load_data(config, world)
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    world.check_agreement({"the tokenizer": enc.name, **fingerprints})
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
@@ -958,7 +961,7 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    check_config(config, distributed.world_size())
+    check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     try:
         status = train(config, world)
