@@ -178,7 +178,7 @@ def read_encoding(path):
             text = join_header(path, text)
         return loads(text)
     except FileNotFoundError as error:
-        if error.filename.endswith(".json"):
+        if error.filename != str(path):
             raise cli.UserError(
                 f"{path} has no {error.filename} with it, which holds its pattern and special tokens. "
                 "Copy both files, or make a new tokenizer with tokenizer.py."
@@ -244,9 +244,10 @@ def loads(text):
         enc = tiktoken.Encoding(
             header["name"], pat_str=header["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
         )
+        keeps_all_text = enc.decode(enc.encode_ordinary(PROBE)) == PROBE
     except ValueError as error:
         raise ValueError(f"its pattern or a special token is not valid: {first_line(error)}") from None
-    if enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
+    if not keeps_all_text:
         raise ValueError("its pattern skips a part of the text")
     return enc
 

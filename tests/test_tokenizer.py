@@ -472,6 +472,14 @@ def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path, tr
             tokenizer.get_encoding(path)
 
 
+def test_a_missing_file_is_named(tmp_path):
+    for name in ("x.tiktoken", "x.json"):
+        with pytest.raises(UserError, match=f"There is no tokenizer called .*{name}"):
+            tokenizer.get_encoding(tmp_path / name)
+    with pytest.raises(UserError, match="Could not open tokenizer"):
+        tokenizer.get_encoding(tmp_path)
+
+
 def test_a_name_never_leads_out_of_the_folder(tmp_path, trained):
     enc = tokenizer.copy_encoding(trained, "../../pwn", trained._special_tokens)
     folder = tmp_path / "a" / "b"
