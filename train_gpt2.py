@@ -785,7 +785,7 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
 
 
 def load_data(config, world):
-    """Load and check a run's (train_loader, val_loader, tokenizer, HellaSwag examples)."""
+    """Load and check a run's (train_loader, val_loader, tokenizer)."""
     T = config.sequence_length
     if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
         import fineweb  # only this preset makes its own data; existing shards are reused
@@ -799,10 +799,7 @@ def load_data(config, world):
     both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
     shards.check_folder(config.data, *both, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
-    examples = []
-    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
-        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
-    return train_loader, val_loader, enc, examples
+    return train_loader, val_loader, enc
 
 
 def load_or_make_model(config, enc, fingerprint, world):
@@ -834,7 +831,7 @@ def restore_state(saved, optimizers, scaler, loader):
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
         optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled():
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may be the first of its line to use float16
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
@@ -846,11 +843,14 @@ def train(config, world):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written yet
-    train_loader, val_loader, enc, examples = load_data(config, world)
+    train_loader, val_loader, enc = load_data(config, world)
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
         return 0
+    examples = []
+    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
+        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
 
     # the shape and the dtype are the run's, wherever it continues
     dtype_name = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
@@ -925,6 +925,7 @@ def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
     positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
     errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
+    errors += distributed.check_machine(config)
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1
@@ -942,9 +943,10 @@ def check_config(config, world_size):
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
         errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
                       f"and that must divide --total-batch-size ({total}). Change these, or set --batch-ramp 0.")  # fmt: skip
-    if config.dtype == "fp8" and (T % 16 or config.n_embd % 16 or config.vocab_size % 16):
-        errors.append(f"--dtype fp8 needs multiples of 16, but --sequence-length is {T}, --n-embd {config.n_embd} and "
-                      f"--vocab-size {config.vocab_size}. Change those that are not, or use --dtype bfloat16.")  # fmt: skip
+    uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
+    if config.dtype == "fp8" and uneven:
+        flags = " and ".join(f"{cli.flag_of(name)} {getattr(config, name)}" for name in uneven)
+        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:

@@ -17,6 +17,9 @@ from plumbing.huggingface import load_huggingface, load_tokenizer
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 BEST = "model_best.pt"  # the weights with the lowest validation loss
+NOT_RESUMABLE = (
+    "Use a model_<step>.pt file from a run of train_gpt2.py; with weights alone, start a new run with --init-from."
+)
 NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
 # what Adam and Muon keep for each parameter
@@ -62,6 +65,8 @@ def load_checkpoint(path, for_resume=False):
         template |= {"optimizer": [], "scaler": {}, "loader": {}, "rng": torch.get_rng_state()}
     problem = describe_difference({name: checkpoint.get(name) for name in template}, template, "", shallow=True)
     problem = problem or check_shape(checkpoint["config"], checkpoint["model"])
+    if problem and for_resume:
+        raise UserError(f"A run cannot continue from {path}: {problem}. {NOT_RESUMABLE}")
     if problem:
         raise UserError(f"{path} is not a checkpoint of train_gpt2.py: {problem}. {NOT_OURS}")
     return checkpoint

@@ -66,6 +66,26 @@ def choose_dtype(name, device, n_embd):
     return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
 
 
+def check_machine(config):
+    """A sentence for each thing that the run asks for and this machine does not have."""
+    try:
+        device = choose_device(config.device)
+    except UserError as error:
+        return [str(error)]
+    errors = []
+    try:
+        choose_dtype(config.dtype, device, config.n_embd)
+    except UserError as error:
+        errors.append(str(error))
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device == "cuda" and local_ranks > gpus:
+        errors.append(
+            f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
+            f"Start it with --nproc_per_node={gpus}."
+        )
+    return errors
+
+
 # dense bf16 peaks in FLOP/s from the vendors' datasheets; the first key contained in the device's name counts
 PEAK_FLOPS = {
     "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "A100": 312e12,
@@ -220,13 +240,7 @@ def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     device = choose_device(device)
-    if device == "cuda" and local_ranks > gpus:
-        raise UserError(
-            f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
-            f"Start it with --nproc_per_node={gpus}."
-        )
     if device == "cuda":
         device = f"cuda:{local_rank}"
     if device.startswith("cuda"):

@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME = {
 
 # settings that a branch has to share with its parent, and what depends on them
 SAME_IN_A_BRANCH = {
-    **dict.fromkeys(SHAPE, "the weights depend"),
+    **dict.fromkeys((*SHAPE, "init_from"), "the weights depend"),
     "optimizer": "the optimizer's state depends",
     **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data depends"),
 }
@@ -93,8 +93,8 @@ def settings_that_differ(config, checkpoint):
     return different
 
 
-def say(different):
-    return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in different.items())
+def say(value):
+    return "not given" if value == "" else value
 
 
 def check_resume(config, checkpoint, out_dir):
@@ -102,10 +102,17 @@ def check_resume(config, checkpoint, out_dir):
     different = settings_that_differ(config, checkpoint)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
+        changes = ", ".join(f"{name} was {say(then)}, now {say(now)}" for name, (then, now) in different.items())
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it with "
+            f"{out_dir} has a run with other settings ({changes}). Use those to continue it; or continue it with "
             f"the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another --out-dir, "
             "or move the old run aside with --no-resume."
+        )
+    # a run from elsewhere with the same settings is not taken for the branch; to resume one, the flag may be left out
+    if config.branch_from and Path(config.branch_from) != Path(checkpoint["config"].get("branch_from", "")):
+        raise UserError(
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
+            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
         )
 
 
@@ -122,6 +129,12 @@ def check_data(checkpoint, fingerprint, config):
 def find_parent(config):
     """The checkpoint of --branch-from, with "branched": its place, its step, and the settings that change."""
     parent = Path(config.branch_from)
+    folder = parent.parent if parent.is_file() else parent
+    if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
+        raise UserError(
+            f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
+            "Choose another --out-dir for the branch."
+        )
     checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
     if not checkpoint:
         raise UserError(
@@ -129,10 +142,10 @@ def find_parent(config):
         )
     different = settings_that_differ(config, checkpoint)
     for name, (then, now) in different.items():
-        if name in SAME_IN_A_BRANCH:
+        if name in SAME_IN_A_BRANCH and now != "":  # --init-from may be left out
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{flag} is {now}, but it was {then} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
+                f"{flag} is {now}, but it was {say(then)} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
                 "Use the same in a branch, or start a new run with --init-from."
             )
     if checkpoint["step"] >= config.max_steps:
@@ -141,8 +154,8 @@ def find_parent(config):
             "Give a branch more steps than that, or an earlier checkpoint."
         )
     changed = {name: [then, now] for name, (then, now) in different.items() if name not in MAY_CHANGE_ON_RESUME}
-    folder = parent.parent if parent.is_file() else parent
     checkpoint["branched"] = {"parent": str(folder), "step": checkpoint["step"], "changed": changed}
+    checkpoint["best_val_loss"] = math.inf  # the parent's best weights are not in the branch's folder
     return checkpoint
 
 
@@ -316,6 +329,7 @@ class Run:
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
+        self.best_val_loss = saved.get("best_val_loss", math.inf) if saved else math.inf  # of model_best.pt
         self.branched = saved and saved.get("branched")
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
@@ -326,9 +340,6 @@ class Run:
         """Start the run in its folder."""
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
-        own_lines = [] if self.branched else read_log(self.out_dir / "log.txt", self.start_step)
-        val_losses = [float(line.split()[2]) for line in own_lines if line.split()[1] == "val"]
-        self.best_val_loss = min(val_losses, default=math.inf)
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
@@ -414,7 +425,8 @@ class Run:
         """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
         if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
-            self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
+            losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
+            self.writer.write({"step": step, **losses, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
 
     def finish(self, step, stopped, raw_model, enc):
