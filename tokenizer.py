@@ -387,7 +387,7 @@ def last_merge(token, ranks):
 @dataclass
 class Options:
     input: tuple[str, ...] = ()  # files, globs or URLs to learn from, as fineweb.py takes them
-    out: str = ""  # where to write the tokenizer, a .tiktoken file
+    out: str = ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
