@@ -890,7 +890,8 @@ def train(config, world):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
                     print_samples(raw_model, enc, config, step, autocast, world.device)
-            if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
+            checkpoint_due = any(is_due(step, n, max_steps) for n in (config.checkpoint_every, config.milestone_every))
+            if last_step or stopping or checkpoint_due:
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
             if last_step or stopping:
                 break
