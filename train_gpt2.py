@@ -892,7 +892,8 @@ def train(config, world):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
                     run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
-            if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
+            is_milestone = is_due(step, config.milestone_every, max_steps)
+            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
             if last_step or stopping:
                 break
