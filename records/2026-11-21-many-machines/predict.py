@@ -38,6 +38,8 @@ PROTOCOLS = {
 
 KINDS = ((36, 768 * 768), (12, 768 * 768), (12, 4 * 768 * 768), (12, 4 * 768 * 768))  # Muon: matrices, elements of each
 
+PER_CORE = 5_264_915 / 2  # tokens/s of fineweb.py per core: measured, records/2026-11-20-cpu-bench/data_idle.txt
+
 # ----------------------------------------------------------------------------------------------------------
 # The model
 
@@ -196,6 +198,21 @@ def print_sensitivity():
             print(f"| {n} | {network} | " + " | ".join(f"{cell:.0%}" for cell in cells) + " |")
 
 
+def print_data():
+    """1.3T tokens by fineweb.py --part: time and disk. 2 bytes per token."""
+    tokens = 1.3e12
+    print("\n1.3T tokens of FineWeb-Edu by fineweb.py --part I/N on N machines\n")
+    print("| machines | cores each | hours | hours if one process made 38M tokens/s at most | shards per machine, TB "
+          "| written by each, MB/s |")  # fmt: skip
+    print("|" + "---|" * 6)
+    for machines in (1, 4, 16, 64):
+        for cores in (16, 64):
+            rate = cores * PER_CORE
+            seconds, bounded = (tokens / machines / r for r in (rate, min(rate, 38e6)))
+            print(f"| {machines} | {cores} | {seconds / 3600:.1f} | {bounded / 3600:.1f} | "
+                  f"{2 * tokens / machines / 1e12:.3f} | {2 * rate / 1e6:.0f} |")  # fmt: skip
+
+
 if __name__ == "__main__":
     print_bytes()
     print_steps("The preset's step of 524,288 tokens, spread over more GPUs",
@@ -203,3 +220,4 @@ if __name__ == "__main__":
     print_steps("64 windows for every GPU: the step grows with them", [(16, 64), (64, 64), (512, 64)])
     print_smallest()
     print_sensitivity()
+    print_data()
