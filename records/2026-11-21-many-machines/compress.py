@@ -1,7 +1,8 @@
 """What bfloat16 sums of gradients do to the loss, and to the gradients of more ranks than this machine has.
 
-    torchrun --standalone --nproc_per_node=2 records/2026-11-21-many-machines/compress.py train adamw muon > compress_train.txt
-    python records/2026-11-21-many-machines/compress.py error > compress_error.txt
+    cd records/2026-11-21-many-machines
+    torchrun --standalone --nproc_per_node=2 compress.py train adamw muon > compress_train.txt
+    python compress.py error > compress_error.txt
 """
 
 import dataclasses
@@ -103,8 +104,8 @@ def measure_error():
         optimizers = t.configure_optimizers(model, config)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         world = distributed.World()
-        print("                         errors, of the norm (and the part along the gradient)         noise between two\n"
-              "model           ranks   float32 ring   bfloat16 ring        bfloat16 tree        batches of this size")  # fmt: skip
+        print("errors are of the exact gradient's norm; in brackets, the part along the gradient\n"
+              "model           ranks   float32 ring   bfloat16 ring        bfloat16 tree        noise of two batches")  # fmt: skip
         for trained in (0, 100):
             for step in range(trained):
                 t.train_step(model, loader, 32, 16, optimizers, scaler, step, config, [], AUTOCAST, world)
@@ -114,8 +115,8 @@ def measure_error():
                 errors = [f"{((s - exact).norm() / norm).item():.2e}" for s in (single, ring, tree)]
                 along = [f"({((s - exact) @ exact / norm**2).item():+.4f})" for s in (ring, tree)]
                 noise = (2 * variance / n).sqrt() / norm
-                print(f"after {trained:3} steps {n:5}   {errors[0]:12}   {errors[1]} {along[0]}   {errors[2]} {along[1]}   "
-                      f"{noise:.2f}", flush=True)  # fmt: skip
+                print(f"after {trained:3} steps {n:5}   {errors[0]:12}   {errors[1]} {along[0]}   "
+                      f"{errors[2]} {along[1]}   {noise:.2f}", flush=True)  # fmt: skip
 
 
 def measure_sums(model, loader, n):
