@@ -1,4 +1,4 @@
-"""The machine and the ranks: devices, dtypes, peaks, attention kernels, and the processes of one run."""
+"""The machine and the ranks: devices, dtypes, attention kernels, and the processes of one run."""
 
 import contextlib
 import datetime
@@ -85,19 +85,6 @@ def check_machine(config):
             f"Start it with --nproc_per_node={gpus}."
         )
     return errors
-
-
-# dense bf16 peaks in FLOP/s from the vendors' datasheets; the first key contained in the device's name counts
-PEAK_FLOPS = {
-    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165.2e12, "3090": 71e12, "V100": 125e12,
-}  # fmt: skip
-
-
-def peak_flops(device):
-    """The bf16 peak of a device in FLOP/s, or None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
 def flops_per_token(c, T):

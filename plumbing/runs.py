@@ -25,9 +25,10 @@ from plumbing.checkpoint import (
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, is_restart, launch_time, peak_flops, print0
+from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
 from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
 MAY_CHANGE_ON_RESUME = {
@@ -402,9 +403,9 @@ class Run:
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
         """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(world.device)
-        self.peak = peak * world.size if peak else None
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
+        self.peak = peak * world.size if peak else None
         num_params = sum(p.numel() for p in raw_model.parameters())
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
