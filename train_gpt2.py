@@ -48,6 +48,7 @@ import hellaswag
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.huggingface import MATRICES, export_huggingface, load_huggingface
+from plumbing.kernels import linear_cross_entropy
 from plumbing.shards import find_shards, open_mask, open_tokens
 
 # ----------------------------------------------------------------------------------------------------------
@@ -263,36 +264,6 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def to_float8(tensor, dtype):
-    """The tensor in an 8-bit dtype, its largest value at the end of the range, and the scale to multiply it with."""
-    scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-    return (tensor / scale).to(dtype), scale
-
-
-class Float8Matmul(torch.autograd.Function):
-    """x (N, C) @ w (V, C).T in 8-bit floats, whose matmuls run at twice bfloat16's rate (Hopper, Ada, and newer).
-
-    Four bits of exponent and three of mantissa for x and w, five and two for the gradient, which spans more
-    (Micikevicius et al. 2022). N, C and V must be multiples of 16.
-    """
-
-    @staticmethod
-    def forward(ctx, x, w):
-        x, x_scale = to_float8(x, torch.float8_e4m3fn)
-        w, w_scale = to_float8(w, torch.float8_e4m3fn)
-        ctx.save_for_backward(x, x_scale, w, w_scale)
-        return torch._scaled_mm(x, w.T, x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, x_scale, w, w_scale = ctx.saved_tensors
-        grad, scale = to_float8(grad, torch.float8_e5m2)
-        # the hardware wants rows of the first operand and columns of the second in one piece
-        grad_x = torch._scaled_mm(grad, w.T.contiguous().T, scale, w_scale, out_dtype=torch.bfloat16)
-        grad_w = torch._scaled_mm(grad.T.contiguous(), x.T.contiguous().T, scale, x_scale, out_dtype=torch.float32)
-        return grad_x, grad_w
-
-
 class KVCache:
     """Keys and values of the tokens so far, for generating one token at a time.
 
@@ -337,7 +308,8 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # of the stream between the blocks
-        self.float8_head = False  # whether a loss, in training or validation, comes from logits of 8 bits
+        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
+        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -387,14 +359,16 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
-        if self.float8_head:
-            logits = Float8Matmul.apply(x.flatten(0, 1), self.lm_head.weight).view(*idx.shape, -1)
-        else:
-            logits = self.lm_head(x)
-        # in float32: a bfloat16 loss near 11 knows steps of 0.06 only. The count may be 0, hence no mean
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
-        loss = loss / (targets != IGNORE).sum().clamp(min=1)
-        return logits if return_logits else None, loss
+        # the count of targets may be 0, hence a sum, not a mean
+        num_targets = (targets != IGNORE).sum().clamp(min=1)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not return_logits and (self.float8_lm_head or self.fused_loss):
+            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
+            return None, linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE) / num_targets
+        logits = self.lm_head(x)
+        # in float32: a bfloat16 loss near 11 knows steps of 0.06 only
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE) / num_targets
+        return logits.view(*idx.shape, -1) if return_logits else None, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -1205,7 +1179,7 @@ def fit_to_machine(raw_model, config, ddp):
     raw_model.to(ddp.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast's embeddings are float32, and with them the whole residual stream: twice the traffic
     raw_model.residual_dtype = torch.bfloat16 if ddp.dtype == torch.bfloat16 else torch.float32
-    raw_model.float8_head = config.dtype == "fp8"
+    raw_model.float8_lm_head = config.dtype == "fp8"
     B, T, compiled, fused_attention = config.batch_size, config.sequence_length, config.compile, True
     while True:
         trouble = ""
@@ -1317,7 +1291,7 @@ def print_start(config, ddp, raw_model, train_loader, enc, optimizers, start_ste
     groups = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
     accumulation = S // (B * config.sequence_length * ddp.world_size)
     num_params = sum(p.numel() for p in raw_model.parameters())
-    head = ", its output layer in 8 bits" if raw_model.float8_head else ""
+    head = ", its output layer in 8 bits" if raw_model.float8_lm_head else ""
     print0(f"model: {num_params:,} parameters on {ddp.world_size} x {device}, {ddp.dtype}{head}")
     print0(f"data: {train_loader.num_windows * config.sequence_length:,} training tokens in {len(train_loader.paths)} "
            f"shards, tokenizer {enc.name}")  # fmt: skip
