@@ -122,7 +122,7 @@ def interleave(runs, rounds, device):
     """
     measured = {name: {"seconds": [], "cpu_seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
     gc.freeze()  # existing objects, so that collecting between the rounds is cheap
-    for round in range(-1, rounds):
+    for round_number in range(-1, rounds):
         for name, function in runs.items():
             gc.collect()
             peak_gib(device)
@@ -130,7 +130,7 @@ def interleave(runs, rounds, device):
             seconds, measured[name]["result"] = timed(function, device)
             cpu_seconds = time.process_time() - cpu_start
             measured[name]["peak_gib"] = max(measured[name]["peak_gib"], peak_gib(device))
-            if round >= 0:
+            if round_number >= 0:
                 measured[name]["seconds"].append(seconds)
                 measured[name]["cpu_seconds"].append(cpu_seconds)
     return measured
@@ -238,11 +238,12 @@ def random_shards(folder, config, num_windows=256):
 class Ours:
     """The trainer's own parts, put together as in train_gpt2.train; a call makes `steps` steps."""
 
-    def __init__(self, config, folder, ddp, steps):
+    def __init__(self, config, folder, ddp, steps, fused_loss=""):
         self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = GPT(GPTConfig(*shape))
+        self.raw_model.fused_loss = fused_loss
         self.model, self.B = fit_to_machine(self.raw_model, config, ddp)
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
@@ -614,8 +615,12 @@ def bench_ladder(options, device):
     for name, row in rows.items():
         line = f"{name:22}{row['ms']:10.2f}{row['tok_per_s']:12,.0f}{row['gain']:8.2f}{row['total']:8.2f}"
         print(f"{line}{measured[name]['peak_gib']:10.2f}")
-    last = rows[name]
-    numbers = {"ratio": last["total"], "tok_per_s": last["tok_per_s"], "rungs": rows, "tokens": tokens}
+    ours = seconds[name]  # of the last rung
+    ratios = {rung: paired_ratio(times, ours) for rung, times in seconds.items()}
+    numbers = {
+        "ratio": ratios["float32"], "ratios": ratios, "tok_per_s": rows[name]["tok_per_s"], "rungs": rows,
+        "tokens": tokens,
+    }  # fmt: skip
     numbers = save(options, device, measured, numbers)
     if options.plot:
         draw_ladder(rows, numbers["device"], options.plot)
@@ -638,11 +643,11 @@ def draw_ladder(rows, device, path):
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
     colors = ["tab:orange" if name.startswith("this program") else "tab:blue" for name in names]
     bars = axes.barh(names, speeds, color=colors)
-    labels = [f"{row['tok_per_s']:,.0f}   {row['ms']:,.1f} ms   {row['total']:.1f}x" for row in rows.values()]
+    labels = [f"{row['tok_per_s']:,.0f} tok/s   {row['ms']:,.1f} ms   {row['total']:.1f}x" for row in rows.values()]
     axes.bar_label(bars, labels, padding=4)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(speeds))
-    axes.set_xlabel("training tokens per second; time of a step; speed compared with the first rung")
+    axes.set_xlim(0, 1.5 * max(speeds))
+    axes.set_xlabel("training tokens per second (also: milliseconds per step, and speed relative to the first rung)")
     axes.set_title(f"Each optimization on top of those before it\n{device}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
