@@ -1,8 +1,8 @@
 """The output layer and its loss as one function, for GPUs: matmuls in float8, the loss from a Triton kernel.
 
-A third of a GPT-2 124M's step is spent here. The logits take 100 KB per token, so what counts is how often they are read
-and written. Their gradient, softmax - one_hot, is known as soon as they are, so the forward pass computes it together with
-the loss, while a row is in the cache, and leaves only matmuls to the backward pass.
+A third of a GPT-2 124M's step is spent here. The logits take 100 KB per token, so what counts is how often they are
+read and written. Their gradient, softmax - one_hot, is known as soon as they are, so the forward pass computes it
+together with the loss, while a row is in the cache, and leaves only matmuls to the backward pass.
 """
 
 import torch
@@ -15,10 +15,10 @@ GRADIENT_SCALE = 2.0**15
 def linear_cross_entropy(x, weight, targets, float8=False, triton=False, ignore_index=-100):
     """The sum of the cross-entropy losses of the logits x @ weight.T, in float32.
 
-    x is (N, C), weight (V, C) and targets (N,), of which those equal to ignore_index don't count. As in F.cross_entropy,
-    all V ids belong to the softmax, padding included. The logits are bfloat16. With `float8` the matmuls are in float8,
-    at twice the bfloat16 rate (Ada, Hopper and newer; N, C and V must be multiples of 16). With `triton` a Triton kernel
-    computes losses and gradient; it needs CUDA.
+    x is (N, C), weight (V, C) and targets (N,), of which those equal to ignore_index don't count. As in
+    F.cross_entropy, all V ids belong to the softmax, padding included. The logits are bfloat16. With `float8` the
+    matmuls are in float8, at twice the bfloat16 rate (Ada, Hopper and newer; N, C and V must be multiples of 16).
+    With `triton` a Triton kernel computes losses and gradient; it needs CUDA.
     """
     return LinearCrossEntropy.apply(x, weight, targets, float8, triton, ignore_index)
 

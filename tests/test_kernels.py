@@ -19,8 +19,8 @@ from plumbing import kernels
 from plumbing.kernels import LinearCrossEntropy, is_out_of_memory, linear_cross_entropy, to_float8
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# by whom loss and gradient are computed: False and True as `linear_cross_entropy` takes them
-both_ways = pytest.mark.parametrize("triton", [True] if INTERPRETED else [False], ids=lambda on: "triton" if on else "torch")
+# `triton` as linear_cross_entropy takes it: False here, True in the process with the interpreter
+both_ways = pytest.mark.parametrize("triton", [INTERPRETED], ids=lambda triton: "triton" if triton else "torch")
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="the test of the interpreter runs this")
 # the kernel takes 8,192 logits at a time: rows that end inside the first such block, and inside the third
 vocabularies = pytest.mark.parametrize("V", [320, 2 * 8192 + 48])
