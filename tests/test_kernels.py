@@ -29,10 +29,11 @@ vocabularies = pytest.mark.parametrize("V", [320, 2 * 8192 + 48])
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton, which CUDA builds of torch bring")
 def test_the_triton_kernel_passes_these_tests_in_its_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    needed = "triton or exact_in_float32 or not_finite"  # the names of what only this process can run
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", needed, __file__]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     folder = Path(__file__).parent.parent
-    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
