@@ -217,7 +217,8 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # compute the logits in float8 whenever a loss is asked for
+        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
+        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -267,16 +268,16 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
-        if self.float8_lm_head:
-            logits = kernels.float8_linear(x, self.lm_head.weight)
-        else:
-            logits = self.lm_head(x)
-        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06; sum and divide, because the mean
-        # of no targets is NaN
-        flat_logits, flat_targets = logits.float().flatten(0, 1), targets.flatten()
-        loss = F.cross_entropy(flat_logits, flat_targets, reduction="sum", ignore_index=IGNORE_INDEX)
-        loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return logits if return_logits else None, loss
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not return_logits and (self.float8_lm_head or self.fused_loss):
+            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
+            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE_INDEX)
+            return None, loss / num_targets
+        logits = self.lm_head(x)
+        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
+        return logits.view(*idx.shape, -1) if return_logits else None, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):

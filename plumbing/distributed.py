@@ -96,8 +96,18 @@ def flops_per_token(c, T):
 
 
 def is_out_of_memory(error):
-    """Whether an exception, or one that led to it, says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether an exception, or one that led to it, says that memory ran out.
+
+    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep no more than its text.
+    """
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    seen = []
+    while error is not None and error not in seen:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
