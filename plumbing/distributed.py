@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from plumbing.cli import UserError, suggest
+from plumbing.cli import UserError, flag_of, suggest
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -48,8 +48,8 @@ def choose_dtype(name, device, n_embd):
     if name == "auto" and device_type == "cuda":
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
-        # CPUs with bfloat16 instructions are faster with them once the matrices are large
-        pays = device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported()
+        # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
+        pays = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if pays else "float32"
     if name == "bfloat16" and not has_bfloat16:
         raise UserError(
@@ -78,6 +78,11 @@ def check_machine(config):
         choose_dtype(config.dtype, device, config.n_embd)
     except UserError as error:
         errors.append(str(error))
+    uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
+    if config.dtype == "fp8" and uneven:
+        flags = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in uneven)
+        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
+    errors += [sentence for sentence in [describe_lack_of_memory(config)] if sentence]
     local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         errors.append(

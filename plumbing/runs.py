@@ -306,6 +306,17 @@ def facts_for_all_ranks(config):
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
 
 
+def facts_of_data(enc, train_loader, val_loader):
+    """What every rank must have in common with the others: the tokenizer and the data."""
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    return {"the tokenizer": enc.name, **fingerprints}
+
+
+def dtype_of(config, saved):
+    """The name of the dtype that --dtype asks for; a run that continues keeps the one that "auto" was when it began."""
+    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
+
+
 def describe_command():
     """The command that started this process, such that it can be pasted into a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
