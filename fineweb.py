@@ -14,9 +14,10 @@ FineWeb-Edu it is the first shard, as published; of your own text it is a sample
 
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
 the shards and records where in the input each one ends: the same command resumes after the last complete
-shard and produces the same bytes, whenever it was killed and on any number of cores. One process keeps
-about 40 cores busy (records/2026-11-21-data-preparation); with more of them, or more machines, start
-several parts at once, --part 0/4 to --part 3/4, each of which takes every fourth input file.
+shard and produces the same bytes, whenever it was killed and on any number of cores. One process
+reaches about 30M tokens a second, the work of 10 to 30 cores (records/2026-11-21-data-preparation); with
+more of them, or several machines, start parts at once, --part 0/4 to --part 3/4: each takes every fourth
+input file.
 """
 
 import collections
