@@ -144,11 +144,11 @@ def check_example(example):
         raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
 
 
-def load_examples(path, enc, limit=None):
-    """The first `limit` examples of a JSON lines file, rendered; the validation file is downloaded if missing."""
+def load_examples(path, enc, limit=0):
+    """Render the first `limit` examples of a JSON lines file (0: all); the validation file is downloaded if missing."""
     if not os.path.exists(path):
         download(path)
-    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit)]
+    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit or None)]
 
 
 class Rendered(NamedTuple):

@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -218,7 +217,8 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # compute the logits in float8 whenever a loss is asked for
+        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
+        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -268,16 +268,16 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
-        if self.float8_lm_head:
-            logits = kernels.float8_linear(x, self.lm_head.weight)
-        else:
-            logits = self.lm_head(x)
-        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06; sum and divide, because the mean
-        # of no targets is NaN
-        flat_logits, flat_targets = logits.float().flatten(0, 1), targets.flatten()
-        loss = F.cross_entropy(flat_logits, flat_targets, reduction="sum", ignore_index=IGNORE_INDEX)
-        loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return logits if return_logits else None, loss
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not return_logits and (self.float8_lm_head or self.fused_loss):
+            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
+            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE_INDEX)
+            return None, loss / num_targets
+        logits = self.lm_head(x)
+        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
+        return logits.view(*idx.shape, -1) if return_logits else None, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -362,11 +362,10 @@ def load_model(source):
 
 
 def permute(index, n, keys):
-    """Apply a seeded pseudorandom permutation of range(n) to each element of the array `index`.
+    """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
 
-    Computed rather than stored: a Feistel network permutes the next power of four, whatever its round function
-    (Luby and Rackoff 1988); values that land outside range(n) are permuted again until they land inside (cycle
-    walking). keys: one uint64 per round.
+    Computed rather than stored: a Feistel network permutes the next power of four (Luby and Rackoff 1988); values
+    that land outside range(n) are permuted again until they land inside (cycle walking).
     """
     half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
     mask = np.uint64((1 << int(half)) - 1)
@@ -671,9 +670,8 @@ def fit_to_machine(raw_model, config, autocast, world):
             torch.cuda.empty_cache()
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                remedy = "" if config.activation_checkpointing else ", or --activation-checkpointing"
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence or a "
-                                f"smaller model{remedy}.")  # fmt: skip
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence, a "
+                                "smaller model, or --activation-checkpointing.")  # fmt: skip
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
         elif compiled:
@@ -716,14 +714,13 @@ def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
     return hellaswag.Counts(*totals.tolist())
 
 
-def print_samples(raw_model, enc, config, step, autocast, device):
-    """Print four continuations of the prompt. A separate generator leaves training's RNG state untouched."""
+def generate_samples(raw_model, enc, config, autocast, device):
+    """Four continuations of the prompt, as text. A separate generator leaves training's RNG state untouched."""
     generator = torch.Generator(device=device).manual_seed(config.seed)
     prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=device)
     with autocast:
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    for row in torch.stack(next_ids, 1).tolist():
-        print(f"step {step:5d} | sample | {config.sample_prompt + enc.decode(row)!r}", flush=True)
+    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -788,7 +785,7 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
 
 
 def load_data(config, world):
-    """Load and check a run's (train_loader, val_loader, tokenizer, HellaSwag examples)."""
+    """Load and check a run's (train_loader, val_loader, tokenizer)."""
     T = config.sequence_length
     if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
         import fineweb  # only this preset makes its own data; existing shards are reused
@@ -802,11 +799,7 @@ def load_data(config, world):
     both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
     shards.check_folder(config.data, *both, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
-    examples = []
-    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
-        limit = config.hellaswag_limit or None
-        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, limit)
-    return train_loader, val_loader, enc, examples
+    return train_loader, val_loader, enc
 
 
 def load_or_make_model(config, enc, fingerprint, world):
@@ -838,7 +831,7 @@ def restore_state(saved, optimizers, scaler, loader):
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
         optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled():
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may be the first of its line to use float16
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
@@ -850,11 +843,17 @@ def train(config, world):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written yet
-    train_loader, val_loader, enc, examples = load_data(config, world)
+    world.check_agreement(runs.facts_for_all_ranks(config))
+    train_loader, val_loader, enc = load_data(config, world)
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    world.check_agreement({"the tokenizer": enc.name, **fingerprints})
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
         return 0
+    examples = []
+    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
+        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
 
     # the shape and the dtype are the run's, wherever it continues
     dtype_name = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
@@ -873,45 +872,42 @@ def train(config, world):
         checkpoint.check_state(saved, training_state(raw_model, optimizers, scaler, train_loader), optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
-    # only now is the run's folder touched; a checkpoint has all that its model needs, including the tokenizer
+    # a checkpoint has all that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
-    run = runs.Run(config, world, start_step, saved, metadata)
-    saved = None  # frees gigabytes
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
     stopping = False
-    gc.collect()
-    gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
+    with runs.Run(config, world, start_step, saved, metadata) as run:  # only now is the run's folder touched
+        saved = None  # frees gigabytes
+        run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
+        gc.collect()
+        gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
 
-    for step in range(start_step, max_steps + 1):
-        last_step = step == max_steps
-        if not stopping:  # evaluations at step N see the weights after N updates, the last update included
-            if is_due(step, config.val_every, max_steps):
-                loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
-                run.log_val_loss(step, loss, raw_model)
-            if is_due(step, config.hellaswag_every, max_steps):
-                run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
-            if is_due(step, config.sample_every, max_steps) and world.is_master:
-                print_samples(raw_model, enc, config, step, autocast, world.device)
-        if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
-            run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
-        if last_step or stopping:
-            break
+        for step in range(start_step, max_steps + 1):
+            last_step = step == max_steps
+            if not stopping:  # evaluations at step N see the weights after N updates, the last update included
+                if is_due(step, config.val_every, max_steps):
+                    loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
+                    run.log_val_loss(step, loss, raw_model)
+                if is_due(step, config.hellaswag_every, max_steps):
+                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
+                if is_due(step, config.sample_every, max_steps) and world.is_master:
+                    run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
+            is_milestone = is_due(step, config.milestone_every, max_steps)
+            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
+                run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
+            if last_step or stopping:
+                break
 
-        start = time.perf_counter()
-        lr = apply_schedules(optimizers, step, config)
-        num_windows = get_batch_size(train_loader.position * T, config) // T
-        try:
+            start = time.perf_counter()
+            lr = apply_schedules(optimizers, step, config)
+            num_windows = get_batch_size(train_loader.position * T, config) // T
             loss, norm, stopping = train_step(
                 model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
             )
-        except UserError:
-            run.wait()  # so that the newest checkpoint, which the message speaks of, is there
-            raise
-        run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
+            run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-    return run.finish(step, stopping, raw_model, enc)
+        return run.finish(step, stopping, raw_model, enc)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -933,6 +929,7 @@ def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
     positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
     errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
+    errors += distributed.check_machine(config)
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1
@@ -950,9 +947,10 @@ def check_config(config, world_size):
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
         errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
                       f"and that must divide --total-batch-size ({total}). Change these, or set --batch-ramp 0.")  # fmt: skip
-    if config.dtype == "fp8" and (T % 16 or config.n_embd % 16 or config.vocab_size % 16):
-        errors.append(f"--dtype fp8 needs multiples of 16, but --sequence-length is {T}, --n-embd {config.n_embd} and "
-                      f"--vocab-size {config.vocab_size}. Change those that are not, or use --dtype bfloat16.")  # fmt: skip
+    uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
+    if config.dtype == "fp8" and uneven:
+        flags = " and ".join(f"{cli.flag_of(name)} {getattr(config, name)}" for name in uneven)
+        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:
@@ -965,11 +963,9 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
+    check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     try:
-        if distributed.is_restart() and not config.resume:  # --no-resume was for the first start of this launch only
-            config.resume = world.run_on_master(runs.belongs_to_this_launch, config.out_dir)
         status = train(config, world)
     finally:
         distributed.cleanup_distributed()

@@ -223,15 +223,19 @@ def flag_names(config_class, synonyms):
 # ----------------------------------------------------------------------------------------------------------
 # Running a program
 
+def flag_of(name):
+    """The flag of a field: "max_steps" -> "--max-steps"."""
+    return "--" + name.replace("_", "-")
+
+
 def check_numbers(config, positive):
     """A sentence for each number of a dataclass that is infinite or negative, or 0 where it is named in `positive`."""
     errors = []
     for name, value in dataclasses.asdict(config).items():
-        flag = "--" + name.replace("_", "-")
         if name in positive and not 0 < value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be a finite number greater than 0.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be a finite number greater than 0.")
         elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be 0 or more, and finite.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and finite.")
     return errors
 
 

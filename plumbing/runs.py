@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -20,13 +21,14 @@ import numpy as np
 import torch
 
 from plumbing.checkpoint import (
-    SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
+    BEST, CHECKPOINT_NAME, SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, launch_time, peak_flops, print0
+from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
-from plumbing.huggingface import export_huggingface
+from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
 MAY_CHANGE_ON_RESUME = {
@@ -35,9 +37,12 @@ MAY_CHANGE_ON_RESUME = {
     "checkpoint_every", "keep_checkpoints", "keep_best", "milestone_every", "wandb",
 }  # fmt: skip
 
+# settings that each node may have for itself: where its files are, and its devices
+MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
+
 # settings that a branch has to share with its parent, and what depends on them
 SAME_IN_A_BRANCH = {
-    **dict.fromkeys(SHAPE, "the weights depend"),
+    **dict.fromkeys((*SHAPE, "init_from"), "the weights depend"),
     "optimizer": "the optimizer's state depends",
     **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data depends"),
 }
@@ -54,7 +59,8 @@ def find_start(config, preset, enc, fingerprint):
     different run, and says what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
-    if config.resume and out_dir.exists():
+    read_text(out_dir / "run.txt")  # an unreadable one is reported now, not after the model was made
+    if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint, out_dir)
@@ -65,6 +71,8 @@ def find_start(config, preset, enc, fingerprint):
             )
     else:
         checkpoint = None
+    if not (checkpoint and checkpoint["step"] == config.max_steps):  # a finished run exports nothing any more
+        check_export_folder(out_dir / "hf")
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if checkpoint:
@@ -72,6 +80,23 @@ def find_start(config, preset, enc, fingerprint):
         check_data(checkpoint, fingerprint, config)
         return checkpoint
     return load_initial_weights(config, preset, enc) if config.init_from else {}
+
+
+def check_settings(config, checkpoint, place):
+    """Raise UserError unless the config of a checkpoint from `place` has only settings like those of `config`."""
+    for name, then in checkpoint["config"].items():
+        now = getattr(config, name, None) if isinstance(name, str) else None
+        if now is None:
+            raise UserError(
+                f"The run in {place} has a setting {name!r:.60}, which this version of train_gpt2.py does not know. "
+                "Continue it with the version that started it, or use its weights with --init-from."
+            )
+        is_whole_float = isinstance(now, float) and type(then) is int
+        if type(then) is not type(now) and not is_whole_float:
+            raise UserError(
+                f"The checkpoint of step {checkpoint['step']} in {place} is damaged: its setting {name} is "
+                f"{then!r:.60}. Delete it to continue from the checkpoint before it."
+            )
 
 
 def settings_that_differ(config, checkpoint):
@@ -93,26 +118,39 @@ def settings_that_differ(config, checkpoint):
     return different
 
 
-def say(different):
-    return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in different.items())
+def say(value):
+    return "not given" if value == "" else value
 
 
 def check_resume(config, checkpoint, out_dir):
     """Raise UserError if the checkpoint in out_dir is of a run with other settings."""
+    check_settings(config, checkpoint, out_dir)
     different = settings_that_differ(config, checkpoint)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
+        changes = ", ".join(f"{name} was {say(then)}, now {say(now)}" for name, (then, now) in different.items())
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it with "
+            f"{out_dir} has a run with other settings ({changes}). Use those to continue it; or continue it with "
             f"the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another --out-dir, "
             "or move the old run aside with --no-resume."
+        )
+    # a run from elsewhere with the same settings is not taken for the branch; to resume one, the flag may be left out
+    if config.branch_from and Path(config.branch_from) != Path(checkpoint["config"].get("branch_from", "")):
+        raise UserError(
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
+            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
+        )
+    if checkpoint["step"] > config.max_steps:
+        raise UserError(
+            f"The newest checkpoint in {out_dir} is damaged: its step is {checkpoint['step']}, but the run has "
+            f"{config.max_steps} steps. Delete it to continue from the checkpoint before it."
         )
 
 
 def check_data(checkpoint, fingerprint, config):
     """Raise UserError if the shards of --data are not those that the checkpoint's run has read."""
     then = checkpoint["loader"].get("fingerprint", fingerprint)  # older checkpoints have none
-    if then != fingerprint:
+    if not isinstance(then, str) or then != fingerprint:
         raise UserError(
             f"The shards in {config.data} are not those that the run was started on. Give the original shards with "
             "--data, or start another run on these with --init-from and another --out-dir."
@@ -122,17 +160,24 @@ def check_data(checkpoint, fingerprint, config):
 def find_parent(config):
     """The checkpoint of --branch-from, with "branched": its place, its step, and the settings that change."""
     parent = Path(config.branch_from)
+    folder = parent.parent if parent.is_file() else parent
+    if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
+        raise UserError(
+            f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
+            "Choose another --out-dir for the branch."
+        )
     checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
     if not checkpoint:
         raise UserError(
             f"There is no checkpoint in {parent} to branch from. Give a run's folder or one of its model_*.pt files."
         )
+    check_settings(config, checkpoint, parent)
     different = settings_that_differ(config, checkpoint)
     for name, (then, now) in different.items():
-        if name in SAME_IN_A_BRANCH:
+        if name in SAME_IN_A_BRANCH and now != "":  # --init-from may be left out
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{flag} is {now}, but it was {then} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
+                f"{flag} is {now}, but it was {say(then)} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
                 "Use the same in a branch, or start a new run with --init-from."
             )
     if checkpoint["step"] >= config.max_steps:
@@ -141,8 +186,8 @@ def find_parent(config):
             "Give a branch more steps than that, or an earlier checkpoint."
         )
     changed = {name: [then, now] for name, (then, now) in different.items() if name not in MAY_CHANGE_ON_RESUME}
-    folder = parent.parent if parent.is_file() else parent
     checkpoint["branched"] = {"parent": str(folder), "step": checkpoint["step"], "changed": changed}
+    checkpoint["best_val_loss"] = math.inf  # the parent's best weights are not in the branch's folder
     return checkpoint
 
 
@@ -154,6 +199,11 @@ def is_finished(config, start_step):
         print0(f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in {exported}. To "
                f"extend it, use --branch-from {config.out_dir} with a larger --max-steps and another --out-dir.")
     return finished
+
+
+def resumes(config):
+    """Whether the run in out_dir is continued: --no-resume is for the first start of a launch by torchrun only."""
+    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
 
 
 def belongs_to_this_launch(out_dir):
@@ -173,7 +223,7 @@ def belongs_to_this_launch(out_dir):
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has a name that this program gives."""
-    return re.fullmatch(r"run\.txt|log\.txt|model_(\d{5,}|best)\.pt|hf", path.name) is not None
+    return path.name in ("run.txt", "log.txt", BEST, "hf") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -185,7 +235,7 @@ def start_run(config, start_step, branched):
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(out_dir)
-        if not config.resume:
+        if not resumes(config):
             move_aside(out_dir)
         for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
             if is_ours(leftover.with_suffix("")) and leftover.is_file():
@@ -247,6 +297,15 @@ def describe_run(config, start_step, branched):
     return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
 
 
+def facts_for_all_ranks(config):
+    """What every rank must have in common with the others: settings, and versions of this program and of torch."""
+    settings = dataclasses.asdict(config)
+    facts = {name: value for name, value in settings.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
+    source = Path(__file__).parents[1] / "train_gpt2.py"
+    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
+
+
 def describe_command():
     """The command that started this process, such that it can be pasted into a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -256,7 +315,7 @@ def describe_command():
     return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
 
 
-LOG_LINE = re.compile(r"(\d+) (\S+) (-?\d+(\.\d+)?(e[+-]?\d+)?)\n")
+LOG_LINE = re.compile(r"(\d{1,15}) (\S+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
 
 
 def read_log(path, before):
@@ -311,7 +370,10 @@ class Run:
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
+        best_val_loss = saved and saved["best_val_loss"]  # of model_best.pt
+        self.best_val_loss = math.inf if best_val_loss is None else best_val_loss
         self.branched = saved and saved.get("branched")
+        self.sample = ""
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
@@ -321,20 +383,29 @@ class Run:
         """Start the run in its folder."""
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
-        own_lines = [] if self.branched else read_log(self.out_dir / "log.txt", self.start_step)
-        val_losses = [float(line.split()[2]) for line in own_lines if line.split()[1] == "val"]
-        self.best_val_loss = min(val_losses, default=math.inf)
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
             self.writer.write(state | self.metadata)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        """Whatever ends the run: its newest checkpoint is on disk, and the folder is free for another process."""
+        if self.world.is_master:
+            try:
+                self.writer.wait()
+            finally:
+                self.log.close()
+                self.lock.close()
+
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
         """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(world.device)
-        self.peak = peak * world.size if peak else None
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
+        self.peak = peak * world.size if peak else None
         num_params = sum(p.numel() for p in raw_model.parameters())
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
@@ -370,6 +441,12 @@ class Run:
             self.best_val_loss = loss
             self.writer.write_best({"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata})
 
+    def log_samples(self, step, texts):
+        """Print samples; the model card shows the last one."""
+        self.sample = texts[-1]
+        for text in texts:
+            self.report(step, f"sample | {text!r}")
+
     def log_hellaswag(self, step, counts):
         accuracy = counts.acc_norm / counts.n
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
@@ -378,7 +455,7 @@ class Run:
         """The update from `step` to the next took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / seconds
         mfu = f" | {rate * self.flops_per_token / self.peak:5.1%} MFU" if self.peak else ""
-        left = datetime.timedelta(seconds=round(self.seconds_left(step, seconds)))
+        left = datetime.timedelta(seconds=round(min(self.seconds_left(step, seconds), 1e12)))  # it has a maximum
         text = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {rate:9,.0f} tok/s"
         self.report(step, f"{text}{mfu} | {left} left", **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
@@ -397,25 +474,23 @@ class Run:
         """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
         if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
-            self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
+            losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
+            self.writer.write({"step": step, **losses, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
-
-    def wait(self):
-        """Wait until the last checkpoint is on disk."""
-        if self.world.is_master:
-            self.writer.wait()
 
     def finish(self, step, stopped, raw_model, enc):
         """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
 
         Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
         """
-        self.wait()
+        if self.world.is_master:
+            self.writer.wait()
         if stopped:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:
-            export_huggingface(raw_model, enc, self.out_dir / "hf")
+            self.log.flush()
+            export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
             minutes = (time.perf_counter() - self.started) / 60
             on_cuda = self.world.device_type == "cuda"
             memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""

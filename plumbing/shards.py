@@ -394,7 +394,7 @@ META_TYPES = {
     "dataset": str, "tokenizer": str, "vocab_size": int, "documents": int, "tokens": int, "targets": int,
     "shards": dict, "complete": bool, "made_from": dict, "ends": dict, "validation_every": int,
 }  # fmt: skip
-META_KEYS = ("dataset", "tokenizer", "shards", "complete")  # what every meta.json has
+META_KEYS = ("tokenizer",)  # what every meta.json has; people write short ones by hand
 
 
 def read_meta(path):
@@ -402,6 +402,8 @@ def read_meta(path):
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
+        if isinstance(meta, dict):
+            meta = {"dataset": "unknown", "shards": {}, "complete": True} | meta
         check_meta_form(meta)
     except OSError as error:
         raise could_not_open("file", path, error) from None
