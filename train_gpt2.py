@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 import tokenizer
-from plumbing import checkpoint, distributed, kernels, runs, shards
+from plumbing import checkpoint, distributed, kernels, mirror, runs, shards
 from plumbing.cli import UserError
 from plumbing.distributed import print0
 
@@ -952,6 +952,8 @@ def check_config(config, world_size):
     if config.decay_fraction > 1:
         errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1: it is the share "
                       "of --max-steps in which the learning rate decays.")  # fmt: skip
+    if config.wandb and not mirror.is_installed():
+        errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
     if errors:
         raise UserError(" ".join(errors))
 
