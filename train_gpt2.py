@@ -217,7 +217,8 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # compute the logits in float8 whenever a loss is asked for
+        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
+        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -267,16 +268,16 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
-        if self.float8_lm_head:
-            logits = kernels.float8_linear(x, self.lm_head.weight)
-        else:
-            logits = self.lm_head(x)
-        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06; sum and divide, because the mean
-        # of no targets is NaN
-        flat_logits, flat_targets = logits.float().flatten(0, 1), targets.flatten()
-        loss = F.cross_entropy(flat_logits, flat_targets, reduction="sum", ignore_index=IGNORE_INDEX)
-        loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return logits if return_logits else None, loss
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not return_logits and (self.float8_lm_head or self.fused_loss):
+            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
+            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE_INDEX)
+            return None, loss / num_targets
+        logits = self.lm_head(x)
+        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
+        return logits.view(*idx.shape, -1) if return_logits else None, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -713,14 +714,13 @@ def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
     return hellaswag.Counts(*totals.tolist())
 
 
-def print_samples(raw_model, enc, config, step, autocast, device):
-    """Print four continuations of the prompt. A separate generator leaves training's RNG state untouched."""
+def generate_samples(raw_model, enc, config, autocast, device):
+    """Four continuations of the prompt, as text. A separate generator leaves training's RNG state untouched."""
     generator = torch.Generator(device=device).manual_seed(config.seed)
     prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=device)
     with autocast:
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    for row in torch.stack(next_ids, 1).tolist():
-        print(f"step {step:5d} | sample | {config.sample_prompt + enc.decode(row)!r}", flush=True)
+    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -843,7 +843,10 @@ def train(config, world):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written yet
+    world.check_agreement(runs.facts_for_all_ranks(config))
     train_loader, val_loader, enc = load_data(config, world)
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    world.check_agreement({"the tokenizer": enc.name, **fingerprints})
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
@@ -889,8 +892,9 @@ def train(config, world):
                 if is_due(step, config.hellaswag_every, max_steps):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
-                    print_samples(raw_model, enc, config, step, autocast, world.device)
-            if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
+                    run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
+            is_milestone = is_due(step, config.milestone_every, max_steps)
+            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
             if last_step or stopping:
                 break
@@ -961,7 +965,7 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    check_config(config, distributed.world_size())
+    check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     try:
         status = train(config, world)

@@ -2,8 +2,12 @@
 
 import contextlib
 import math
+import os
 import pickle
+import pickletools
+import re
 import warnings
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,11 +20,16 @@ from plumbing.huggingface import load_huggingface, load_tokenizer
 
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")
 BEST = "model_best.pt"  # the weights with the lowest validation loss
 NOT_RESUMABLE = (
     "Use a model_<step>.pt file from a run of train_gpt2.py; with weights alone, start a new run with --init-from."
 )
 NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
+
+# what may stand in the pickle of a checkpoint besides plain data, its own config and storages of numbers
+TENSOR_CLASSES = ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict")
+PEER_CONFIGS = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")  # as build-nanogpt pickles it
 
 # what Adam and Muon keep for each parameter
 OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}
@@ -31,8 +40,13 @@ OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentu
 
 def list_checkpoints(folder):
     """The paths of a folder's checkpoints, oldest first."""
-    paths = [path for path in Path(folder).glob("model_*.pt") if path.stem.removeprefix("model_").isdigit()]
-    return sorted(paths, key=lambda path: int(path.stem.removeprefix("model_")))
+    paths = [path for path in Path(folder).glob("model_*.pt") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(filter(Path.is_file, paths), key=step_of)
+
+
+def step_of(path):
+    """"log/model_00500.pt" -> 500"""
+    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
 def newest_checkpoint(folder, for_resume=True):
@@ -57,24 +71,26 @@ def newest_checkpoint(folder, for_resume=True):
 def load_checkpoint(path, for_resume=False):
     """Load a checkpoint's dict onto the CPU; it is checked as far as that can be done without the model.
 
-    weights_only: tensors and plain data, so that no file can run code. `for_resume`: with all that resuming needs.
+    `for_resume`: with all that resuming needs. Whatever else is in the file is left out.
     """
-    checkpoint = read_pickle(path)
-    template = {"model": {}, "config": {}, "step": 0, "tokenizer_file": ""}
+    content = read_pickle(path)
+    types = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
     if for_resume:
-        template |= {"optimizer": [], "scaler": {}, "loader": {}, "rng": torch.get_rng_state()}
-    problem = describe_difference({name: checkpoint.get(name) for name in template}, template, "", shallow=True)
-    problem = problem or check_shape(checkpoint["config"], checkpoint["model"])
+        types |= {"optimizer": list, "scaler": dict, "loader": dict, "rng": torch.Tensor}
+    problem = check_types(content, types) or check_shape(content["config"], content["model"])
     if problem and for_resume:
         raise UserError(f"A run cannot continue from {path}: {problem}. {NOT_RESUMABLE}")
     if problem:
         raise UserError(f"{path} is not a checkpoint of train_gpt2.py: {problem}. {NOT_OURS}")
-    return checkpoint
+    losses = {name: content.get(name) for name in ("val_loss", "best_val_loss")}  # None if there was no validation yet
+    losses = {name: value if type(value) is float else None for name, value in losses.items()}
+    return {name: content[name] for name in types} | losses
 
 
 def read_pickle(path):
-    """The dict in a file of torch.save, tensors and plain data only."""
+    """The dict in a file of torch.save, tensors and plain data only, so that no file can run code."""
     try:
+        check_archive(path)
         with warnings.catch_warnings(action="ignore"), allow_peer_config():
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -96,63 +112,132 @@ def read_pickle(path):
     return content
 
 
+def check_archive(path):
+    """Raise an error unless `path` is a zip archive of torch.save that needs no more memory than it has bytes.
+
+    weights_only keeps torch.load from running code. But it unpacks compressed archives, and it calls `bytearray`
+    and `torch.Tensor`, with any size, for a file that says so.
+    """
+    with open(path, "rb") as file:
+        beginning = file.read(2)
+    if beginning not in (b"", b"PK"):
+        raise pickle.UnpicklingError
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > os.path.getsize(path):
+            raise ValueError("it is compressed")
+        for name in archive.namelist():
+            if name.endswith("data.pkl"):
+                check_classes(archive.read(name))
+
+
+def check_classes(pickled):
+    """Raise UnpicklingError if a pickle has other classes or functions than tensors and plain data need."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
+            module, _, name = (argument or "").partition(" ")
+            is_storage = module == "torch" and name.endswith("Storage")
+            if not is_storage and f"{module}.{name}" not in (*TENSOR_CLASSES, *PEER_CONFIGS):
+                raise pickle.UnpicklingError
+
+
+def check_types(content, types):
+    """What is missing in the dict `content`, or of another type than in `types`; "" if nothing is."""
+    for name, expected in types.items():
+        if name not in content:
+            return f"it has no {name}"
+        if not isinstance(content[name], expected) or isinstance(content[name], bool):
+            return f"its {name} is {describe(content[name])} instead of a {expected.__name__}"
+    return ""
+
+
 def check_shape(config, weights):
     """What is wrong with the shape in a checkpoint's config, or ""; before a model of that shape is made."""
     for name in SHAPE:
-        if type(config.get(name)) is not int or not 0 < config[name] < 2**31:
-            return f"its {name} is {config.get(name)!r}"
+        if type(config.get(name)) is not int or config[name] < 1:
+            return f"its {name} is {config.get(name)!r:.60}"
     if config["n_embd"] % config["n_head"]:
         return f"its n_embd {config['n_embd']} is not a multiple of its n_head {config['n_head']}"
+    # no more memory is asked for than the weights in the file have
     if config["n_layer"] > len(weights):
         return f"it has {len(weights)} weights, too few for {config['n_layer']} layers"
+    for name, rows in (("transformer.wte.weight", "vocab_size"), ("transformer.wpe.weight", "block_size")):
+        shape, expected = describe_shape(weights.get(name)), str((config[rows], config["n_embd"]))
+        if shape != expected:
+            return f"its {name} has the shape {shape} instead of {expected}"
     return ""
 
 
-def describe_difference(value, template, place="", shallow=False):
-    """Where `value` has another structure, type, dtype or shape than `template`, in words; "" if it has not.
+def describe(value):
+    """What a value in a checkpoint is: its type and, for a tensor, dtype and shape. Only numbers that make sense."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {describe_shape(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "a dict"
+    if type(value) is int:
+        return "a whole number" if 0 <= value < 2**48 else f"{value:.3g}"
+    if type(value) is float:
+        return "a number" if math.isfinite(value) else str(value)
+    return "missing" if value is None else f"a {type(value).__name__}"
 
-    Values themselves may differ. `shallow`: what is inside dicts and lists of the template's first level may, too.
-    """
-    what = place or "it"
-    if isinstance(template, torch.Tensor):
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
-            return f"{what} is not a tensor"
-        if value.dtype != template.dtype or value.shape != template.shape:
-            return f"{what} is {describe_tensor(value)} instead of {describe_tensor(template)}"
-    elif isinstance(template, dict):
-        if not isinstance(value, dict):
-            return f"{what} is {value!r:.40} instead of a dict" if value is not None else f"it has no {place}"
-        if shallow and place:
-            return ""
-        for name in template:
-            if name not in value:
-                return f"{what} has no {name}"
-        for name in value:
-            if name not in template:
-                return f"{what} has {name!r:.60}, which does not belong there"
-        differences = (
-            describe_difference(value[name], template[name], f"{place}.{name}".strip("."), shallow) for name in template
-        )
-        return next(filter(None, differences), "")
+
+def describe_shape(value):
+    """The shape of a tensor, as text."""
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "of no tensor"
+
+
+def describe_difference(value, template, place=""):
+    """Where `value` has another structure, type, dtype or shape than `template`, in words; "" if it has not."""
+    if describe(value) != describe(template):
+        return f"{place or 'it'} is {describe(value)} instead of {describe(template)}"
+    if isinstance(template, dict):
+        names = list(template)
+        for name in [name for name in value if name not in template]:
+            return f"{place or 'it'} has {name!r:.60}, which does not belong there"
+        for name in [name for name in template if name not in value]:
+            return f"{place or 'it'} has no {name}"
     elif isinstance(template, (list, tuple)):
-        if not isinstance(value, (list, tuple)):
-            return f"{what} is {value!r:.40} instead of a list" if value is not None else f"it has no {place}"
-        if shallow and place:
-            return ""
-        if len(value) != len(template):
-            return f"{what} has {len(value)} entries instead of {len(template)}"
-        differences = (describe_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(value, template)))
-        return next(filter(None, differences), "")
-    elif isinstance(template, (bool, str)) and type(value) is not type(template):
-        return f"{what} is {value!r:.40} instead of a {type(template).__name__}"
-    elif isinstance(template, (int, float)) and not isinstance(template, bool):
-        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-            return f"{what} is {value!r:.40} instead of a number"
+        names = range(len(template))
+    else:
+        return ""
+    for name in names:
+        problem = describe_difference(value[name], template[name], f"{place}.{name}".strip("."))
+        if problem:
+            return problem
     return ""
 
 
-def describe_tensor(tensor):
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+def check_values(tensors):
+    """What is wrong with the numbers in {name: tensor}, all of a form that `describe_difference` has checked, or ""."""
+    storages = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < tensor.nbytes or storage.data_ptr() in storages:
+            return f"{name} shares its numbers with others"
+        storages.add(storage.data_ptr())
+        if tensor.is_floating_point():
+            least, largest = tensor.aminmax()
+            if not (least.isfinite() and largest.isfinite()):
+                return f"{name} has numbers that are not finite"
+            if least < 0 and name.endswith(("step", "exp_avg_sq")):  # counts and squares
+                return f"{name} has negative numbers"
+    return ""
+
+
+def check_weights(weights, template):
+    """Raise UserError unless the state dict `weights` is one of a model whose state dict is `template`."""
+    problem = describe_difference(weights, template)
+    if not problem:
+        separate = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+        problem = check_values(separate)
+    if not problem and not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
+        problem = "lm_head.weight is not transformer.wte.weight"
+    if problem:
+        raise UserError(
+            f"The model's weights do not fit its own settings: {problem}. They were probably changed after they were "
+            "written; use another checkpoint."
+        )
 
 
 def check_state(saved, state, optimizers):
@@ -160,14 +245,24 @@ def check_state(saved, state, optimizers):
 
     state: what training_state() of train_gpt2.py returns, for `optimizers` that have not taken a step.
     """
-    template = {name: value for name, value in state.items() if name != "optimizer"}
+    template = {name: value for name, value in state.items() if name != "model"}  # check_weights has checked those
     template["optimizer"] = [{"state": optimizer_template(optimizer)} for optimizer in optimizers]
     content = {name: saved[name] for name in template}
-    content["loader"] = {"fingerprint": "", **saved["loader"]}  # older checkpoints have none
     content["optimizer"] = [{"state": part.get("state")} for part in saved["optimizer"] if isinstance(part, dict)]
+    content["loader"] = {"fingerprint": "", **saved["loader"]}  # older checkpoints have none
     if not template["scaler"] or not saved["scaler"]:  # only float16 has one
         content["scaler"] = template["scaler"]
     problem = describe_difference(content, template)
+    if not problem:
+        tensors = {
+            f"optimizer.{i}.state.{number}.{name}": tensor
+            for i, part in enumerate(content["optimizer"])
+            for number, state in part["state"].items()
+            for name, tensor in state.items()
+        }
+        too_far = [name for name, tensor in tensors.items() if name.endswith(".step") and tensor > saved["step"]]
+        problem = check_values(tensors) or check_rng(content["rng"])
+        problem = problem or (f"{too_far[0]} is more than that" if too_far else "")
     if problem:
         raise UserError(
             f"The checkpoint of step {saved['step']} does not fit the run: {problem}. It was probably changed after it "
@@ -175,14 +270,13 @@ def check_state(saved, state, optimizers):
         )
 
 
-def check_weights(weights, template):
-    """Raise UserError unless the state dict `weights` has the names, shapes and dtypes of `template`."""
-    problem = describe_difference(weights, template)
-    if problem:
-        raise UserError(
-            f"The model's weights do not fit its own settings: {problem}. They were probably changed after they were "
-            "written; use another checkpoint."
-        )
+def check_rng(state):
+    """What is wrong with a state of torch's random number generator, or ""."""
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return "rng is not a state of torch's random number generator"
+    return ""
 
 
 def optimizer_template(optimizer):
@@ -241,8 +335,7 @@ class PeerConfig:
 
 def allow_peer_config():
     """Let torch.load read that one class; what it unpickles are PeerConfig objects, and no code is run."""
-    names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
-    return torch.serialization.safe_globals([(PeerConfig, name) for name in names])
+    return torch.serialization.safe_globals([(PeerConfig, name) for name in PEER_CONFIGS])
 
 
 def is_of_a_peer(content):
@@ -378,15 +471,12 @@ def write_checkpoint(path, checkpoint):
 
 
 def delete_checkpoints(newest, keep, milestone_every):
-    """Delete all but the newest `keep` checkpoints beside the path `newest`, and those of every milestone_every steps.
-
-    Checkpoints of later steps are deleted, too: they were damaged, or the run would have resumed from them.
-    """
+    """Delete the checkpoints before the path `newest`, but the last of them, `keep` in all, and the milestones."""
     paths = list_checkpoints(newest.parent)
-    index = paths.index(newest)
-    for path in paths[: max(0, index + 1 - keep)] + paths[index + 1 :]:
-        is_milestone = milestone_every and int(path.stem.removeprefix("model_")) % milestone_every == 0
-        if not is_milestone or path in paths[index + 1 :]:
+    older = paths[: paths.index(newest)]
+    for path in older[: max(0, len(older) + 1 - keep)]:
+        is_milestone = milestone_every and step_of(path) % milestone_every == 0
+        if not is_milestone:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def choose_device(name):
     if name == "auto":
         return next(device for device in available if available[device])
     device_type, colon, index = name.partition(":")
-    if device_type not in available or (colon and not index.isdigit()):
+    if device_type not in available or (colon and not re.fullmatch("[0-9]{1,4}", index)):
         raise UserError(f"There is no device called {name!r}. {suggest(device_type, available, {'gpu': 'cuda'})}")
     if not available[device_type]:
         here = ", ".join(device for device in available if available[device])
@@ -77,7 +78,7 @@ def check_machine(config):
         choose_dtype(config.dtype, device, config.n_embd)
     except UserError as error:
         errors.append(str(error))
-    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         errors.append(
             f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
@@ -95,8 +96,18 @@ def flops_per_token(c, T):
 
 
 def is_out_of_memory(error):
-    """Whether an exception, or one that led to it, says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether an exception, or one that led to it, says that memory ran out.
+
+    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep no more than its text.
+    """
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    seen = []
+    while error is not None and error not in seen:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
@@ -115,6 +126,33 @@ def enable_fused_attention(enabled):
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     torch.backends.cuda.enable_flash_sdp(enabled)
     torch.backends.cuda.enable_mem_efficient_sdp(enabled)
+
+
+BYTES_PER_PARAMETER = 16  # float32: the weight, its gradient and Adam's two averages
+BYTES_PER_BLOCK = 2**16  # what Python keeps for a block's modules and tensors, whatever their size
+
+
+def describe_lack_of_memory(config):
+    """Why a model of this config cannot be trained on this machine, as a sentence, or ""; takes no memory itself.
+
+    Activations are left out, so that only what could never fit is refused.
+    """
+    c = config
+    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd) + (c.vocab_size + c.block_size + 2) * c.n_embd
+    needed = num_params * BYTES_PER_PARAMETER
+    if torch.cuda.is_available() and c.device.split(":")[0] in ("auto", "cuda"):
+        place, available = "GPU", torch.cuda.get_device_properties(0).total_memory
+    elif hasattr(os, "sysconf"):  # not on Windows
+        place, available = "machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        needed += c.n_layer * BYTES_PER_BLOCK
+    else:
+        return ""
+    if needed <= available:
+        return ""
+    return (
+        f"This model has {num_params:,} parameters and needs {needed / 2**30:,.0f} GiB to be trained, but this {place} "
+        f"has {available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -155,6 +193,29 @@ class World:
         tensor = torch.tensor(number, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.item()
+
+    def check_agreement(self, facts):
+        """Raise UserError, on all ranks, unless they all call this with the same `facts`: {what: its value}."""
+        if self.size == 1:
+            return
+        facts_of_ranks = [None] * self.size
+        dist.all_gather_object(facts_of_ranks, facts)
+        ranks_by_difference = {}
+        for rank, theirs in enumerate(facts_of_ranks):
+            for name in facts_of_ranks[0] | theirs:
+                value, expected = theirs.get(name), facts_of_ranks[0].get(name)
+                if value != expected:
+                    difference = f"{name} is {value} instead of {expected}"
+                    ranks_by_difference.setdefault(difference, []).append(rank)
+        if ranks_by_difference:
+            differences = "; ".join(
+                f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {difference}"
+                for difference, ranks in ranks_by_difference.items()
+            )
+            raise UserError(
+                f"The ranks do not agree with rank 0: {differences}. Start all of them with the same program, flags "
+                "and data."
+            )
 
     def run_on_master(self, action, *args):
         """Run action(*args) on rank 0 and return its result on every rank; a UserError is raised on every rank."""
@@ -208,11 +269,6 @@ def is_restart():
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def world_size():
-    """The number of ranks that torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def launch_time():
     """When torchrun, the parent of this process, was started, in seconds since the epoch; None if unknown."""
     try:
@@ -223,20 +279,43 @@ def launch_time():
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def environment_number(name, default):
+    """The whole number of at least `default` in an environment variable that torchrun sets; UserError if it is none."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < default:
+        raise UserError(
+            f"The environment variable {name} is {text!r}, but it must be a whole number of at least {default}. "
+            "Unset it, or start the ranks with torchrun, which sets it."
+        )
+    return int(text)
+
+
+def get_world_size():
+    """The number of ranks, as torchrun says, before they are connected."""
+    return environment_number("WORLD_SIZE", 1)
+
+
 def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, local_rank = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
+    world_size = get_world_size()
     device = choose_device(device)
     if device == "cuda":
         device = f"cuda:{local_rank}"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or world_size > 1:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing or rank >= world_size:
+            raise UserError(
+                f"The environment says that this is rank {rank} of {world_size}, but "
+                f"{missing[0] + ' is not set' if missing else 'ranks count from 0'}. Start the ranks with torchrun, or "
+                "unset RANK and WORLD_SIZE for a single process."
+            )
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        store = create_store(rank, world_size())
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size())
-    return World(rank, local_rank, world_size(), device)
+        store = create_store(rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return World(rank, local_rank, world_size, device)
 
 
 def cleanup_distributed():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
 from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
@@ -246,7 +247,7 @@ def load_tokenizer(name_or_directory):
     if (directory / "tokenizer.tiktoken").exists():
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     elif (directory / "tokenizer.json").exists() or has_merges:
-        enc = tokenizer.import_huggingface(directory)
+        enc = import_tokenizer(directory)
     elif vocab_size in (50257, 50304):  # GPT-2's, and that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
@@ -293,7 +294,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (part / "generation_config.json").write_text(json.dumps(generation_config(enc), indent=2) + "\n")
-        tokenizer.export_huggingface(enc, part, max_length=model.config.block_size)
+        export_tokenizer(enc, part, max_length=model.config.block_size)
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors lets only the owner read
         if run_folder:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -20,13 +21,13 @@ import numpy as np
 import torch
 
 from plumbing.checkpoint import (
-    SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
+    BEST, CHECKPOINT_NAME, SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
-from plumbing.huggingface import export_huggingface
+from plumbing.huggingface import check_export_folder, export_huggingface
 from plumbing.mirror import Mirror
 from plumbing.peaks import peak_flops
 
@@ -36,6 +37,9 @@ MAY_CHANGE_ON_RESUME = {
     "val_every", "hellaswag_every", "hellaswag_limit", "hellaswag_data", "sample_every", "sample_prompt",
     "checkpoint_every", "keep_checkpoints", "keep_best", "milestone_every", "wandb",
 }  # fmt: skip
+
+# settings that each node may have for itself: where its files are, and its devices
+MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch has to share with its parent, and what depends on them
 SAME_IN_A_BRANCH = {
@@ -56,6 +60,7 @@ def find_start(config, preset, enc, fingerprint):
     different run, and says what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
+    read_text(out_dir / "run.txt")  # an unreadable one is reported now, not after the model was made
     if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
@@ -67,6 +72,8 @@ def find_start(config, preset, enc, fingerprint):
             )
     else:
         checkpoint = None
+    if not (checkpoint and checkpoint["step"] == config.max_steps):  # a finished run exports nothing any more
+        check_export_folder(out_dir / "hf")
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if checkpoint:
@@ -74,6 +81,23 @@ def find_start(config, preset, enc, fingerprint):
         check_data(checkpoint, fingerprint, config)
         return checkpoint
     return load_initial_weights(config, preset, enc) if config.init_from else {}
+
+
+def check_settings(config, checkpoint, place):
+    """Raise UserError unless the config of a checkpoint from `place` has only settings like those of `config`."""
+    for name, then in checkpoint["config"].items():
+        now = getattr(config, name, None) if isinstance(name, str) else None
+        if now is None:
+            raise UserError(
+                f"The run in {place} has a setting {name!r:.60}, which this version of train_gpt2.py does not know. "
+                "Continue it with the version that started it, or use its weights with --init-from."
+            )
+        is_whole_float = isinstance(now, float) and type(then) is int
+        if type(then) is not type(now) and not is_whole_float:
+            raise UserError(
+                f"The checkpoint of step {checkpoint['step']} in {place} is damaged: its setting {name} is "
+                f"{then!r:.60}. Delete it to continue from the checkpoint before it."
+            )
 
 
 def settings_that_differ(config, checkpoint):
@@ -101,6 +125,7 @@ def say(value):
 
 def check_resume(config, checkpoint, out_dir):
     """Raise UserError if the checkpoint in out_dir is of a run with other settings."""
+    check_settings(config, checkpoint, out_dir)
     different = settings_that_differ(config, checkpoint)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
@@ -116,12 +141,17 @@ def check_resume(config, checkpoint, out_dir):
             f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
             "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
         )
+    if checkpoint["step"] > config.max_steps:
+        raise UserError(
+            f"The newest checkpoint in {out_dir} is damaged: its step is {checkpoint['step']}, but the run has "
+            f"{config.max_steps} steps. Delete it to continue from the checkpoint before it."
+        )
 
 
 def check_data(checkpoint, fingerprint, config):
     """Raise UserError if the shards of --data are not those that the checkpoint's run has read."""
     then = checkpoint["loader"].get("fingerprint", fingerprint)  # older checkpoints have none
-    if then != fingerprint:
+    if not isinstance(then, str) or then != fingerprint:
         raise UserError(
             f"The shards in {config.data} are not those that the run was started on. Give the original shards with "
             "--data, or start another run on these with --init-from and another --out-dir."
@@ -142,6 +172,7 @@ def find_parent(config):
         raise UserError(
             f"There is no checkpoint in {parent} to branch from. Give a run's folder or one of its model_*.pt files."
         )
+    check_settings(config, checkpoint, parent)
     different = settings_that_differ(config, checkpoint)
     for name, (then, now) in different.items():
         if name in SAME_IN_A_BRANCH and now != "":  # --init-from may be left out
@@ -193,7 +224,7 @@ def belongs_to_this_launch(out_dir):
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has a name that this program gives."""
-    return re.fullmatch(r"run\.txt|log\.txt|model_(\d{5,}|best)\.pt|hf|wandb", path.name) is not None
+    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -267,6 +298,15 @@ def describe_run(config, start_step, branched):
     return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
 
 
+def facts_for_all_ranks(config):
+    """What every rank must have in common with the others: settings, and versions of this program and of torch."""
+    settings = dataclasses.asdict(config)
+    facts = {name: value for name, value in settings.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
+    source = Path(__file__).parents[1] / "train_gpt2.py"
+    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
+
+
 def describe_command():
     """The command that started this process, such that it can be pasted into a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -276,7 +316,7 @@ def describe_command():
     return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
 
 
-LOG_LINE = re.compile(r"(\d+) (\S+) (-?\d+(\.\d+)?(e[+-]?\d+)?)\n")
+LOG_LINE = re.compile(r"(\d{1,15}) (\S+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
 
 
 def read_log(path, before):
@@ -331,8 +371,10 @@ class Run:
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
-        self.best_val_loss = saved.get("best_val_loss", math.inf) if saved else math.inf  # of model_best.pt
+        best_val_loss = saved and saved["best_val_loss"]  # of model_best.pt
+        self.best_val_loss = math.inf if best_val_loss is None else best_val_loss
         self.branched = saved and saved.get("branched")
+        self.sample = ""
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
@@ -408,6 +450,12 @@ class Run:
             self.best_val_loss = loss
             self.writer.write_best({"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata})
 
+    def log_samples(self, step, texts):
+        """Print samples; the model card shows the last one."""
+        self.sample = texts[-1]
+        for text in texts:
+            self.report(step, f"sample | {text!r}")
+
     def log_hellaswag(self, step, counts):
         accuracy = counts.acc_norm / counts.n
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
@@ -416,7 +464,7 @@ class Run:
         """The update from `step` to the next took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / seconds
         mfu = f" | {rate * self.flops_per_token / self.peak:5.1%} MFU" if self.peak else ""
-        left = datetime.timedelta(seconds=round(self.seconds_left(step, seconds)))
+        left = datetime.timedelta(seconds=round(min(self.seconds_left(step, seconds), 1e12)))  # it has a maximum
         text = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {rate:9,.0f} tok/s"
         self.report(step, f"{text}{mfu} | {left} left", **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
@@ -450,7 +498,8 @@ class Run:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:
-            export_huggingface(raw_model, enc, self.out_dir / "hf")
+            self.log.flush()
+            export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
             minutes = (time.perf_counter() - self.started) / 60
             on_cuda = self.world.device_type == "cuda"
             memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""

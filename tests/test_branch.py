@@ -667,6 +667,13 @@ def test_milestones_stay_when_a_run_is_killed_and_resumed(killed_at, checkpoint,
     assert steps_of(out) == [6, 12, 14]
 
 
+@pytest.mark.parametrize("checkpoint_every", [0, 4])
+def test_milestones_are_written_also_where_no_other_checkpoint_is_due(checkpoint_every, folder, tmp_path):
+    options = MILESTONES | dict(checkpoint_every=checkpoint_every, keep_checkpoints=1)
+    assert train(folder, tmp_path / "out", **options) == 0
+    assert steps_of(tmp_path / "out") == [6, 12, 14]
+
+
 def test_without_milestones_only_the_newest_stay(folder, tmp_path):
     assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES | {"milestone_every": 0}) == 0
     assert steps_of(tmp_path / "out") == [14]

@@ -19,7 +19,7 @@ import torch
 from conftest import listing, make_shards, patched, read_log, run, start, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint as checkpoints
+from plumbing import checkpoint as checkpoints, huggingface
 from plumbing.checkpoint import delete_checkpoints, list_checkpoints, newest_checkpoint, write_checkpoint
 from plumbing.runs import Run
 
@@ -99,7 +99,7 @@ def train_until(moment, args):
         "checkpoint 8 there, nothing deleted": lambda: die_at(
             checkpoints, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
         ),
-        "in the export at the end": lambda: die_at(train_gpt2.tokenizer, "export_huggingface", lambda *args: True),
+        "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
     }[moment]
     with patch() as original:
         train_gpt2.main(args)

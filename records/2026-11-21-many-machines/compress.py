@@ -1,8 +1,8 @@
 """What bfloat16 sums of gradients do to the loss, and to the gradients of more ranks than this machine has.
 
-    torchrun --standalone --nproc_per_node=2 records/2026-11-21-many-machines/compress.py train adamw > compress_train.txt
-    python records/2026-11-21-many-machines/compress.py emulate > compress_emulate.txt
-    python records/2026-11-21-many-machines/compress.py error > compress_error.txt
+    cd records/2026-11-21-many-machines
+    torchrun --standalone --nproc_per_node=2 compress.py train adamw muon > compress_train.txt
+    python compress.py error > compress_error.txt
 """
 
 import dataclasses
@@ -70,6 +70,11 @@ def train(name, config, world, B, prepare):
               flush=True)  # fmt: skip
 
 
+def compress(group, bucket):
+    """torch's hook, by another name: DDP refuses it by its own on gloo, where it works, too."""
+    return bf16_compress_hook(group, bucket)
+
+
 def compare_on_two_ranks():
     world = distributed.setup_distributed("cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +86,7 @@ def compare_on_two_ranks():
                     def prepare(raw_model):
                         model = t.wrap(raw_model, False, world)
                         if bf16:
-                            model.register_comm_hook(None, bf16_compress_hook)
+                            model.register_comm_hook(None, compress)
                         return model
 
                     name = f"{optimizer}, {'bfloat16' if bf16 else 'float32'} sums of 2 ranks"
@@ -89,35 +94,8 @@ def compare_on_two_ranks():
     distributed.cleanup_distributed()
 
 
-def sum_in_bfloat16(model, ranks):
-    """Let `ranks` micro-steps count as ranks: their gradients are rounded, and the sum again after each of them."""
-    sums, seen = {}, {}
-
-    def accumulate(p):
-        sums[p] = sums[p] + p.grad.bfloat16() if p in sums else p.grad.bfloat16()
-        seen[p] = seen.get(p, 0) + 1
-        p.grad = None
-        if seen[p] == ranks:
-            p.grad = sums.pop(p).float()
-            seen[p] = 0
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(accumulate)
-    return model
-
-
-def emulate_ranks(ranks=16):
-    with tempfile.TemporaryDirectory() as folder:
-        write_shards(folder)
-        for seed in (0, 1):
-            config = make_config(folder, seed, "adamw")
-            B = config.total_batch_size // config.sequence_length // ranks
-            train(f"adamw, bfloat16 sums of {ranks} emulated ranks", config, distributed.World(), B,
-                  lambda model: sum_in_bfloat16(model, ranks))  # fmt: skip
-
-
 def measure_error():
-    """How far bfloat16 ring sums of n ranks' gradients, one window each, are from the exact ones."""
+    """How far bfloat16 sums of n ranks' gradients, one window each, are from the exact ones."""
     with tempfile.TemporaryDirectory() as folder:
         write_shards(folder)
         config = make_config(folder, 0, "adamw")
@@ -126,33 +104,42 @@ def measure_error():
         optimizers = t.configure_optimizers(model, config)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         world = distributed.World()
-        print("model | ranks | gradient norm | float32 sum's error | bfloat16 sum's error, of the norm | "
-              "part of it along the gradient | noise between two batches of this size, of the norm")  # fmt: skip
+        print("errors are of the exact gradient's norm; in brackets, the part along the gradient\n"
+              "model           ranks   float32 ring   bfloat16 ring        bfloat16 tree        noise of two batches")  # fmt: skip
         for trained in (0, 100):
             for step in range(trained):
                 t.train_step(model, loader, 32, 16, optimizers, scaler, step, config, [], AUTOCAST, world)
             for n in (2, 8, 64, 512):
-                exact, single, half, parts = measure_sums(model, loader, n)
+                exact, single, ring, tree, variance = measure_sums(model, loader, n)
                 norm = exact.norm()
-                along = ((half - exact) @ exact / norm**2).item()
-                noise = (2 * (parts / n)).sqrt() / norm
-                print(f"after {trained:3} steps | {n:3} | {norm:.4f} | {(single - exact).norm() / norm:.2e} | "
-                      f"{(half - exact).norm() / norm:.4f} | {along:+.5f} | {noise:.3f}", flush=True)  # fmt: skip
+                errors = [f"{((s - exact).norm() / norm).item():.2e}" for s in (single, ring, tree)]
+                along = [f"({((s - exact) @ exact / norm**2).item():+.4f})" for s in (ring, tree)]
+                noise = (2 * variance / n).sqrt() / norm
+                print(f"after {trained:3} steps {n:5}   {errors[0]:12}   {errors[1]} {along[0]}   "
+                      f"{errors[2]} {along[1]}   {noise:.2f}", flush=True)  # fmt: skip
 
 
 def measure_sums(model, loader, n):
-    """The mean gradient over n ranks: exactly, summed in float32, in bfloat16; and the variance of one rank's."""
-    exact = single = half = squares = 0
+    """The mean gradient over n ranks: exact, a float32 ring's, a bfloat16 ring's and tree's; one rank's variance."""
+    exact = single = ring = squares = 0
+    machines = []
     for rank in range(n):
         x, y = loader.next_batch(1)
         grads = torch.autograd.grad(model(x, y, return_logits=False)[1], list(model.parameters()))
         flat = torch.cat([grad.flatten() for grad in grads]) / n
-        exact, single = exact + flat.double(), single + flat
-        half = half + flat.bfloat16() if rank else flat.bfloat16()
-        squares = squares + (flat.double() * n).square().sum()
+        exact, single, squares = exact + flat.double(), single + flat, squares + (flat.double() * n).square().sum()
+        # from rank to rank, rounded each time
+        ring = ring + flat.bfloat16() if rank else flat.bfloat16()
+        # within a machine of 8 from rank to rank, then pairs of machines, pairs of pairs and so on
+        if rank % 8:
+            machines[-1] = machines[-1] + flat.bfloat16()
+        else:
+            machines.append(flat.bfloat16())
+    while len(machines) > 1:
+        machines = [a + b for a, b in zip(machines[::2], machines[1::2])]
     variance = (squares / n - exact.square().sum()) * n / (n - 1)
-    return exact, single.double(), half.double(), variance
+    return exact, single.double(), ring.double(), machines[0].double(), variance
 
 
 if __name__ == "__main__":
-    {"train": compare_on_two_ranks, "emulate": emulate_ranks, "error": measure_error}[sys.argv[1]]()
+    {"train": compare_on_two_ranks, "error": measure_error}[sys.argv[1]]()

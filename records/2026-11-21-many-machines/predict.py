@@ -38,6 +38,8 @@ PROTOCOLS = {
 
 KINDS = ((36, 768 * 768), (12, 768 * 768), (12, 4 * 768 * 768), (12, 4 * 768 * 768))  # Muon: matrices, elements of each
 
+PER_CORE = 5_264_915 / 2  # tokens/s of fineweb.py per core: measured, records/2026-11-20-cpu-bench/data_idle.txt
+
 # ----------------------------------------------------------------------------------------------------------
 # The model
 
@@ -180,7 +182,8 @@ def print_smallest():
 
 def print_sensitivity():
     print("\nEfficiency at the preset's 524,288 tokens per step, if what is uncertain is otherwise\n")
-    print("| GPUs | between machines | as above | compute at the floors, 589K tok/s | no overlap | a quarter more bytes/s |")
+    print("| GPUs | between machines | as above | compute at the floors, 589K tok/s | no overlap "
+          "| a quarter more bytes/s |")  # fmt: skip
     print("|" + "---|" * 6)
     global FIRST, LAST_OF_BLOCKS, EMBEDDING, NVLINK, NIC
     for n, windows in ((8, 64), (16, 32), (64, 8), (512, 1)):
@@ -196,6 +199,21 @@ def print_sensitivity():
             print(f"| {n} | {network} | " + " | ".join(f"{cell:.0%}" for cell in cells) + " |")
 
 
+def print_data():
+    """1.3T tokens by fineweb.py --part: time and disk. 2 bytes per token."""
+    tokens = 1.3e12
+    print("\n1.3T tokens of FineWeb-Edu by fineweb.py --part I/N on N machines\n")
+    print("| machines | cores each | hours | if one process made 38M tokens/s at most | at 1M tokens/s a core | "
+          "shards per machine, TB | written by each, MB/s |")  # fmt: skip
+    print("|" + "---|" * 7)
+    for machines in (1, 4, 16, 64):
+        for cores in (16, 64):
+            rate = cores * PER_CORE
+            seconds, bounded, cautious = (tokens / machines / r for r in (rate, min(rate, 38e6), cores * 1e6))
+            print(f"| {machines} | {cores} | {seconds / 3600:.2g} | {bounded / 3600:.2g} | {cautious / 3600:.2g} | "
+                  f"{2 * tokens / machines / 1e12:.3f} | {2 * rate / 1e6:.0f} |")  # fmt: skip
+
+
 if __name__ == "__main__":
     print_bytes()
     print_steps("The preset's step of 524,288 tokens, spread over more GPUs",
@@ -203,3 +221,4 @@ if __name__ == "__main__":
     print_steps("64 windows for every GPU: the step grows with them", [(16, 64), (64, 64), (512, 64)])
     print_smallest()
     print_sensitivity()
+    print_data()
