@@ -14,6 +14,7 @@ COMMANDS = [name for name in SCRIPTS if "\n    cli.run(main" in (ROOT / f"{name}
 
 OPTIONAL = {
     "model",  # bench.py imports model.py of a checkout that the user names
+    "triton",  # torch brings it where it has a GPU to compile kernels for
     "wandb",  # for --wandb, which says what to install; nothing else imports it
     "openai",  # a test talks to transformers' server as a client would, and skips without it
 }
