@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
 
 from plumbing.cli import UserError, suggest
 
@@ -175,6 +177,15 @@ class World:
     @property
     def device_type(self):
         return self.device.split(":")[0]
+
+    @property
+    def shows_progress(self):
+        """Whether this rank shows progress bars: rank 0, on a terminal; a log file would be full of them."""
+        return self.is_master and sys.stderr.isatty()
+
+    def progress_bar(self, steps, description):
+        """The steps one by one, with a bar for as long as they last, if that is more than a few seconds."""
+        return tqdm(steps, description, leave=False, delay=3, disable=not self.shows_progress)
 
     def no_sync(self, model):
         """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""
