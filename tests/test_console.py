@@ -1,6 +1,7 @@
 """What a run tells whoever watches it: its data at the start, the time left, and bars while it evaluates."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -71,3 +72,14 @@ def test_a_bar_is_for_rank_0_on_a_terminal_if_it_takes_seconds(monkeypatch, stde
     assert list(World(rank=rank, size=2).progress_bar(range(10), "validation")) == list(range(10))
     assert ("validation" in stderr.getvalue()) == shown
     assert stderr.getvalue().split("\r")[-1].strip() == "", "nothing of it stays"
+
+
+def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
+    example = {"activity_label": "Roof", "ctx": "A man is on a roof. he", "endings": ["a", "b", "c", "d"], "label": 0}
+    (tmp_path / "examples.jsonl").write_text(8 * (json.dumps(example) + "\n"))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    clock(monkeypatch, 5.0)
+    options = dict(hellaswag_every=2, hellaswag_data=tmp_path / "examples.jsonl")
+    assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
+    assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
