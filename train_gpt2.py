@@ -638,14 +638,17 @@ def trial_step(model, raw_model, B, T, autocast, world):
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # of a trial step; all ranks act on the worst of any
 
 
-def fit_to_machine(raw_model, config, autocast, world):
+def fit_to_machine(raw_model, config, dtype, autocast, world):
     """Move the model to the device, try one micro-step, and fall back from whatever fails on this machine.
 
     Out of memory: B is halved, which does not affect the losses. A failing compiler or attention kernel: one
     warning, then on without it. All ranks decide alike. Returns the model to train (compiled, and wrapped in DDP
     if there are several ranks) and B.
     """
-    raw_model.to(world.device)
+    raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
+    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
+    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    raw_model.float8_lm_head = config.dtype == "fp8"
     T, compiled, fused_attention = config.sequence_length, config.compile, True
     windows_per_rank = config.total_batch_size // (T * world.size)
     B = largest_divisor(windows_per_rank, at_most=config.batch_size)
@@ -812,7 +815,6 @@ def load_or_make_model(config, enc, fingerprint, world):
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    model.activation_checkpointing = config.activation_checkpointing
     return model, start if "optimizer" in start else None  # --init-from gives weights only
 
 
@@ -861,11 +863,8 @@ def train(config, world):
     dtype, dtype_name = distributed.choose_dtype(dtype_name, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
-    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
-    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    raw_model.float8_lm_head = config.dtype == "fp8"
     # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
-    model, B = fit_to_machine(raw_model, config, autocast, world)
+    model, B = fit_to_machine(raw_model, config, dtype, autocast, world)
     compiled = model.module if world.size > 1 else model
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
