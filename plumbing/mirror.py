@@ -42,15 +42,29 @@ def start_wandb(project, out_dir, config):
     """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
     import wandb  # optional, and slow to import
 
-    # silent: training's output stays what it is; stop_fn: nothing pressed or deleted on their page ends the training
-    settings = dict(silent=True, console="off", stop_fn=lambda: None)
-    settings = wandb.Settings(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2, **settings)
+    settings = wandb.Settings(
+        silent=True,  # training's output stays what it is
+        console="off",
+        init_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS / 2,
+        stop_fn=lambda: None,  # nothing that is pressed or deleted on their page ends the training
+    )
     wandb.setup(settings)
-    options = dict(project=project, dir=str(out_dir), name=str(out_dir), id=kept_id(out_dir / "wandb"), config=config)
-    options |= dict(resume="allow", allow_val_change=True, settings=settings)  # a resumed run may have another B
-    is_logged_in = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    options = dict(
+        project=project,
+        name=str(out_dir),
+        dir=str(out_dir),
+        id=kept_id(out_dir / "wandb"),
+        config=config,
+        resume="allow",
+        allow_val_change=True,  # a resumed run may have another B
+        settings=settings,
+    )
+    mode = os.environ.get("WANDB_MODE")
+    if not mode:
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
     try:
-        run = wandb.init(mode=os.environ.get("WANDB_MODE", "online" if is_logged_in else "offline"), **options)
+        run = wandb.init(mode=mode, **options)
     except wandb.errors.CommError:
         wandb.teardown()  # lets go of the id
         run = wandb.init(mode="offline", **options)
