@@ -700,7 +700,7 @@ def evaluate_val_loss(model, loader, num_windows, B, autocast, world):
     """
     loader.position = 0
     sums = torch.zeros(2, device=world.device)  # loss, targets
-    for first in range(0, num_windows, B * world.size):
+    for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
         x, y = loader.next_batch(B)
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
@@ -715,7 +715,8 @@ def evaluate_val_loss(model, loader, num_windows, B, autocast, world):
 def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
     """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks."""
     with autocast, distributed.disable_cudnn_attention():
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, rank=world.rank, world_size=world.size)
+        share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, **share)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return hellaswag.Counts(*totals.tolist())
 

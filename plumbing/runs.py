@@ -28,6 +28,7 @@ from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
 from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.mirror import Mirror
 from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
@@ -223,7 +224,7 @@ def belongs_to_this_launch(out_dir):
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has a name that this program gives."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -395,6 +396,10 @@ class Run:
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
+        self.mirror = None
+        if self.config.wandb:
+            log_lines = read_log(self.out_dir / "log.txt", self.start_step)
+            self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
             self.writer.write(state | self.metadata)
@@ -408,6 +413,8 @@ class Run:
             try:
                 self.writer.wait()
             finally:
+                if self.mirror:
+                    self.mirror.finish(status=1 if exception[0] else 0)
                 self.log.close()
                 self.lock.close()
 
@@ -443,6 +450,8 @@ class Run:
                 f"Could not write {self.log.name}: {error.strerror}. Check that its folder exists, is writable and "
                 "has free space, then run the same command again."
             ) from error
+        if self.mirror:
+            self.mirror.log(step, streams)
 
     def log_val_loss(self, step, loss, raw_model):
         """Log a validation loss; with --keep-best, keep the weights if it is the lowest so far."""
