@@ -327,7 +327,7 @@ def describe_command():
     return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
 
 
-LOG_LINE = re.compile(r"(\d{1,15}) (\S+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
+LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
 
 
 def read_log(path, before):
