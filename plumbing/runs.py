@@ -41,12 +41,8 @@ MAY_CHANGE_ON_RESUME = {
 # settings that each node may have for itself: where its files are, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
-# settings that a branch has to share with its parent, and what depends on them
-SAME_IN_A_BRANCH = {
-    **dict.fromkeys((*SHAPE, "init_from"), "the weights depend"),
-    "optimizer": "the optimizer's state depends",
-    **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data depends"),
-}
+# settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
+SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
 
 # ----------------------------------------------------------------------------------------------------------
 # Finding what a run continues
@@ -119,8 +115,10 @@ def settings_that_differ(config, checkpoint):
     return different
 
 
-def say(value):
-    return "not given" if value == "" else value
+def say(different):
+    """What `settings_that_differ` returns, in words: "seed was 1, now 7, init_from was not given, now gpt2"."""
+    words = {name: ["not given" if value == "" else value for value in pair] for name, pair in different.items()}
+    return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in words.items())
 
 
 def check_resume(config, checkpoint, out_dir):
@@ -129,9 +127,8 @@ def check_resume(config, checkpoint, out_dir):
     different = settings_that_differ(config, checkpoint)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
-        changes = ", ".join(f"{name} was {say(then)}, now {say(now)}" for name, (then, now) in different.items())
         raise UserError(
-            f"{out_dir} has a run with other settings ({changes}). Use those to continue it; or continue it with "
+            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it with "
             f"the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another --out-dir, "
             "or move the old run aside with --no-resume."
         )
@@ -174,13 +171,13 @@ def find_parent(config):
         )
     check_settings(config, checkpoint, parent)
     different = settings_that_differ(config, checkpoint)
-    for name, (then, now) in different.items():
-        if name in SAME_IN_A_BRANCH and now != "":  # --init-from may be left out
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{flag} is {now}, but it was {say(then)} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
-                "Use the same in a branch, or start a new run with --init-from."
-            )
+    fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
+    if fixed:  # --init-from may be left out
+        raise UserError(
+            f"A branch takes over weights, optimizer state and position in the data of {parent}, so some settings must "
+            f"be the same: {say(fixed)}. Give the flags of that run, which are in its run.txt, and change only others; "
+            "or start a new run with --init-from."
+        )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
             f"--max-steps is {config.max_steps}, but {parent} has done {checkpoint['step']} steps already. "

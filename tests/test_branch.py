@@ -115,7 +115,7 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, op
     assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
     assert_same_run(branch, parent)
     assert all_lines(branch, step) == all_lines(parent, step)
-    first = load_checkpoint(branch / f"model_{step:05d}.pt")
+    first = load_checkpoint(branch / f"model_{step:05d}.pt", for_resume=True)
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
 
 
@@ -294,21 +294,29 @@ def assert_refused(capsys, folder, out_dir, *texts, **options):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(n_layer=3), "--n-layer is 3, but it was 2"),
-        (dict(n_head=4), "--n-head is 4, but it was 2"),
-        (dict(n_embd=64), "--n-embd is 64, but it was 32"),
-        (dict(block_size=64), "--block-size is 64, but it was 32"),
-        (dict(vocab_size=384), "--vocab-size is 384, but it was 320"),
-        (dict(sequence_length=32), "--sequence-length is 32, but it was 16"),
-        (dict(optimizer="muon"), "--optimizer is muon, but it was adamw"),
-        (dict(seed=7), "--seed is 7, but it was 1337"),
-        (dict(shuffle=False), "--shuffle is False, but it was True"),
-        (dict(init_from="gpt2"), "--init-from is gpt2, but it was not given"),
+        (dict(n_layer=3), "n_layer was 2, now 3"),
+        (dict(n_head=4), "n_head was 2, now 4"),
+        (dict(n_embd=64), "n_embd was 32, now 64"),
+        (dict(block_size=64), "block_size was 32, now 64"),
+        (dict(vocab_size=384), "vocab_size was 320, now 384"),
+        (dict(sequence_length=32), "sequence_length was 16, now 32"),
+        (dict(optimizer="muon"), "optimizer was adamw, now muon"),
+        (dict(seed=7), "seed was 1337, now 7"),
+        (dict(shuffle=False), "shuffle was True, now False"),
+        (dict(init_from="gpt2"), "init_from was not given, now gpt2"),
     ],
 )
 def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path, capsys):
     source = parent / "model_00008.pt"
-    assert_refused(capsys, folder, tmp_path / "out", reason, str(source), branch_from=source, **changes)
+    told = [f"{reason}.", str(source), "run.txt"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, **changes)
+
+
+def test_all_that_may_not_change_is_told_at_once(folder, parent, tmp_path, capsys):
+    """As when the parent's --preset is forgotten."""
+    changes = dict(n_layer=3, n_embd=64, optimizer="muon", max_lr=1e-2, max_steps=20)
+    told = ["the same: n_layer was 2, now 3, n_embd was 32, now 64, optimizer was adamw, now muon."]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=parent, **changes)
 
 
 @pytest.mark.parametrize("max_steps", [4, 7, 8])
@@ -557,7 +565,8 @@ def assert_best_is(out_dir, step, loss):
     best, checkpoint = (load_checkpoint(out_dir / name) for name in ("model_best.pt", f"model_{step:05d}.pt"))
     assert (best["step"], best["val_loss"]) == (step, loss)
     assert_same_tensors(best["model"], checkpoint["model"])
-    assert set(best) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file"}
+    written = torch.load(out_dir / "model_best.pt", weights_only=True)
+    assert set(written) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file"}
     assert best["config"] == checkpoint["config"]
 
 
