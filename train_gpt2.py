@@ -97,6 +97,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest norm of the gradient
     muon_lr: float = 0.02  # muon's peak learning rate; it follows the same schedule
     muon_momentum: float = 0.95  # reached over the first 300 steps, from 0.85
+    muon_momentum_cooldown: float = 0.0  # the share of max_steps at the end in which it goes back to 0.85
     muon_weight_decay: float = 0.01  # on muon's matrices
     # evaluation and output; 0 switches an -every off, all happen after the last step too
     val_every: int = 250  # steps between validations
@@ -193,6 +194,9 @@ def check_config(config, world_size):
         wrong.append(f"got val_tokens {config.val_tokens}, needed at least one sequence of {T}")
     if config.decay_fraction > 1:
         wrong.append(f"got decay_fraction {config.decay_fraction}, needed a share of max_steps from 0 to 1")
+    if config.muon_momentum_cooldown > 1:
+        share = config.muon_momentum_cooldown
+        wrong.append(f"got muon_momentum_cooldown {share}, needed a share of max_steps from 0 to 1")
     if wrong:
         raise UserError("; ".join(wrong))
 
@@ -682,13 +686,22 @@ def configure_optimizers(model, config, device_type):
     return optimizers
 
 
+def get_momentum(step, config):
+    """Muon's momentum at a step: it starts at 0.85, and can return there while the learning rate nears zero."""
+    share = min(1.0, step / 300)  # momentum averages few gradients at first, so start it lower
+    cooldown_steps, steps_left = config.muon_momentum_cooldown * config.max_steps, config.max_steps - step
+    if 0 <= steps_left < cooldown_steps:
+        share = min(share, steps_left / cooldown_steps)
+    return 0.85 + (config.muon_momentum - 0.85) * share
+
+
 def set_schedules(optimizers, step, config):
     """Set what changes from step to step in the optimizers; return the learning rate."""
     lr = get_lr(step, config)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["peak_lr"] / config.max_lr
-        if "momentum" in group:  # a young average has little to average
-            group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / 300)
+        if "momentum" in group:
+            group["momentum"] = get_momentum(step, config)
     return lr
 
 

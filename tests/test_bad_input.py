@@ -77,6 +77,7 @@ for name, flags, *expected in [
     ("an infinite learning rate", dict(max_lr="inf"), "got max_lr inf"),
     ("no checkpoints to keep", dict(keep_checkpoints=0), "got keep_checkpoints 0"),
     ("a decay of more than the run", dict(schedule="wsd", decay_fraction=1.5), "got decay_fraction 1.5"),
+    ("a cooldown of more than the run", dict(muon_momentum_cooldown=2.0), "got muon_momentum_cooldown 2.0"),
     ("fp8 at a width that it can't tile", dict(dtype="fp8", n_embd=40), "dtype fp8", "multiples of 16"),
     ("fewer validation tokens than a window", dict(val_tokens=15), "val_tokens 15"),
     ("a vocabulary below the tokenizer's", dict(vocab_size=200), "vocab_size 200", "257"),

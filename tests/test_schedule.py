@@ -76,6 +76,17 @@ def test_set_schedules_moves_every_group_in_proportion():
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
+def test_muons_momentum_returns_to_where_it_began_only_if_asked():
+    plain = TrainConfig(max_steps=1000, muon_momentum=0.95)
+    assert [train_gpt2.get_momentum(step, plain) for step in (300, 900, 999, 1000)] == [0.95] * 4
+    cooled = TrainConfig(max_steps=1000, muon_momentum=0.95, muon_momentum_cooldown=0.1)
+    for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (900, 0.95), (950, 0.90), (1000, 0.85)):
+        assert train_gpt2.get_momentum(step, cooled) == pytest.approx(momentum)
+    # a run shorter than the rise: the lower of the two holds
+    short = TrainConfig(max_steps=100, muon_momentum=0.95, muon_momentum_cooldown=0.5)
+    assert max(train_gpt2.get_momentum(step, short) for step in range(101)) < 0.88
+
+
 def test_is_due_counts_multiples_and_the_last_step():
     due = [step for step in range(12) if train_gpt2.is_due(step, 4, 11)]
     assert due == [0, 4, 8, 11]
