@@ -13,8 +13,15 @@ from sweep import LOGS, SIZES, TAILS, read_log
 
 HERE = Path(__file__).parent
 FULL = 800  # AdamW's steps
-PARAMETERS = {"0.4M": 372_576, "2M": 1_853_568, "8M": 7_521_280}
+PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568, "5M": 4_837_376}
 PLAIN = "muon-lr0.02-wd0.01-a0.008"
+VARIANTS = {
+    PLAIN: ("0.02, 0.01 (the preset's)", "#7f7f7f", "o"),
+    "muon-lr0.025-wd0.05-a0.008": ("0.025, 0.05", "#d62728", "s"),
+    "muon-lr0.035-wd0.025-a0.008": ("0.035, 0.025", "#1f77b4", "^"),
+}
+# steps to a loss of 3.28 at 124M, of 5,625 with AdamW: modded-nanogpt, records/track_3_optimization, entries 1, 36, 12
+PUBLISHED = dict(zip(VARIANTS, (3600, 3250, 3325)))
 STREAMS = ["val", *(f"val_tail{share}" for share in TAILS)]
 
 
@@ -53,6 +60,42 @@ def share(runs, size, recipe, seed, stream="val"):
     return steps * math.exp((target - losses[stream]) / slope(reference)) / FULL
 
 
+def fit(points):
+    """Intercept and slope of a line through (parameters, share), with parameters as powers of ten."""
+    x, y = [math.log10(n) for n, _ in points], [share for _, share in points]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return mean_y - slope * mean_x, slope
+
+
+def plot(runs):
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for offset, (recipe, (label, color, marker)) in enumerate(VARIANTS.items()):
+        found = [(PARAMETERS[size], share(runs, size, recipe, seed)) for size, r, seed in runs if r == recipe]
+        found = [(n, 100 * part) for n, part in found if part]
+        left.plot(*zip(*found), marker, color=color, label=f"Muon {label}")
+        left.plot(124e6, 100 * PUBLISHED[recipe] / 5625, marker, color=color, fillstyle="none")
+        if recipe == PLAIN:
+            intercept, per_decade = fit(found)
+            print(f"plain Muon: {per_decade:.1f} points of share per decade, "
+                  f"{intercept + per_decade * math.log10(124e6):.0f}% at 124M if the line went on")  # fmt: skip
+            left.plot([1e5, 124e6], [intercept + per_decade * math.log10(n) for n in (1e5, 124e6)], ":", color=color)
+        for size, r, seed in runs:
+            plain = runs.get((size, PLAIN, seed), {})
+            if r == recipe != PLAIN and 280 in plain:
+                gain = runs[size, r, seed][280]["val"] - plain[280]["val"]
+                right.plot(PARAMETERS[size], gain, marker, color=color)
+    left.plot([], [], "o", color="black", fillstyle="none", label="published, another program (see README)")
+    left.set(xscale="log", ylim=(0, 100), xlabel="parameters", ylabel="tokens needed, % of AdamW's",
+             title="Tokens for AdamW's final loss")  # fmt: skip
+    left.legend(frameon=False, fontsize=8.5, loc="upper left")
+    right.axhline(0, color=VARIANTS[PLAIN][1], linewidth=0.8)
+    right.set(xscale="log", xlim=left.get_xlim(), xlabel="parameters", ylabel="nats per byte",
+              title="Loss after 280 steps, less that of 0.02, 0.01")  # fmt: skip
+    figure.savefig(HERE / "shares.png", dpi=110)
+
+
 def main():
     runs = load_runs()
     lines = ["| size | seed | recipe | steps | loss | mean of last 5% | of last 20% | share of AdamW's tokens |",
@@ -67,6 +110,7 @@ def main():
                 lines.append(f"| {size} | {seed} | {recipe} | {steps} | {cells} | {text} |")
     (HERE / "shares.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+    plot(runs)
 
 
 if __name__ == "__main__":

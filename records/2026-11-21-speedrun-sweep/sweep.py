@@ -21,9 +21,10 @@ LOGS = HERE / "logs"
 TAILS = (0.05, 0.2)
 
 SIZES = {  # layers, heads, channels; bytes, 64 positions
+    "0.1M": (2, 2, 64),  # 124,672 parameters
     "0.4M": (3, 3, 96),  # 372,576 parameters
     "2M": (4, 6, 192),  # 1,853,568
-    "8M": (6, 5, 320),  # 7,521,280
+    "5M": (6, 8, 256),  # 4,837,376
 }
 # preset quickstart only lends its small defaults: every flag that matters is said here, so that later defaults
 # change nothing
