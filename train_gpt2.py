@@ -123,9 +123,11 @@ PRESETS = {
     "gpt2-xl": TrainConfig(
         preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5
     ),
-    # the architecture of gpt2 in half of its tokens: see records/2026-11-20-speedrun-ablation
+    # the architecture of gpt2 in half of its tokens: see records/2026-11-20-speedrun-ablation. Muon's rate and weight
+    # decay are the tuned ones of modded-nanogpt's optimizer benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": TrainConfig(
-        preset="speedrun", optimizer="muon", schedule="wsd", max_steps=9536, warmup_steps=250, max_lr=1.8e-3
+        preset="speedrun", optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05, schedule="wsd",
+        max_steps=9536, warmup_steps=250, max_lr=1.8e-3,
     ),
     "quickstart": TrainConfig(
         preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False,
