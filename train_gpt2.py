@@ -119,7 +119,7 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
-    # gpt2 on half of its tokens, with the Muon settings of modded-nanogpt's benchmark: records/2026-11-21-speedrun-sweep
+    # Muon's settings are tuned ones of modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": dict(
         max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05,
@@ -666,7 +666,7 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
             if B == 1:
                 raise UserError(f"Not even one sequence of {T} tokens fits in memory. Try --activation-checkpointing.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
-            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
+            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}; the losses stay the same.")
         elif compiled:
             distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
             compiled = False
@@ -847,7 +847,6 @@ def train(config, world):
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
         examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
-
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
     # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
     model, B = fit_to_machine(raw_model, config, dtype, autocast, world)
@@ -925,8 +924,8 @@ def check_config(config, world_size):
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
                       f"{world_size} ranks. {remedy} --total-batch-size {nearest}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
-        errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
-                      f"and that must divide --total-batch-size ({total}). Change these, or set --batch-ramp 0.")  # fmt: skip
+        errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, and "
+                      f"that must divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")  # fmt: skip
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:
