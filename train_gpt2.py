@@ -924,8 +924,8 @@ def check_config(config, world_size):
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
                       f"{world_size} ranks. {remedy} --total-batch-size {nearest}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
-        errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, and "
-                      f"that must divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")  # fmt: skip
+        errors.append(f"--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
+                      f"({tokens}) and divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:
