@@ -172,7 +172,17 @@ def check_shape(config, weights):
         shape, expected = describe_shape(weights.get(name)), str((config[rows], config["n_embd"]))
         if shape != expected:
             return f"its {name} has the shape {shape} instead of {expected}"
+        if not is_stored_whole(weights[name]):
+            return f"its {name} has fewer numbers than its shape says"
+    embedding, output = weights["transformer.wte.weight"], weights.get("lm_head.weight")
+    if describe(output) != describe(embedding) or not torch.equal(output, embedding):
+        return "its lm_head.weight is not its transformer.wte.weight"
     return ""
+
+
+def is_stored_whole(tensor):
+    """Whether a tensor has a number in memory for each of its entries, as all have that a run has saved."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def describe(value):
@@ -220,10 +230,10 @@ def check_values(tensors):
     """What is wrong with the numbers in {name: tensor}, all of a form that `describe_difference` has checked, or ""."""
     storages = set()
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < tensor.nbytes or storage.data_ptr() in storages:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages or not is_stored_whole(tensor):
             return f"{name} shares its numbers with others"
-        storages.add(storage.data_ptr())
+        storages.add(storage)
         if tensor.is_floating_point():
             least, largest = tensor.aminmax()
             if not (least.isfinite() and largest.isfinite()):
@@ -239,8 +249,6 @@ def check_weights(weights, template):
     if not problem:
         separate = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
         problem = check_values(separate)
-    if not problem and not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
-        problem = "lm_head.weight is not transformer.wte.weight"
     if problem:
         raise UserError(
             f"The model's weights do not fit its own settings: {problem}. They were probably changed after they were "
