@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plumbing import cli  # before torch: it says how OpenMP's threads wait
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 import numpy as np
 import torch
@@ -42,12 +42,14 @@ import tyro
 import fineweb
 import hellaswag
 import tokenizer
+from plumbing import documents
 from plumbing.cli import UserError
+from plumbing.distributed import World, choose_device, choose_dtype, flops_per_token
 from plumbing.huggingface import MATRICES
+from plumbing.peaks import peak_flops
 from train_gpt2 import (
-    GPT, GPTConfig, PRESETS, CausalSelfAttention, DataLoaderLite, Distributed, TrainConfig, check_config,
-    choose_device, choose_dtype, configure_optimizers, fit_to_machine, flops_per_token, get_lr, load_model, peak_flops,
-    set_schedules, train_step,
+    GPT, GPTConfig, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig, apply_schedules, check_config,
+    configure_optimizers, fit_to_machine, get_lr, load_model, train_step,
 )  # fmt: skip
 
 
@@ -222,9 +224,29 @@ def train_config(options, device):
     return config
 
 
-def single_process(options, device):
-    """A Distributed for a single process, as the trainer would set it up."""
-    return Distributed(0, 0, 1, device, choose_dtype(options, device.split(":")[0]))
+@dataclass(frozen=True)
+class Place:
+    """Where a benchmark runs: a single process on a device, with a dtype for activations, as the trainer has them."""
+
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def device_type(self):
+        return self.device.split(":")[0]
+
+    @property
+    def world(self):
+        return World(device=self.device)
+
+    def autocast(self):
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def choose_place(options, device):
+    """The Place that --dtype asks for, or the best dtype for the model's width."""
+    dtype, _ = choose_dtype(options.dtype, device, options.n_embd)
+    return Place(device, dtype)
 
 
 def random_shards(folder, config, num_windows=256):
@@ -238,31 +260,32 @@ def random_shards(folder, config, num_windows=256):
 class Ours:
     """The trainer's own parts, put together as in train_gpt2.train; a call makes `steps` steps."""
 
-    def __init__(self, config, folder, ddp, steps, fused_loss=""):
-        self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
+    def __init__(self, config, folder, place, steps, fused_loss=""):
+        self.config, self.place, self.steps, self.step = config, place, steps, 0
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = GPT(GPTConfig(*shape))
         self.raw_model.fused_loss = fused_loss
-        self.model, self.B = fit_to_machine(self.raw_model, config, ddp)
+        self.model, self.B = fit_to_machine(self.raw_model, config, place.dtype, place.autocast(), place.world)
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if self.B < config.batch_size:
             raise UserError(f"Only {self.B} of {config.batch_size} sequences fit in memory. Try --batch-size {self.B}.")
-        layout = dict(B=self.B, T=config.sequence_length, device=ddp.device)
+        layout = dict(B=self.B, T=config.sequence_length, device=place.device)
         self.loader = DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
         self.val_loader = DataLoaderLite(folder, "val", **layout)
-        self.optimizers = configure_optimizers(self.raw_model, config, ddp.device_type)
-        self.scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
+        self.optimizers = configure_optimizers(self.raw_model, config)
+        self.scaler = torch.amp.GradScaler(place.device_type, enabled=place.dtype == torch.float16)
 
     def __call__(self):
         c = self.config
         num_windows = c.total_batch_size // c.sequence_length
         for _ in range(self.steps):
-            set_schedules(self.optimizers, self.step, c)
-            loss, _ = train_step(
-                self.model, self.loader, self.optimizers, self.scaler, num_windows, c, self.ddp
-            )
+            apply_schedules(self.optimizers, self.step, c)
+            loss, _, _ = train_step(
+                self.model, self.loader, num_windows, self.B, self.optimizers, self.scaler, self.step, c, [],
+                self.place.autocast(), self.place.world,
+            )  # fmt: skip
             self.step += 1
         return loss
 
@@ -270,9 +293,9 @@ class Ours:
 class Reference:
     """Someone else's model in a straightforward training loop; a call makes `steps` steps."""
 
-    def __init__(self, config, folder, ddp, steps, model, loss_of, optimizer):
-        self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
-        self.model, self.loss_of, self.optimizer = model.to(ddp.device).train(), loss_of, optimizer
+    def __init__(self, config, folder, place, steps, model, loss_of, optimizer):
+        self.config, self.place, self.steps, self.step = config, place, steps, 0
+        self.model, self.loss_of, self.optimizer = model.to(place.device).train(), loss_of, optimizer
         self.position = 0
         self.tokens = torch.from_numpy(np.load(Path(folder) / "random_train_000001.npy").astype(np.int64))
 
@@ -285,9 +308,9 @@ class Reference:
             for _ in range(accumulation):
                 if self.position + span + 1 > len(self.tokens):
                     self.position = 0
-                batch = self.tokens[self.position : self.position + span + 1].to(self.ddp.device)
+                batch = self.tokens[self.position : self.position + span + 1].to(self.place.device)
                 x, y = (ids.view(c.batch_size, c.sequence_length) for ids in (batch[:-1], batch[1:]))
-                with self.ddp.autocast():
+                with self.place.autocast():
                     loss = self.loss_of(self.model, x, y) / accumulation
                 loss.backward()
                 total += loss.detach()
@@ -323,15 +346,15 @@ def plain_adamw(model, config, fused):
     return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused)
 
 
-def make_transformers(config, folder, ddp, steps, compiled=False, fused=None):
+def make_transformers(config, folder, place, steps, compiled=False, fused=None):
     """transformers' GPT-2 and AdamW with our settings; its loss shifts the labels itself."""
-    model = transformers_model(config).to(ddp.device)
+    model = transformers_model(config).to(place.device)
     optimizer = plain_adamw(model, config, fused)
     model = torch.compile(model, dynamic=False) if compiled else model
-    return Reference(config, folder, ddp, steps, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
+    return Reference(config, folder, place, steps, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
 
 
-def make_nanogpt(config, folder, ddp, steps, checkout):
+def make_nanogpt(config, folder, place, steps, checkout):
     """The GPT from a nanoGPT checkout, with its own optimizer configuration."""
     path = Path(checkout) / "model.py"
     if not path.exists():
@@ -341,17 +364,17 @@ def make_nanogpt(config, folder, ddp, steps, checkout):
     spec.loader.exec_module(module)
     shape = {name: getattr(config, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
     with contextlib.redirect_stdout(None):
-        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True)).to(ddp.device)
+        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True)).to(place.device)
         betas = (config.beta1, config.beta2)
-        optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, ddp.device_type)
+        optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, place.device_type)
     model = torch.compile(model) if config.compile else model
-    return Reference(config, folder, ddp, steps, model, lambda m, x, y: m(x, y)[1], optimizer)
+    return Reference(config, folder, place, steps, model, lambda m, x, y: m(x, y)[1], optimizer)
 
 
-def make_runs(options, config, folder, ddp, steps):
+def make_runs(options, config, folder, place, steps):
     """What `train` compares: {name: a function that builds it}, ours first, the main reference second."""
-    setting = (folder, ddp, steps)
-    cuda = ddp.device_type == "cuda"
+    setting = (folder, place, steps)
+    cuda = place.device_type == "cuda"
     runs = {"train_gpt2": lambda: Ours(config, *setting)}
     if cuda:
         runs["transformers, compiled"] = lambda: make_transformers(config, *setting, compiled=True, fused=True)
@@ -363,7 +386,7 @@ def make_runs(options, config, folder, ddp, steps):
         runs[f"nanoGPT{', compiled' if config.compile else ''}"] = lambda: make_nanogpt(config, *setting, options.peer)
     for variant in options.variants:
         changed = apply_variant(config, variant)
-        other = single_process(changed, ddp.device)  # a variant may have another dtype
+        other = choose_place(changed, place.device)  # a variant may have another dtype
         runs[f"train_gpt2 {variant}"] = lambda changed=changed, other=other: Ours(changed, folder, other, steps)
     return runs
 
@@ -401,7 +424,7 @@ KERNEL_FAMILIES = {
 def profiled(run):
     """Profile one call of `run`: averages per kernel, or per operator on a CPU."""
     activity = torch.profiler.ProfilerActivity
-    activity = activity.CUDA if run.ddp.device_type == "cuda" else activity.CPU
+    activity = activity.CUDA if run.place.device_type == "cuda" else activity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         run()
     return profile.key_averages()
@@ -413,7 +436,7 @@ def roofline(ours, seconds):
     The minimum: matmuls, and the causal half of attention, at the measured bf16 matmul peak; three passes over bfloat16
     logits, and 28 bytes per weight for AdamW, at the measured copy bandwidth.
     """
-    device, c = ours.ddp.device, ours.config
+    device, c = ours.place.device, ours.config
     cuda = device.startswith("cuda")
     measured = dict.fromkeys([*KERNEL_FAMILIES, "other"], 0.0)
     kernels = {}
@@ -436,13 +459,13 @@ def roofline(ours, seconds):
     for family, duration in sorted(measured.items(), key=lambda item: -item[1]):
         bound = f"{1e3 * lower_bound[family]:9.2f} ms at least" if family in lower_bound else ""
         print(f"  {family:20}{1e3 * duration:10.2f} ms {duration / sum(measured.values()):6.1%}{bound}")
-    datasheet = peak_flops(ours.ddp)
+    datasheet = peak_flops(machine(device)["device"])
     mfu = {"measured": work / seconds / flops} | ({"datasheet": work / seconds / datasheet} if datasheet else {})
     print("MFU (PaLM's convention): " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
     return {
         "matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": measured, "least": lower_bound,
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:40]),
-        "attention_backend": attention_backend(c, ours.ddp),
+        "attention_backend": attention_backend(c, ours.place),
     }  # fmt: skip
 
 
@@ -468,10 +491,10 @@ def copy_bandwidth(device):
     return max(2 * len(a) / timed(lambda: b.copy_(a), device)[0] for _ in range(5))
 
 
-def attention_backend(config, ddp):
+def attention_backend(config, place):
     """The implementation that scaled_dot_product_attention chooses for the step."""
     shape = (config.batch_size, config.n_head, config.sequence_length, config.n_embd // config.n_head)
-    q = torch.empty(shape, device=ddp.device, dtype=ddp.dtype, requires_grad=True)
+    q = torch.empty(shape, device=place.device, dtype=place.dtype, requires_grad=True)
     if not hasattr(torch, "_fused_sdp_choice"):
         return "unknown"
     return torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
@@ -480,17 +503,17 @@ def attention_backend(config, ddp):
 def bench_train(options, device):
     """Compare training steps with the same tokens, model shape, optimizer and precision."""
     config = train_config(options, device)
-    ddp = single_process(config, device)
+    place = choose_place(config, device)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
-        runs = {name: build() for name, build in make_runs(options, config, folder, ddp, 1).items()}
+        runs = {name: build() for name, build in make_runs(options, config, folder, place, 1).items()}
         ours = runs["train_gpt2"]
         steps = options.steps or max(1, round(0.5 / min(timed(ours, device)[0] for _ in range(3))))
         for run in runs.values():
             run.steps = steps
         c = config
         print(f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, B {ours.B}, T {c.sequence_length}")
-        print(f"{config.total_batch_size:,} tokens a step, {steps} steps a round, {ddp.dtype}")
+        print(f"{config.total_batch_size:,} tokens a step, {steps} steps a round, {place.dtype}")
         measured = interleave(runs, options.rounds, device)
         extra = {"steps": steps, "losses": {name: run["result"] for name, run in measured.items()}}
         ours.steps = 1
@@ -557,7 +580,7 @@ def make_rung(rung, config, folder, device):
     model.to(device)
     optimizer = plain_adamw(model, config, rung.fused)
     trained = torch.compile(model, dynamic=False) if rung.compile else model
-    run = Reference(config, folder, single_process(config, device), 1, trained, lambda m, x, y: m(x, y)[1], optimizer)
+    run = Reference(config, folder, choose_place(config, device), 1, trained, lambda m, x, y: m(x, y)[1], optimizer)
 
     def step():
         torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
@@ -588,12 +611,12 @@ def bench_ladder(options, device):
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, dataclasses.replace(larger, vocab_size=50257))
         runs = {rung.name: make_rung(rung, config, folder, device) for rung in rungs}
-        runs["this program"] = Ours(ours, folder, single_process(ours, device), 1)
+        runs["this program"] = Ours(ours, folder, choose_place(ours, device), 1)
         tokens = dict.fromkeys(runs, config.total_batch_size)
         if device.startswith("cuda"):
             name = f"this program, B {larger.batch_size}"
             try:
-                runs[name] = Ours(larger, folder, single_process(larger, device), 1)
+                runs[name] = Ours(larger, folder, choose_place(larger, device), 1)
                 tokens[name] = larger.total_batch_size
             except UserError as error:  # it does not fit
                 print(error)
@@ -662,11 +685,11 @@ def bench_data(options, device):
     """Compare fineweb.py, from documents to shards on all cores, with single-threaded tiktoken on texts in memory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if options.input:
-            sources = fineweb.list_inputs(options.input)
-            texts = [p.text for s in sources for p in fineweb.read_pieces(s.name, s.name, "text", 0)]
+            sources = documents.list_inputs(options.input)
+            texts = [p.text for s in sources for p in documents.read_pieces(s.name, s.name, "text", 0)]
             chosen = {"input": options.input}
         else:
-            texts, chosen = fineweb.python_docs(), {"dataset": "python-docs"}
+            texts, chosen = documents.python_docs(), {"dataset": "python-docs"}
         enc = tokenizer.get_encoding(options.tokenizer)
         stack.enter_context(contextlib.redirect_stdout(None))
         stack.enter_context(contextlib.redirect_stderr(open(os.devnull, "w")))
@@ -732,16 +755,16 @@ def bench_hellaswag(options, device):
     limit = options.limit or (1000 if device.startswith("cuda") else 24)
     lines = itertools.islice(hellaswag.iterate_examples(options.data), limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
-    ddp = single_process(options, device)
+    place = choose_place(options, device)
 
     def under_autocast(function):
-        with ddp.autocast():
+        with place.autocast():
             return function(model, examples, enc.n_vocab)[:, :2]
 
     runs = {"hellaswag.py": lambda: under_autocast(hellaswag.predict), "four rows": lambda: under_autocast(four_rows)}
     measured = interleave(runs, options.rounds, device)
     same = (measured["hellaswag.py"]["result"] == measured["four rows"]["result"]).sum(0).tolist()
-    print(f"{len(examples)} examples, {ddp.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
+    print(f"{len(examples)} examples, {place.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
     extra = {"examples": len(examples), "same_by_sum": same[0], "same_by_mean": same[1]}
     numbers = report(options, device, measured, len(examples), "examples", extra)
     seconds = hellaswag.NUM_EXAMPLES / numbers["examples_per_s"]
@@ -763,7 +786,7 @@ def bench_sample(options, device):
     model, enc = load_or_random_model(options, device)
     B, n = options.batch_size or 1, options.max_new_tokens
     prompt = torch.tensor([enc.encode_ordinary("Hello, I'm a language model,")] * B, device=device)
-    dtype = choose_dtype(options, device.split(":")[0])
+    dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     model.to(dtype).residual_dtype = dtype  # as sample.py has it
     hf = transformers_model(model.config).to(device, dtype).eval()
     with torch.no_grad():
@@ -799,7 +822,7 @@ def bench_sample(options, device):
 def main(args=None):
     """Parse the flags and run one benchmark."""
     options = cli.parse(Options, args)
-    device = choose_device(options)
+    device = choose_device(options.device)
     sizes = "rounds steps limit batch_size sequence_length total_batch_size n_layer n_head n_embd vocab_size".split()
     for name in sizes:
         if getattr(options, name) < 0:

@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from plumbing import cli  # before torch: it says how OpenMP's threads wait
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 import numpy as np
 import torch
@@ -51,10 +51,9 @@ import fineweb
 import hellaswag
 import tokenizer
 from plumbing import kernels
-from train_gpt2 import (
-    PRESETS, Distributed, TrainConfig, choose_device, enable_fused_attention, evaluate_hellaswag, evaluate_val_loss,
-    flops_per_token, leave_distributed, peak_flops, print_samples,
-)  # fmt: skip
+from plumbing.distributed import choose_device, cleanup_distributed, enable_fused_attention, flops_per_token
+from plumbing.peaks import peak_flops
+from train_gpt2 import PRESETS, TrainConfig, evaluate_hellaswag, evaluate_val_loss, generate_samples
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Bench:
 
     options: Options
     config: TrainConfig
-    ddp: Distributed
+    place: bench.Place
     deadline: float  # in time.monotonic(); processes that are still running then get 30 more seconds
 
     @property
@@ -90,19 +89,19 @@ class Bench:
     def ours(self, changes="", fused_loss=""):
         """A callable that runs one step of the trainer, with `changes` to the settings, e.g. "batch_size=32"."""
         config = bench.apply_variant(self.config, changes) if changes else self.config
-        return bench.Ours(config, self.out, bench.single_process(config, self.ddp.device), 1, fused_loss)
+        return bench.Ours(config, self.out, bench.choose_place(config, self.place.device), 1, fused_loss)
 
     def reference(self, make, B, *args, **kwargs):
         """The step of another program's model, at B sequences per micro-step."""
-        return rate(make(dataclasses.replace(self.config, batch_size=B), self.out, self.ddp, 1, *args, **kwargs))
+        return rate(make(dataclasses.replace(self.config, batch_size=B), self.out, self.place, 1, *args, **kwargs))
 
     def machine(self):
         """The machine, its versions and its measured peaks."""
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
         found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
-        peaks = {"matmul_peak": bench.matmul_peak(self.ddp.device), "datasheet_peak": peak_flops(self.ddp)}
+        peaks = {"matmul_peak": bench.matmul_peak(self.place.device), "datasheet_peak": peak_flops(bench.machine(self.place.device)["device"])}
         peaks["flops_per_token"] = flops_per_token(self.config, self.config.sequence_length)
-        return bench.machine(self.ddp.device) | peaks | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
+        return bench.machine(self.place.device) | peaks | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
 
     def headline(self, steps):
         """train_gpt2.py as people run it, without evaluations: sustained speed, with the GPU's clocks and power."""
@@ -117,7 +116,7 @@ class Bench:
         c = self.config
         shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "sequence_length": c.sequence_length}
         flags = [bench.to_flag(name, value) for name, value in shape.items()]
-        flags += [f"--device={self.ddp.device}", f"--batch-size={min(16, c.batch_size)}"]
+        flags += [f"--device={self.place.device}", f"--batch-size={min(16, c.batch_size)}"]
         if importlib.util.find_spec("matplotlib"):
             flags.append(f"--plot={self.out / 'ladder.png'}")
         json_file = self.out / "ladder.json"
@@ -133,8 +132,8 @@ class Bench:
 
     def matmuls(self):
         """TFLOP/s of each matmul of the step, forward and for both gradients."""
-        c, device = self.config, self.ddp.device
-        dtype = torch.float32 if self.ddp.device_type == "cpu" else torch.bfloat16
+        c, device = self.config, self.place.device
+        dtype = torch.float32 if self.place.device_type == "cpu" else torch.bfloat16
         N, C, V = c.batch_size * c.sequence_length, c.n_embd, c.vocab_size
         shapes = {
             "c_attn": (C, 3 * C),
@@ -174,25 +173,26 @@ class Bench:
         run()
         with torch._dynamo.config.patch(error_on_recompile=True), contextlib.redirect_stdout(None):
             for _ in range(2):
-                evaluate_val_loss(run.model, run.val_loader, 2 * run.B, self.ddp)
-                evaluate_hellaswag(run.raw_model, examples, enc, self.ddp)
-                print_samples(run.raw_model, enc, self.config, 0, self.ddp)
+                autocast, world = self.place.autocast(), self.place.world
+                evaluate_val_loss(run.model, run.val_loader, 2 * run.B, run.B, autocast, world)
+                evaluate_hellaswag(run.raw_model, examples, enc, autocast, world)
+                generate_samples(run.raw_model, enc, self.config, autocast, world.device)
                 run()
         return {"recompiled": False}
 
     def hellaswag(self, num_examples):
         """Seconds for `num_examples` examples inside a training process; the second call is what the loop sees."""
         model, enc, examples = self.ours().raw_model, tokenizer.get_encoding("bytes"), synthetic_examples(num_examples)
-        evaluate = partial(evaluate_hellaswag, model, examples, enc, self.ddp)
-        first, second = (bench.timed(evaluate, self.ddp.device)[0] for _ in range(2))
+        evaluate = partial(evaluate_hellaswag, model, examples, enc, self.place.autocast(), self.place.world)
+        first, second = (bench.timed(evaluate, self.place.device)[0] for _ in range(2))
         return {"examples": num_examples, "hellaswag_s": second, "first_s": first}
 
     def loss_kernel(self):
         """Losses and gradients of the Triton kernel compared with float64, in bfloat16 and with a float8 gradient."""
         torch.manual_seed(0)
-        V, targets = self.config.vocab_size, torch.randint(50257, (256,), device=self.ddp.device)
+        V, targets = self.config.vocab_size, torch.randint(50257, (256,), device=self.place.device)
         targets[::5] = -100
-        logits = (3 * torch.randn(256, V, device=self.ddp.device)).bfloat16()
+        logits = (3 * torch.randn(256, V, device=self.place.device)).bfloat16()
         exact = logits.double().requires_grad_()
         exact_losses = F.cross_entropy(exact, targets, reduction="none")
         exact_losses.sum().backward()
@@ -250,7 +250,7 @@ class Bench:
         run = self.ours(f"total_batch_size={B * T},compile={self.config.compile and graphs != 'a graph per bucket'}")
         if not graphs:
             return rate(run, rounds=20)
-        dist.init_process_group("nccl" if self.ddp.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
+        dist.init_process_group("nccl" if self.place.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
                                 world_size=1)  # fmt: skip
         try:
             if self.config.compile and graphs == "a graph per bucket":
@@ -258,7 +258,7 @@ class Bench:
             run.model = DDP(run.model, gradient_as_bucket_view=bucket_views)
             return rate(run, rounds=20)
         finally:
-            leave_distributed()
+            cleanup_distributed()
 
     def real_run(self, name, steps, B, **changes):
         """The trainer itself on real text, 2 * B * T tokens a step: losses, and throughput after warm-up."""
@@ -336,7 +336,7 @@ class Bench:
         """Greedy GPT.generate, a loop without a cache and transformers' generate, at GPT-2's vocabulary."""
         shape = {name: getattr(self.config, name) for name in ("n_layer", "n_head", "n_embd")}
         options = bench.Options("sample", batch_size=B, rounds=2, json=str(self.out / f"sample_{B}.json"), **shape)
-        numbers = bench.bench_sample(options, self.ddp.device)
+        numbers = bench.bench_sample(options, self.place.device)
         return {"rates": numbers["rates"], "ratios": numbers["ratios"], "same_tokens": numbers["same_tokens"]}
 
 
@@ -374,7 +374,7 @@ def seconds_of(function, device, repeat=10):
 
 def rate(run, rounds=5):
     """tok/s, memory and loss of a run that makes one step at a time."""
-    device, tokens = run.ddp.device, run.config.total_batch_size
+    device, tokens = run.place.device, run.config.total_batch_size
     for _ in range(2):
         run()
     bench.peak_gib(device)
@@ -395,7 +395,7 @@ def synthetic_examples(num_examples):
 
 def benchmarks(b):
     """{name: (seconds that it takes on a GPU, a function that returns the numbers)}, the most important first."""
-    B, cuda, compiled = b.config.batch_size, b.ddp.device_type == "cuda", b.config.compile
+    B, cuda, compiled = b.config.batch_size, b.place.device_type == "cuda", b.config.compile
     entries = {"machine": (20, b.machine)}
     entries["60 steps of train_gpt2.py"] = 180, partial(b.headline, 60 if cuda else 4)
     if b.options.peer:
@@ -470,12 +470,12 @@ def main(args=None):
     options = cli.parse(Options, args)
     gpt2 = dataclasses.replace(PRESETS["gpt2"], vocab_size=50304)
     config = bench.apply_variant(gpt2, options.settings) if options.settings else gpt2
-    device = choose_device(config)
+    device = choose_device(config.device)
     if device == "cuda":
         device = "cuda:0"
         torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
     deadline = started + 60 * options.minutes
-    b = Bench(options, config, bench.single_process(config, device), deadline)
+    b = Bench(options, config, bench.choose_place(config, device), deadline)
     b.out.mkdir(parents=True, exist_ok=True)
     bench.random_shards(b.out, config)
     log = b.out / "answers.jsonl"
@@ -512,7 +512,7 @@ def main(args=None):
         gc.collect()
         torch._dynamo.reset()
         enable_fused_attention(True)  # a failed attempt in the trainer may have switched it off
-        if b.ddp.device_type == "cuda":
+        if b.place.device_type == "cuda":
             torch.cuda.empty_cache()
     print(table(results))
     left = [name for name in selected if name not in results]

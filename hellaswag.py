@@ -280,7 +280,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
     order = np.argsort(-row_lengths, kind="stable")
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = [torch.zeros(0, device=device)]
-    with tqdm(total=len(rows), unit=" examples", disable=not progress) as bar:
+    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, delay=3, disable=not progress) as bar:
         for batch in run_ahead(batches):
             log_probs.extend(score_batch(model, batch, n_vocab))
             bar.update(len(batch[0]))

@@ -113,21 +113,29 @@ def read_pickle(path):
 
 
 def check_archive(path):
-    """Raise an error unless `path` is a zip archive of torch.save that needs no more memory than it has bytes.
+    """Raise an error unless `path` is an intact zip archive of torch.save that needs no more memory than it has bytes.
 
-    weights_only keeps torch.load from running code. But it unpacks compressed archives, and it calls `bytearray`
-    and `torch.Tensor`, with any size, for a file that says so.
+    torch.load checks no checksums, it unpacks compressed archives, and even with weights_only it calls `bytearray`
+    and `torch.Tensor` with any size that the file gives.
     """
     with open(path, "rb") as file:
         beginning = file.read(2)
     if beginning not in (b"", b"PK"):
         raise pickle.UnpicklingError
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(path) as archive, ThreadPoolExecutor() as executor:
         if sum(entry.file_size for entry in archive.infolist()) > os.path.getsize(path):
             raise ValueError("it is compressed")
         for name in archive.namelist():
             if name.endswith("data.pkl"):
                 check_classes(archive.read(name))
+        list(executor.map(lambda name: check_sum(archive, name), archive.namelist()))
+
+
+def check_sum(archive, name):
+    """Raise zipfile.BadZipFile unless a part of an archive has the checksum that it should have."""
+    with archive.open(name) as part:
+        while part.read(2**20):
+            pass
 
 
 def check_classes(pickled):
@@ -347,10 +355,11 @@ def peer_model_state(path, content):
     """(shape, weights, tokenizer) of a checkpoint of nanoGPT or build-nanogpt, which both keep GPT-2's names."""
     config = content["model_args"] if "model_args" in content else vars(content["config"])
     weights = content.get("model")
-    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
+    if not isinstance(weights, dict) or not all(map(is_weight, weights, weights.values())):
         raise UserError(f"{path} looks like a checkpoint of nanoGPT, but it has no weights. {NOT_OURS}")
     weights = {strip_wrappers(name): w.float() for name, w in weights.items()}
     weights = {name: w for name, w in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
     problem = check_shape(config, weights)
     if problem:
         raise UserError(f"{path} looks like a checkpoint of nanoGPT, but {problem}. {NOT_OURS}")
@@ -368,6 +377,11 @@ def peer_model_state(path, content):
         print("note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
               "losses are slightly different here.", flush=True)  # fmt: skip
     return {name: config[name] for name in SHAPE}, weights, tokenizer.get_encoding("gpt2")
+
+
+def is_weight(name, value):
+    """Whether an entry of a state dict is a name and a tensor of numbers with a fraction, of one dimension at least."""
+    return isinstance(name, str) and isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def strip_wrappers(name):

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
 
-from plumbing.cli import UserError, suggest
+from plumbing import mirror
+from plumbing.cli import UserError, flag_of, suggest
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -48,8 +51,8 @@ def choose_dtype(name, device, n_embd):
     if name == "auto" and device_type == "cuda":
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
-        # CPUs with bfloat16 instructions are faster with them once the matrices are large
-        pays = device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported()
+        # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
+        pays = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if pays else "float32"
     if name == "bfloat16" and not has_bfloat16:
         raise UserError(
@@ -69,21 +72,27 @@ def choose_dtype(name, device, n_embd):
 
 def check_machine(config):
     """A sentence for each thing that the run asks for and this machine does not have."""
+    errors, device = [], "cpu"
     try:
         device = choose_device(config.device)
-    except UserError as error:
-        return [str(error)]
-    errors = []
-    try:
         choose_dtype(config.dtype, device, config.n_embd)
     except UserError as error:
         errors.append(str(error))
+    uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
+    if config.dtype == "fp8" and uneven:
+        flags = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in uneven)
+        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
+    lack_of_memory = describe_lack_of_memory(config)
+    if lack_of_memory:
+        errors.append(lack_of_memory)
     local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         errors.append(
             f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
             f"Start it with --nproc_per_node={gpus}."
         )
+    if config.wandb and not mirror.is_installed():
+        errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
     return errors
 
 
@@ -175,6 +184,15 @@ class World:
     @property
     def device_type(self):
         return self.device.split(":")[0]
+
+    @property
+    def shows_progress(self):
+        """Whether this rank shows progress bars: rank 0, on a terminal; a log file would be full of them."""
+        return self.is_master and sys.stderr.isatty()
+
+    def progress_bar(self, steps, description):
+        """The steps one by one, with a bar for as long as they last, if that is more than a few seconds."""
+        return tqdm(steps, description, leave=False, delay=3, disable=not self.shows_progress)
 
     def no_sync(self, model):
         """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""

@@ -28,6 +28,7 @@ from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
 from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.mirror import Mirror
 from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
@@ -220,7 +221,7 @@ def belongs_to_this_launch(out_dir):
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has a name that this program gives."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -303,6 +304,17 @@ def facts_for_all_ranks(config):
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
 
 
+def facts_of_data(enc, train_loader, val_loader):
+    """What every rank must have in common with the others: the tokenizer and the data."""
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    return {"the tokenizer": enc.name, **fingerprints}
+
+
+def dtype_of(config, saved):
+    """The name of the dtype that --dtype asks for; a run that continues keeps the one that "auto" was when it began."""
+    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
+
+
 def describe_command():
     """The command that started this process, such that it can be pasted into a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -312,7 +324,7 @@ def describe_command():
     return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
 
 
-LOG_LINE = re.compile(r"(\d{1,15}) (\S+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
+LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
 
 
 def read_log(path, before):
@@ -381,6 +393,10 @@ class Run:
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
+        self.mirror = None
+        if self.config.wandb:
+            log_lines = read_log(self.out_dir / "log.txt", self.start_step)
+            self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
             self.writer.write(state | self.metadata)
@@ -394,6 +410,8 @@ class Run:
             try:
                 self.writer.wait()
             finally:
+                if self.mirror:
+                    self.mirror.finish(status=1 if exception[0] else 0)
                 self.log.close()
                 self.lock.close()
 
@@ -429,6 +447,8 @@ class Run:
                 f"Could not write {self.log.name}: {error.strerror}. Check that its folder exists, is writable and "
                 "has free space, then run the same command again."
             ) from error
+        if self.mirror:
+            self.mirror.log(step, streams)
 
     def log_val_loss(self, step, loss, raw_model):
         """Log a validation loss; with --keep-best, keep the weights if it is the lowest so far."""

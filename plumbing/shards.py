@@ -403,7 +403,8 @@ def read_meta(path):
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
         if isinstance(meta, dict):
-            meta = {"dataset": "unknown", "shards": {}, "complete": True} | meta
+            for key, value in {"dataset": "unknown", "shards": {}, "complete": True}.items():
+                meta.setdefault(key, value)  # last, so that a resumed run writes the keys in the same order
         check_meta_form(meta)
     except OSError as error:
         raise could_not_open("file", path, error) from None

@@ -73,16 +73,16 @@ def test_the_references_of_train_do_our_training(tmp_path):
     """transformers with our weights, on our batch: the loss and the weights after a step are ours, too."""
     options = bench.cli.parse(bench.Options, ["train", *flags(**TINY)])
     config = bench.train_config(options, "cpu")
-    ddp = bench.single_process(config, "cpu")
+    place = bench.choose_place(config, "cpu")
     bench.random_shards(tmp_path, config)
-    theirs = bench.make_transformers(config, tmp_path, ddp, 1)
+    theirs = bench.make_transformers(config, tmp_path, place, 1)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(config.block_size, 320, 1, 2, 32))
     weights = dict(theirs.model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = weights[name]
             parameter.copy_(weight.T if name.endswith(bench.MATRICES) else weight)
-    optimizers = train_gpt2.configure_optimizers(model, config, "cpu")
+    optimizers = train_gpt2.configure_optimizers(model, config)
     idx = theirs.tokens[:64].view(2, 2, 16)  # two micro-steps of two sequences
     # transformers leaves out the last target of each sequence, for it has none
     targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE_INDEX)], 2)

@@ -173,8 +173,8 @@ def test_a_real_run_tells_its_losses_and_leaves_no_checkpoints(measure, tmp_path
 def test_a_smaller_batch_than_asked_for_is_an_error_not_a_number(measure, monkeypatch):
     fit = bench.fit_to_machine
 
-    def fit_half(raw_model, config, ddp):
-        model, B = fit(raw_model, config, ddp)
+    def fit_half(raw_model, config, *rest):
+        model, B = fit(raw_model, config, *rest)
         return model, B // 2
 
     monkeypatch.setattr(bench, "fit_to_machine", fit_half)

@@ -597,6 +597,20 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
     assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
 
 
+def test_parts_made_at_the_same_time_are_those_made_in_turn(tmp_path):
+    for i in range(4):
+        write_jsonl(tmp_path / f"{i}.jsonl", random_documents(20, seed=i))
+
+    def make_part(name, part):
+        make(tmp_path, str(tmp_path / "*.jsonl"), name=name, shard_size=3000, part=part, num_proc=1)
+
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(make_part, ["a/out"] * 2, ["0/2", "1/2"]))
+    for part in ("0/2", "1/2"):
+        make_part("b/out", part)
+    assert listing(tmp_path / "a") == listing(tmp_path / "b")
+
+
 def test_importing_runs_nothing(tmp_path):
     code = (
         "import socket, sys\n"

@@ -74,6 +74,25 @@ def test_input_and_output_embedding_are_one_tensor():
     assert model.lm_head.weight.grad is model.transformer.wte.weight.grad
 
 
+def test_attention_on_a_cpu_is_in_float32_even_under_autocast(monkeypatch):
+    """The result is that of float32 attention on the bfloat16 queries, keys and values, rounded once."""
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def attend(q, k, v, **options):
+        seen.append((q.dtype, torch.is_autocast_enabled("cpu")))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    model, idx = tiny_model(), torch.randint(320, (2, 16))
+    exact = model(idx, idx)[1].item()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(idx, idx)[1].item()
+    assert seen == [(torch.float32, False)] * 4
+    assert rough == pytest.approx(exact, rel=0.01) and rough != exact
+    model.bfloat16().residual_dtype = torch.bfloat16  # as sample.py may have it
+    assert model(idx)[0].dtype == torch.bfloat16
+
+
 def test_generating_leaves_cudnn_out_and_then_as_it_was(monkeypatch):
     """One length more with every token: cuDNN would build a kernel for each."""
     model, seen = tiny_model(), []

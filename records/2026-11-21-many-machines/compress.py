@@ -1,7 +1,9 @@
 """What bfloat16 sums of gradients do to the loss, and to the gradients of more ranks than this machine has.
 
     cd records/2026-11-21-many-machines
-    torchrun --standalone --nproc_per_node=2 compress.py train adamw muon > compress_train.txt
+    torchrun --standalone --nproc_per_node=2 compress.py train adamw 4e-3 0 1 >> compress_train.txt  # muon, too
+    torchrun --standalone --nproc_per_node=2 compress.py train adamw 1e-3 0 1 >> compress_train.txt
+    python compress.py control > compress_control.txt
     python compress.py error > compress_error.txt
 """
 
@@ -26,12 +28,12 @@ STEPS, EVERY = 300, 100
 AUTOCAST = torch.autocast("cpu", enabled=False)
 
 
-def make_config(folder, seed, optimizer):
+def make_config(folder, seed, optimizer, max_lr=4e-3):
     """Bytes of tiny Shakespeare, 2,048 a step, in 0.4M parameters."""
     return dataclasses.replace(
         t.PRESETS["gpt2"], data=folder, seed=seed, compile=False, dtype="float32", device="cpu",
         n_layer=3, n_head=3, n_embd=96, block_size=64, vocab_size=256, sequence_length=64, batch_size=16,
-        total_batch_size=2048, max_steps=STEPS, warmup_steps=20, schedule="wsd", max_lr=4e-3, muon_lr=0.04,
+        total_batch_size=2048, max_steps=STEPS, warmup_steps=20, schedule="wsd", max_lr=max_lr, muon_lr=0.04,
         optimizer=optimizer,
     )  # fmt: skip
 
@@ -79,19 +81,29 @@ def compare_on_two_ranks():
     world = distributed.setup_distributed("cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_shards(folder)
-        for optimizer in sys.argv[2:]:
-            for seed in (0, 1):
-                for bf16 in (False, True):
+        optimizer, max_lr, *seeds = sys.argv[2:]
+        for seed in map(int, seeds):
+            config = make_config(folder, seed, optimizer, float(max_lr))
+            for bf16 in (False, True):
 
-                    def prepare(raw_model):
-                        model = t.wrap(raw_model, False, world)
-                        if bf16:
-                            model.register_comm_hook(None, compress)
-                        return model
+                def prepare(raw_model):
+                    model = t.wrap(raw_model, False, world)
+                    if bf16:
+                        model.register_comm_hook(None, compress)
+                    return model
 
-                    name = f"{optimizer}, {'bfloat16' if bf16 else 'float32'} sums of 2 ranks"
-                    train(name, make_config(folder, seed, optimizer), world, 16, prepare)
+                name = f"{optimizer} {max_lr}, {'bfloat16' if bf16 else 'float32'} sums"
+                train(name, config, world, 16, prepare)
     distributed.cleanup_distributed()
+
+
+def train_otherwise():
+    """How far runs are apart that differ only by float32's rounding: one rank, and micro-batches of 8 windows."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(folder)
+        for seed in (1, 0):
+            config = make_config(folder, seed, "adamw")
+            train("adamw, float32 sums, 4 x 8 windows", config, distributed.World(), 8, lambda model: model)
 
 
 def measure_error():
@@ -105,7 +117,7 @@ def measure_error():
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         world = distributed.World()
         print("errors are of the exact gradient's norm; in brackets, the part along the gradient\n"
-              "model           ranks   float32 ring   bfloat16 ring        bfloat16 tree        noise of two batches")  # fmt: skip
+              "model           ranks   float32 ring   bfloat16 ring        bfloat16 tree        noise of two batches")
         for trained in (0, 100):
             for step in range(trained):
                 t.train_step(model, loader, 32, 16, optimizers, scaler, step, config, [], AUTOCAST, world)
@@ -142,4 +154,4 @@ def measure_sums(model, loader, n):
 
 
 if __name__ == "__main__":
-    {"train": compare_on_two_ranks, "error": measure_error}[sys.argv[1]]()
+    {"train": compare_on_two_ranks, "control": train_otherwise, "error": measure_error}[sys.argv[1]]()
