@@ -842,7 +842,7 @@ def train(config, world):
     if runs.is_finished(config, start_step):
         return 0
     # the shape and the dtype are the run's, wherever it continues
-    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved), world.device, config.n_embd)
+    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved, world.device), world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run

@@ -310,9 +310,13 @@ def facts_of_data(enc, train_loader, val_loader):
     return {"the tokenizer": enc.name, **fingerprints}
 
 
-def dtype_of(config, saved):
+def dtype_of(config, saved, device):
     """The name of the dtype that --dtype asks for; a run that continues keeps the one that "auto" was when it began."""
-    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
+    if not saved or config.dtype != "auto":
+        return config.dtype
+    name = saved["config"]["dtype"]
+    # the first version saved "auto" itself, which was float32 for small models on a CPU
+    return "float32" if name == "auto" and device == "cpu" and config.n_embd < 512 else name
 
 
 def describe_command():
