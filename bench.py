@@ -1,13 +1,14 @@
-"""The measured numbers: the program's own code beside a reference, in turn, in one process.
+"""Benchmarks: the program's own code compared with a reference, alternating in one process.
 
-    python bench.py train                       the step of --preset beside transformers in a plain loop
-    python bench.py train --peer ../nanoGPT     and beside the GPT of a nanoGPT checkout
-    python bench.py data --input docs/*.parquet    fineweb.py beside tiktoken on one thread
-    python bench.py hellaswag --data hellaswag_val.jsonl    packed rows beside four padded rows an example
-    python bench.py sample                      generate beside a loop without a cache, and transformers'
+    python bench.py train                       the step of --preset, compared with transformers in a plain loop
+    python bench.py train --peer ../nanoGPT     and with the GPT of a nanoGPT checkout
+    python bench.py ladder --plot ladder.png    what each optimization gains, from plain float32 to this program
+    python bench.py data --input docs/*.parquet    fineweb.py compared with tiktoken on one thread
+    python bench.py hellaswag --data hellaswag_val.jsonl    packed rows compared with four padded rows an example
+    python bench.py sample                      generate, compared with a loop without a cache and transformers'
 
-Every run is warmed up, then the runs take turns for --rounds rounds: what else the machine does hits all
-of them alike. A ratio is the median over the rounds of reference / ours. --json FILE keeps the numbers.
+Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all of
+them alike. A ratio is the median over the rounds of reference / ours. --json FILE saves the numbers.
 """
 
 import contextlib
@@ -31,35 +32,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import train_gpt2 as t  # before torch: it sets how OpenMP's threads wait
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 
-from plumbing import cli, documents
 import fineweb
 import hellaswag
 import tokenizer
+from plumbing import documents
 from plumbing.cli import UserError
+from plumbing.distributed import World, choose_device, choose_dtype, flops_per_token
 from plumbing.huggingface import MATRICES
+from plumbing.peaks import peak_flops
+from train_gpt2 import (
+    GPT, GPTConfig, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig, apply_schedules, check_config,
+    configure_optimizers, fit_to_machine, get_lr, load_model, train_step,
+)  # fmt: skip
 
 
 @dataclass
 class Options:
-    """Measure the program beside references in the same run."""
+    """Benchmark the program against references in the same process."""
 
-    what: tyro.conf.Positional[Literal["train", "data", "hellaswag", "sample"]]  # what to measure
-    device: str = "auto"  # cpu, cuda or mps; auto takes the best there is
+    what: tyro.conf.Positional[Literal["train", "ladder", "data", "hellaswag", "sample"]]  # what to measure
+    device: str = "auto"  # cpu, cuda or mps; auto: best available
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
-    rounds: int = 0  # turns that each side takes; 0: 20 of train, 5 of the others
-    steps: int = 0  # training steps per turn; 0: about half a second's worth, so that many turns can be compared
-    # train, and the shape of the model elsewhere; 0: the preset's
+    rounds: int = 0  # rounds in which each side runs once; 0: 20 of train, 5 of the others
+    steps: int = 0  # train: steps per round; 0: about half a second's worth, so that there are many rounds to compare
+    # train and ladder, and the shape of the model elsewhere; 0: the preset's
     preset: str = ""  # of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
-    peer: str = ""  # a nanoGPT checkout; its model.py is imported from there and trained beside ours
-    variants: tuple[str, ...] = ()  # more of ours, with other settings: compile=False batch_size=32,compile=True
+    peer: str = ""  # a nanoGPT checkout, whose model.py is imported and trained for comparison
+    variants: tuple[str, ...] = ()  # more configurations of ours to compare: compile=False batch_size=32,compile=True
     batch_size: int = 0  # B, sequences per micro-step (of sample: sequences at a time)
     sequence_length: int = 0  # T, tokens per sequence
     total_batch_size: int = 0  # tokens per step
@@ -67,6 +74,7 @@ class Options:
     n_head: int = 0  # attention heads
     n_embd: int = 0  # channels
     vocab_size: int = 0  # rows of the embedding
+    plot: str = ""  # ladder: draw the tokens per second of each rung into this file
     # data, hellaswag, sample
     input: tuple[str, ...] = ()  # data: documents, as fineweb.py takes them; default the built-in corpus
     tokenizer: str = "gpt2"  # data, hellaswag, sample: gpt2, bytes or a .tiktoken file
@@ -81,7 +89,7 @@ class Options:
 
 
 def timed(function, device):
-    """(seconds, what function() returns); on CUDA by events, so that the device's work is what counts."""
+    """Time function(): (seconds, its result); on CUDA with events, so that the GPU's time is measured."""
     if not device.startswith("cuda"):
         start = time.perf_counter()
         result = function()
@@ -95,7 +103,7 @@ def timed(function, device):
 
 
 def peak_gib(device):
-    """Peak memory since the last call, all sides' weights included: CUDA's tensors, or resident memory."""
+    """Peak memory since the last call, all sides' weights included: CUDA's allocator, or resident memory on a CPU."""
     if device.startswith("cuda"):
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -108,32 +116,32 @@ def peak_gib(device):
         return math.nan
 
 
-def alternate(runs, rounds, device):
-    """Call the functions `runs` {name: function} in turn, one warm-up and `rounds` times.
+def interleave(runs, rounds, device):
+    """Call the functions in `runs`, {name: function}, alternately: one warm-up and `rounds` rounds.
 
-    Returns {name: {"seconds": [...], "cpu_seconds": [...], "peak_gib": ..., "result": of the last call}};
-    the processor's seconds say what a side costs where others use the machine, too.
+    Returns {name: {"seconds": [...], "cpu_seconds": [...], "peak_gib": ..., "result": of the last call}}. CPU seconds
+    show what a side costs when other processes share the machine.
     """
     measured = {name: {"seconds": [], "cpu_seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
-    gc.freeze()  # what is there stays: collecting between the turns is then cheap
-    for turn in range(-1, rounds):
+    gc.freeze()  # existing objects, so that collecting between the rounds is cheap
+    for round_number in range(-1, rounds):
         for name, function in runs.items():
             gc.collect()
             peak_gib(device)
-            busy = time.process_time()
+            cpu_start = time.process_time()
             seconds, measured[name]["result"] = timed(function, device)
-            busy = time.process_time() - busy
+            cpu_seconds = time.process_time() - cpu_start
             measured[name]["peak_gib"] = max(measured[name]["peak_gib"], peak_gib(device))
-            if turn >= 0:
+            if round_number >= 0:
                 measured[name]["seconds"].append(seconds)
-                measured[name]["cpu_seconds"].append(busy)
+                measured[name]["cpu_seconds"].append(cpu_seconds)
     return measured
 
 
 def report(options, device, measured, work, unit, extra=None):
-    """Print the table of `alternate`'s result, the first run being ours; write and return what --json holds.
+    """Print a table of `interleave`'s results, the first of which is ours; write and return the --json dict.
 
-    work: how many `unit` a run does, e.g. tokens.
+    work: how many of `unit` one call does, e.g. tokens.
     """
     ours, *others = measured
     width = max(map(len, measured)) + 2
@@ -149,16 +157,23 @@ def report(options, device, measured, work, unit, extra=None):
         if name != ours:
             paired = [theirs / mine for theirs, mine in zip(seconds, measured[ours]["seconds"])]
             ratios[name] = statistics.median(paired)
-            busy = zip(run["cpu_seconds"], measured[ours]["cpu_seconds"])
-            cpu_ratios[name] = statistics.median(theirs / mine for theirs, mine in busy)
+            cpu_pairs = zip(run["cpu_seconds"], measured[ours]["cpu_seconds"])
+            cpu_ratios[name] = statistics.median(theirs / mine for theirs, mine in cpu_pairs)
             line += f"{ratios[name]:7.2f}{f'({min(paired):.2f} to {max(paired):.2f})':>17}{cpu_ratios[name]:10.2f}"
         print(line)
     numbers = {
-        "what": options.what, "ratio": ratios[others[0]] if others else None, f"{unit}_per_s": rates[ours],
-        "ratios": ratios, "cpu_ratios": cpu_ratios, "rates": rates,
-        **{key: {name: run[key] for name, run in measured.items()} for key in ("seconds", "cpu_seconds", "peak_gib")},
-        **(extra or {}), **machine(device), "options": dataclasses.asdict(options),
+        "ratio": ratios[others[0]] if others else None, f"{unit}_per_s": rates[ours],
+        "ratios": ratios, "cpu_ratios": cpu_ratios, "rates": rates, **(extra or {}),
     }  # fmt: skip
+    return save(options, device, measured, numbers)
+
+
+def save(options, device, measured, numbers):
+    """Add to `numbers` what was measured, where and with what; write them to --json and return them."""
+    keys = ("seconds", "cpu_seconds", "peak_gib")
+    raw = {key: {name: run[key] for name, run in measured.items()} for key in keys}
+    settings = {"what": options.what, "options": dataclasses.asdict(options)}
+    numbers = numbers | raw | machine(device) | settings
     if options.json:
         with cli.atomic_write(options.json, "w") as file:
             file.write(json.dumps(numbers, indent=1) + "\n")
@@ -166,7 +181,7 @@ def report(options, device, measured, work, unit, extra=None):
 
 
 def machine(device):
-    """Where and with what a number was measured."""
+    """The hardware and software versions of a measurement."""
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name()
     else:
@@ -189,12 +204,12 @@ def machine(device):
 
 
 def train_config(options, device):
-    """The TrainConfig that the flags mean."""
+    """The TrainConfig that the flags describe."""
     preset = options.preset or ("gpt2" if device.startswith("cuda") else "quickstart")
-    if preset not in t.PRESETS:
-        raise UserError(f"got --preset {preset}, needed one that exists, {cli.suggest(preset, t.PRESETS)}")
+    if preset not in PRESETS:
+        raise UserError(f"There is no preset called {preset!r}. {cli.suggest(preset, PRESETS)}")
     names = ("batch_size", "sequence_length", "total_batch_size", "n_layer", "n_head", "n_embd", "vocab_size")
-    config = dataclasses.replace(t.PRESETS[preset], **{n: getattr(options, n) for n in names if getattr(options, n)})
+    config = dataclasses.replace(PRESETS[preset], **{n: getattr(options, n) for n in names if getattr(options, n)})
     num_ids = 257 if preset == "quickstart" else 50257
     micro_batch = config.batch_size * config.sequence_length
     config = dataclasses.replace(
@@ -205,17 +220,37 @@ def train_config(options, device):
         vocab_size=config.vocab_size or math.ceil(num_ids / 64) * 64,
         total_batch_size=options.total_batch_size or max(1, config.total_batch_size // micro_batch) * micro_batch,
     )
-    t.check_config(config, 1)
+    check_config(config, 1)
     return config
 
 
-def alone(options, device):
-    """The one process of this run, as the trainer describes it."""
-    return t.Distributed(0, 0, 1, device, t.choose_dtype(options, device.split(":")[0]))
+@dataclass(frozen=True)
+class Place:
+    """Where a benchmark runs: a single process on a device, with a dtype for activations, as the trainer has them."""
+
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def device_type(self):
+        return self.device.split(":")[0]
+
+    @property
+    def world(self):
+        return World(device=self.device)
+
+    def autocast(self):
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def choose_place(options, device):
+    """The Place that --dtype asks for, or the best dtype for the model's width."""
+    dtype, _ = choose_dtype(options.dtype, device, options.n_embd)
+    return Place(device, dtype)
 
 
 def random_shards(folder, config, num_windows=256):
-    """Shards of random ids: the time of a step does not depend on what it reads, and no text is needed."""
+    """Write shards of random ids: step time does not depend on the data, and no text is needed."""
     size = max(num_windows, config.total_batch_size // config.sequence_length) * config.sequence_length + 1
     for split in ("val_000000", "train_000001"):
         ids = np.random.default_rng(0).integers(config.vocab_size, size=size).astype(np.uint16)
@@ -223,40 +258,44 @@ def random_shards(folder, config, num_windows=256):
 
 
 class Ours:
-    """The trainer's own pieces, put together as train_gpt2.train does; calling it makes --steps steps."""
+    """The trainer's own parts, put together as in train_gpt2.train; a call makes `steps` steps."""
 
-    def __init__(self, config, folder, ddp, steps):
-        self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
+    def __init__(self, config, folder, place, steps, fused_loss=""):
+        self.config, self.place, self.steps, self.step = config, place, steps, 0
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
-        self.raw_model = t.GPT(t.GPTConfig(*shape))
-        self.model, self.B = t.fit_to_machine(self.raw_model, config, ddp)
+        self.raw_model = GPT(GPTConfig(*shape))
+        self.raw_model.fused_loss = fused_loss
+        self.model, self.B = fit_to_machine(self.raw_model, config, place.dtype, place.autocast(), place.world)
         if config.compile and self.model is self.raw_model:
-            raise RuntimeError("torch.compile failed: what would be measured is not what was asked for")
-        layout = dict(B=self.B, T=config.sequence_length, device=ddp.device)
-        self.loader = t.DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
-        self.val_loader = t.DataLoaderLite(folder, "val", **layout)
-        self.optimizers = t.configure_optimizers(self.raw_model, config, ddp.device_type)
-        self.scaler = torch.amp.GradScaler(ddp.device_type, enabled=ddp.dtype == torch.float16)
+            raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
+        if self.B < config.batch_size:
+            raise UserError(f"Only {self.B} of {config.batch_size} sequences fit in memory. Try --batch-size {self.B}.")
+        layout = dict(B=self.B, T=config.sequence_length, device=place.device)
+        self.loader = DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
+        self.val_loader = DataLoaderLite(folder, "val", **layout)
+        self.optimizers = configure_optimizers(self.raw_model, config)
+        self.scaler = torch.amp.GradScaler(place.device_type, enabled=place.dtype == torch.float16)
 
     def __call__(self):
         c = self.config
         num_windows = c.total_batch_size // c.sequence_length
         for _ in range(self.steps):
-            t.set_schedules(self.optimizers, self.step, c)
-            loss, _ = t.train_step(
-                self.model, self.loader, self.optimizers, self.scaler, num_windows, c, self.ddp
-            )
+            apply_schedules(self.optimizers, self.step, c)
+            loss, _, _ = train_step(
+                self.model, self.loader, num_windows, self.B, self.optimizers, self.scaler, self.step, c, [],
+                self.place.autocast(), self.place.world,
+            )  # fmt: skip
             self.step += 1
         return loss
 
 
 class Reference:
-    """A model of somebody else in the loop that everybody writes first."""
+    """Someone else's model in a straightforward training loop; a call makes `steps` steps."""
 
-    def __init__(self, config, folder, ddp, steps, model, loss_of, optimizer):
-        self.config, self.ddp, self.steps, self.step = config, ddp, steps, 0
-        self.model, self.loss_of, self.optimizer = model.to(ddp.device).train(), loss_of, optimizer
+    def __init__(self, config, folder, place, steps, model, loss_of, optimizer):
+        self.config, self.place, self.steps, self.step = config, place, steps, 0
+        self.model, self.loss_of, self.optimizer = model.to(place.device).train(), loss_of, optimizer
         self.position = 0
         self.tokens = torch.from_numpy(np.load(Path(folder) / "random_train_000001.npy").astype(np.int64))
 
@@ -269,16 +308,16 @@ class Reference:
             for _ in range(accumulation):
                 if self.position + span + 1 > len(self.tokens):
                     self.position = 0
-                batch = self.tokens[self.position : self.position + span + 1].to(self.ddp.device)
+                batch = self.tokens[self.position : self.position + span + 1].to(self.place.device)
                 x, y = (ids.view(c.batch_size, c.sequence_length) for ids in (batch[:-1], batch[1:]))
-                with self.ddp.autocast():
+                with self.place.autocast():
                     loss = self.loss_of(self.model, x, y) / accumulation
                 loss.backward()
                 total += loss.detach()
                 self.position += span
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
             for group in self.optimizer.param_groups:
-                group["lr"] = t.get_lr(self.step, c)
+                group["lr"] = get_lr(self.step, c)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -297,51 +336,57 @@ def transformers_model(config):
     ))  # fmt: skip
 
 
-def make_transformers(config, folder, ddp, steps, compiled=False, **adamw):
-    """transformers and AdamW with our settings; its loss shifts the labels itself."""
-    model = transformers_model(config).to(ddp.device)
+def plain_adamw(model, config, fused):
+    """torch's AdamW with our settings; fused is True, or None for torch's default."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=1e-8, **adamw)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused)
+
+
+def make_transformers(config, folder, place, steps, compiled=False, fused=None):
+    """transformers' GPT-2 and AdamW with our settings; its loss shifts the labels itself."""
+    model = transformers_model(config).to(place.device)
+    optimizer = plain_adamw(model, config, fused)
     model = torch.compile(model, dynamic=False) if compiled else model
-    return Reference(config, folder, ddp, steps, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
+    return Reference(config, folder, place, steps, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
 
 
-def make_peer(config, folder, ddp, steps, peer):
-    """The GPT of a nanoGPT checkout, with the optimizer that it makes for itself."""
-    path = Path(peer) / "model.py"
+def make_nanogpt(config, folder, place, steps, checkout):
+    """The GPT from a nanoGPT checkout, with its own optimizer configuration."""
+    path = Path(checkout) / "model.py"
     if not path.exists():
-        raise UserError(f"got --peer {peer} without model.py, needed a checkout of nanoGPT, clone one and name it")
-    spec = importlib.util.spec_from_file_location("peer_model", path)
-    module = sys.modules["peer_model"] = importlib.util.module_from_spec(spec)
+        raise UserError(f"There is no model.py in {checkout}. Give the folder of a nanoGPT checkout with --peer.")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shape = {name: getattr(config, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
     with contextlib.redirect_stdout(None):
-        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True)).to(ddp.device)
+        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True)).to(place.device)
         betas = (config.beta1, config.beta2)
-        optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, ddp.device_type)
+        optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, place.device_type)
     model = torch.compile(model) if config.compile else model
-    return Reference(config, folder, ddp, steps, model, lambda m, x, y: m(x, y)[1], optimizer)
+    return Reference(config, folder, place, steps, model, lambda m, x, y: m(x, y)[1], optimizer)
 
 
-def make_runs(options, config, folder, ddp, steps):
+def make_runs(options, config, folder, place, steps):
     """What `train` compares: {name: a function that builds it}, ours first, the main reference second."""
-    here = (folder, ddp, steps)
-    cuda = ddp.device_type == "cuda"
-    runs = {"train_gpt2": lambda: Ours(config, *here)}
+    setting = (folder, place, steps)
+    cuda = place.device_type == "cuda"
+    runs = {"train_gpt2": lambda: Ours(config, *setting)}
     if cuda:
-        runs["transformers, compiled"] = lambda: make_transformers(config, *here, compiled=True, fused=True)
-        runs["transformers, eager"] = lambda: make_transformers(config, *here, fused=True)
+        runs["transformers, compiled"] = lambda: make_transformers(config, *setting, compiled=True, fused=True)
+        runs["transformers, eager"] = lambda: make_transformers(config, *setting, fused=True)
     else:
-        runs["transformers"] = lambda: make_transformers(config, *here)
-        runs["transformers, fused AdamW"] = lambda: make_transformers(config, *here, fused=True)
+        runs["transformers"] = lambda: make_transformers(config, *setting)
+        runs["transformers, fused AdamW"] = lambda: make_transformers(config, *setting, fused=True)
     if options.peer:
-        runs[f"nanoGPT{', compiled' if config.compile else ''}"] = lambda: make_peer(config, *here, options.peer)
+        runs[f"nanoGPT{', compiled' if config.compile else ''}"] = lambda: make_nanogpt(config, *setting, options.peer)
     for variant in options.variants:
         changed = apply_variant(config, variant)
-        other = alone(changed, ddp.device)  # a variant may have another dtype
+        other = choose_place(changed, place.device)  # a variant may have another dtype
         runs[f"train_gpt2 {variant}"] = lambda changed=changed, other=other: Ours(changed, folder, other, steps)
     return runs
 
@@ -356,72 +401,82 @@ def to_flag(field, value):
 def apply_variant(config, variant):
     """"compile=False,batch_size=32" applied to a TrainConfig."""
     flags = [to_flag(pair.split("=")[0], pair.split("=")[-1]) for pair in variant.split(",")]
-    changed = cli.parse(t.TrainConfig, flags, default=config)
-    t.check_config(changed, 1)
+    changed = cli.parse(TrainConfig, flags, default=config)
+    check_config(changed, 1)
     return changed
 
 
-# what the names of kernels (on a CPU, of operators) have in common; the first family that matches counts
-FAMILIES = {
+# patterns that identify each family of kernels (on a CPU, operators) by their names; the first match counts
+KERNEL_FAMILIES = {
     "attention": r"flash|fmha|sdpa|attention",
+    "loss": r"softmax|nll|loss|logsumexp|cross_entropy",
+    "LayerNorm, residual": r"layer_?norm",
+    "matmul": r"gemm|nvjet|cutlass|cublas|xmma|splitk|::addmm|::mm|::bmm|matmul|scaled_mm",
     "optimizer": r"adam|multi_tensor|foreach|lerp|norm_kernel",
-    "loss": r"softmax|nll|loss|logsumexp",
-    "matmul": r"gemm|nvjet|cutlass|cublas|xmma|splitk|::addmm|::mm|::bmm|matmul",
-    "copies": r"memcpy|memset|direct_copy|::copy_|::cat|to_copy_\d+$",
+    "embedding": r"embedding",
+    "bias gradients": r"(red|per)_fused_\w*sum|::sum$",
+    "GELU": r"gelu",
+    "q, k, v gradients": r"_cat_|::cat$|catarray",
+    "copies": r"memcpy|memset|direct_copy|::copy_|to_copy(_t|_add)?_\d+$",
 }
 
 
 def profiled(run):
-    """The profiler's averages over a turn of a run: by kernel, on a CPU by operator."""
+    """Profile one call of `run`: averages per kernel, or per operator on a CPU."""
     activity = torch.profiler.ProfilerActivity
-    activity = activity.CUDA if run.ddp.device_type == "cuda" else activity.CPU
+    activity = activity.CUDA if run.place.device_type == "cuda" else activity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         run()
     return profile.key_averages()
 
 
 def roofline(ours, seconds):
-    """Print where a step's time goes, by family of kernels, beside the least it could take; return the numbers.
+    """Print a step's time by family of kernels, next to its theoretical minimum; return the numbers.
 
-    The least: matmuls at the measured bf16 matmul peak, attention's causal half likewise, three passes over
-    bfloat16 logits and 28 bytes per weight for AdamW at the measured copy bandwidth.
+    The minimum: matmuls, and the causal half of attention, at the measured bf16 matmul peak; three passes over bfloat16
+    logits, and 28 bytes per weight for AdamW, at the measured copy bandwidth.
     """
-    device, c = ours.ddp.device, ours.config
+    device, c = ours.place.device, ours.config
     cuda = device.startswith("cuda")
-    spent = dict.fromkeys([*FAMILIES, "pointwise"], 0.0)
+    measured = dict.fromkeys([*KERNEL_FAMILIES, "other"], 0.0)
     kernels = {}
     for event in profiled(ours):
         microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
-        family = next((name for name, names in FAMILIES.items() if re.search(names, event.key.lower())), "pointwise")
-        spent[family] += microseconds / 1e6
+        measured[family_of(event.key)] += microseconds / 1e6
         kernels[event.key] = microseconds / 1e6
 
     flops, bandwidth = matmul_peak(device), copy_bandwidth(device)
     tokens, T = c.total_batch_size, c.sequence_length
     shape = ours.raw_model.config
     attention = 12 * c.n_layer * T * c.n_embd * tokens
-    work = t.flops_per_token(shape, T) * tokens
-    least = {
+    work = flops_per_token(shape, T) * tokens
+    lower_bound = {
         "matmul": (work - attention) / flops, "attention": attention / 2 / flops,
         "loss": 3 * 2 * shape.vocab_size * tokens / bandwidth,
         "optimizer": 28 * sum(p.numel() for p in ours.raw_model.parameters()) / bandwidth,
     }  # fmt: skip
     print(f"measured peaks: matmul {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s")
-    for family, duration in sorted(spent.items(), key=lambda item: -item[1]):
-        bound = f"{1e3 * least[family]:9.2f} ms at least" if family in least else ""
-        print(f"  {family:10}{1e3 * duration:10.2f} ms {duration / sum(spent.values()):6.1%}{bound}")
-    datasheet = t.peak_flops(ours.ddp)
+    for family, duration in sorted(measured.items(), key=lambda item: -item[1]):
+        bound = f"{1e3 * lower_bound[family]:9.2f} ms at least" if family in lower_bound else ""
+        print(f"  {family:20}{1e3 * duration:10.2f} ms {duration / sum(measured.values()):6.1%}{bound}")
+    datasheet = peak_flops(machine(device)["device"])
     mfu = {"measured": work / seconds / flops} | ({"datasheet": work / seconds / datasheet} if datasheet else {})
     print("MFU (PaLM's convention): " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
     return {
-        "matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": spent, "least": least,
+        "matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": measured, "least": lower_bound,
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:40]),
-        "attention_backend": attention_backend(c, ours.ddp),
+        "attention_backend": attention_backend(c, ours.place),
     }  # fmt: skip
 
 
+def family_of(kernel):
+    """The family in KERNEL_FAMILIES that a kernel's name belongs to."""
+    matches = (family for family, pattern in KERNEL_FAMILIES.items() if re.search(pattern, kernel.lower()))
+    return next(matches, "other")
+
+
 def matmul_peak(device):
-    """FLOP/s of a large matmul: bf16 and 8192 on a GPU; on a CPU float32, in which it trains, and 1024."""
+    """FLOP/s of a large matmul: bf16 of size 8192 on a GPU; float32, as in training, of size 1024 on a CPU."""
     n, dtype, repeat = (8192, torch.bfloat16, 20) if device.startswith("cuda") else (1024, torch.float32, 3)
     a = torch.randn(n, n, device=device, dtype=dtype)
     a @ a
@@ -436,30 +491,30 @@ def copy_bandwidth(device):
     return max(2 * len(a) / timed(lambda: b.copy_(a), device)[0] for _ in range(5))
 
 
-def attention_backend(config, ddp):
-    """Which implementation scaled_dot_product_attention chooses for the step."""
+def attention_backend(config, place):
+    """The implementation that scaled_dot_product_attention chooses for the step."""
     shape = (config.batch_size, config.n_head, config.sequence_length, config.n_embd // config.n_head)
-    q = torch.empty(shape, device=ddp.device, dtype=ddp.dtype, requires_grad=True)
+    q = torch.empty(shape, device=place.device, dtype=place.dtype, requires_grad=True)
     if not hasattr(torch, "_fused_sdp_choice"):
         return "unknown"
     return torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
 
 
 def bench_train(options, device):
-    """Steps of the same tokens, model shape, optimizer and precision: ours, transformers', nanoGPT's."""
+    """Compare training steps with the same tokens, model shape, optimizer and precision."""
     config = train_config(options, device)
-    ddp = alone(config, device)
+    place = choose_place(config, device)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
-        runs = {name: build() for name, build in make_runs(options, config, folder, ddp, 1).items()}
+        runs = {name: build() for name, build in make_runs(options, config, folder, place, 1).items()}
         ours = runs["train_gpt2"]
         steps = options.steps or max(1, round(0.5 / min(timed(ours, device)[0] for _ in range(3))))
         for run in runs.values():
             run.steps = steps
         c = config
         print(f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, B {ours.B}, T {c.sequence_length}")
-        print(f"{config.total_batch_size:,} tokens a step, {steps} steps a turn, {ddp.dtype}")
-        measured = alternate(runs, options.rounds, device)
+        print(f"{config.total_batch_size:,} tokens a step, {steps} steps a round, {place.dtype}")
+        measured = interleave(runs, options.rounds, device)
         extra = {"steps": steps, "losses": {name: run["result"] for name, run in measured.items()}}
         ours.steps = 1
         extra |= roofline(ours, statistics.median(measured["train_gpt2"]["seconds"]) / steps)
@@ -467,15 +522,171 @@ def bench_train(options, device):
 
 
 # -----------------------------------------------------------------------------
+# The ladder
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step of build-nanogpt's lecture: the optimizations that are on, each on top of those before it."""
+
+    name: str
+    tf32: bool = False  # float32 matmuls in TensorFloat-32
+    dtype: str = "float32"  # of autocast
+    compile: bool = False
+    flash: bool = False  # attention in one kernel
+    vocab_size: int = 50257  # of which 50304 is a multiple of 128
+    fused: bool | None = None  # AdamW in one kernel
+
+
+def make_rungs(device):
+    """The rungs that exist on this device, in the lecture's order."""
+    cpu = device.startswith("cpu")
+    changes = {
+        "TF32": dict(tf32=True), "bfloat16 autocast": dict(dtype="bfloat16"), "torch.compile": dict(compile=True),
+        "flash attention": dict(flash=True), "vocabulary 50304": dict(vocab_size=50304),
+        "fused AdamW": dict(fused=True),
+    }  # fmt: skip
+    if cpu:
+        del changes["TF32"]
+    if cpu and not torch.cpu._is_avx512_bf16_supported():
+        del changes["bfloat16 autocast"]
+    rungs = [Rung("float32")]
+    for name, change in changes.items():
+        rungs.append(dataclasses.replace(rungs[-1], name=name, **change))
+    return rungs
+
+
+class PlainAttention(CausalSelfAttention):
+    """Attention before flash attention: the T x T scores of each head are written to memory."""
+
+    def forward(self, x, attn_mask=None, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
+        scores = q @ k.mT / math.sqrt(k.size(-1))  # (B, nh, T, T)
+        future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def make_rung(rung, config, folder, device):
+    """The program's GPT in a straightforward loop, with the optimizations of `rung` and no others."""
+    config = dataclasses.replace(config, vocab_size=rung.vocab_size, dtype=rung.dtype)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd))
+    if not rung.flash:
+        for block in model.transformer.h:
+            block.attn.__class__ = PlainAttention  # with the weights that it has
+    model.to(device)
+    optimizer = plain_adamw(model, config, rung.fused)
+    trained = torch.compile(model, dynamic=False) if rung.compile else model
+    run = Reference(config, folder, choose_place(config, device), 1, trained, lambda m, x, y: m(x, y)[1], optimizer)
+
+    def step():
+        torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
+        return run()
+
+    return step
+
+
+def ladder_config(options, device):
+    """GPT-2 124M with the lecture's B of 16 on a GPU, a small GPT with GPT-2's vocabulary on a CPU."""
+    shape = dict(batch_size=16)
+    if not device.startswith("cuda"):
+        shape = dict(n_layer=4, n_head=6, n_embd=384, batch_size=1, sequence_length=512)
+    given = {name: getattr(options, name) or value for name, value in shape.items()}
+    options = dataclasses.replace(options, preset="gpt2", **given)
+    micro_batch = options.batch_size * (options.sequence_length or PRESETS["gpt2"].sequence_length)
+    return train_config(dataclasses.replace(options, total_batch_size=micro_batch), device)
+
+
+def bench_ladder(options, device):
+    """Compare the lecture's optimizations, each on top of those before it, and then this program's own step."""
+    config = ladder_config(options, device)
+    rungs = make_rungs(device)
+    ours = dataclasses.replace(config, dtype=rungs[-1].dtype, compile=rungs[-1].compile, vocab_size=50304)
+    larger = dataclasses.replace(ours, batch_size=PRESETS["gpt2"].batch_size)
+    larger.total_batch_size = larger.batch_size * larger.sequence_length
+    print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, T {config.sequence_length}")
+    with tempfile.TemporaryDirectory() as folder:
+        random_shards(folder, dataclasses.replace(larger, vocab_size=50257))
+        runs = {rung.name: make_rung(rung, config, folder, device) for rung in rungs}
+        runs["this program"] = Ours(ours, folder, choose_place(ours, device), 1)
+        tokens = dict.fromkeys(runs, config.total_batch_size)
+        if device.startswith("cuda"):
+            name = f"this program, B {larger.batch_size}"
+            try:
+                runs[name] = Ours(larger, folder, choose_place(larger, device), 1)
+                tokens[name] = larger.total_batch_size
+            except UserError as error:  # it does not fit
+                print(error)
+        measured = interleave(runs, options.rounds, device)
+
+    # seconds per token, so that rungs with another B can be compared
+    seconds = {name: [s / tokens[name] for s in run["seconds"]] for name, run in measured.items()}
+    rows, previous = {}, "float32"
+    for name, run in measured.items():
+        rows[name] = {
+            "ms": 1e3 * statistics.median(run["seconds"]),
+            "tok_per_s": 1 / statistics.median(seconds[name]),
+            "gain": paired_ratio(seconds[previous], seconds[name]),
+            "total": paired_ratio(seconds["float32"], seconds[name]),
+            "loss": run["result"],
+        }
+        previous = name
+    print(f"{'':22}{'ms':>10}{'tok/s':>12}{'gain':>8}{'in all':>8}{'peak GiB':>10}")
+    for name, row in rows.items():
+        line = f"{name:22}{row['ms']:10.2f}{row['tok_per_s']:12,.0f}{row['gain']:8.2f}{row['total']:8.2f}"
+        print(f"{line}{measured[name]['peak_gib']:10.2f}")
+    ours = seconds[name]  # of the last rung
+    ratios = {rung: paired_ratio(times, ours) for rung, times in seconds.items()}
+    numbers = {
+        "ratio": ratios["float32"], "ratios": ratios, "tok_per_s": rows[name]["tok_per_s"], "rungs": rows,
+        "tokens": tokens,
+    }  # fmt: skip
+    numbers = save(options, device, measured, numbers)
+    if options.plot:
+        draw_ladder(rows, numbers["device"], options.plot)
+    return numbers
+
+
+def paired_ratio(theirs, ours):
+    """The median over the rounds of theirs / ours."""
+    return statistics.median(a / b for a, b in zip(theirs, ours))
+
+
+def draw_ladder(rows, device, path):
+    """A bar per rung with its tokens per second."""
+    import matplotlib  # takes a second
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names, speeds = list(rows), [row["tok_per_s"] for row in rows.values()]
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
+    colors = ["tab:orange" if name.startswith("this program") else "tab:blue" for name in names]
+    bars = axes.barh(names, speeds, color=colors)
+    labels = [f"{row['tok_per_s']:,.0f} tok/s   {row['ms']:,.1f} ms   {row['total']:.1f}x" for row in rows.values()]
+    axes.bar_label(bars, labels, padding=4)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.5 * max(speeds))
+    axes.set_xlabel("training tokens per second (also: milliseconds per step, and speed relative to the first rung)")
+    axes.set_title(f"Each optimization on top of those before it\n{device}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# -----------------------------------------------------------------------------
 # Data preparation
 
 
 def bench_data(options, device):
-    """fineweb.py from documents to shards on all cores, beside tiktoken on one thread with the texts in memory."""
+    """Compare fineweb.py, from documents to shards on all cores, with single-threaded tiktoken on texts in memory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if options.input:
             sources = documents.list_inputs(options.input)
-            texts = [p.text for s in sources for p in documents.read_pieces(s.name, s.name, "text")]
+            texts = [p.text for s in sources for p in documents.read_pieces(s.name, s.name, "text", 0)]
             chosen = {"input": options.input}
         else:
             texts, chosen = documents.python_docs(), {"dataset": "python-docs"}
@@ -492,11 +703,12 @@ def bench_data(options, device):
         def tiktoken():
             return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
 
-        measured = alternate({"fineweb.py": ours, "tiktoken, one thread": tiktoken}, options.rounds, device)
+        measured = interleave({"fineweb.py": ours, "tiktoken, one thread": tiktoken}, options.rounds, device)
         tokens = measured["fineweb.py"]["result"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if tokens != measured["tiktoken, one thread"]["result"]:
-        print(f"the sides disagree: {tokens:,} and {measured['tiktoken, one thread']['result']:,} tokens")
+        others = measured["tiktoken, one thread"]["result"]
+        print(f"warning: fineweb.py made {tokens:,} tokens, tiktoken {others:,}: the speeds cannot be compared.")
     print(f"{len(texts):,} documents, {tokens:,} tokens, {cores} cores")
     numbers = report(options, device, measured, tokens, "tok", {"cores": cores, "tokens": tokens})
     print(f"{numbers['ratio'] / cores:.0%} of {cores} cores x one thread")
@@ -507,22 +719,22 @@ def bench_data(options, device):
 # HellaSwag and sampling
 
 
-def some_model(options, device):
-    """The --model, or GPT-2 124M with seeded random weights, (GPT, tokenizer)."""
+def load_or_random_model(options, device):
+    """(GPT, tokenizer) of --model, or GPT-2 124M with seeded random weights."""
     if options.model:
-        model, enc = t.load_model(options.model)
+        model, enc = load_model(options.model)
         return model.to(device).eval(), enc
     torch.manual_seed(0)
     enc = tokenizer.get_encoding(options.tokenizer)
     shape = {name: getattr(options, name) for name in ("n_layer", "n_head", "n_embd") if getattr(options, name)}
-    return t.GPT(t.GPTConfig(vocab_size=math.ceil(enc.n_vocab / 64) * 64, **shape)).to(device).eval(), enc
+    return GPT(GPTConfig(vocab_size=math.ceil(enc.n_vocab / 64) * 64, **shape)).to(device).eval(), enc
 
 
 @torch.no_grad()
 def four_rows(model, examples, n_vocab):
-    """HellaSwag as it is usually scored: an example at a time, context and ending in four padded rows."""
+    """HellaSwag as usually scored: one example at a time, in four padded rows of context and ending."""
     device = next(model.parameters()).device
-    picks = []
+    predictions = []
     for context, endings, *_ in examples:
         length = len(context) + max(map(len, endings))
         tokens, mask = torch.zeros(2, 4, length, dtype=torch.long)
@@ -533,26 +745,26 @@ def four_rows(model, examples, n_vocab):
         logits = model(tokens)[0][:, :-1, :n_vocab].float()
         losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
         total = (losses * mask[:, 1:]).sum(1)
-        picks.append([total.argmin().item(), (total / mask.sum(1)).argmin().item()])
-    return np.array(picks)
+        predictions.append([total.argmin().item(), (total / mask.sum(1)).argmin().item()])
+    return np.array(predictions)
 
 
 def bench_hellaswag(options, device):
-    """hellaswag.predict beside `four_rows`, by the same weights, and whether both choose the same endings."""
-    model, enc = some_model(options, device)
+    """Compare hellaswag.predict with `four_rows` on the same weights, and check that their choices agree."""
+    model, enc = load_or_random_model(options, device)
     limit = options.limit or (1000 if device.startswith("cuda") else 24)
     lines = itertools.islice(hellaswag.iterate_examples(options.data), limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
-    ddp = alone(options, device)
+    place = choose_place(options, device)
 
     def under_autocast(function):
-        with ddp.autocast():
+        with place.autocast():
             return function(model, examples, enc.n_vocab)[:, :2]
 
     runs = {"hellaswag.py": lambda: under_autocast(hellaswag.predict), "four rows": lambda: under_autocast(four_rows)}
-    measured = alternate(runs, options.rounds, device)
+    measured = interleave(runs, options.rounds, device)
     same = (measured["hellaswag.py"]["result"] == measured["four rows"]["result"]).sum(0).tolist()
-    print(f"{len(examples)} examples, {ddp.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
+    print(f"{len(examples)} examples, {place.dtype}: same ending by sum {same[0]}, by mean {same[1]}")
     extra = {"examples": len(examples), "same_by_sum": same[0], "same_by_mean": same[1]}
     numbers = report(options, device, measured, len(examples), "examples", extra)
     seconds = hellaswag.NUM_EXAMPLES / numbers["examples_per_s"]
@@ -561,8 +773,8 @@ def bench_hellaswag(options, device):
 
 
 @torch.no_grad()
-def without_cache(model, idx, max_new_tokens, n_vocab):
-    """Greedy continuation that runs the whole text again for every token."""
+def generate_without_cache(model, idx, max_new_tokens, n_vocab):
+    """Greedy decoding that recomputes the whole sequence for every token."""
     for _ in range(max_new_tokens):
         logits = model(idx[:, -model.config.block_size :])[0][:, -1, :n_vocab]
         idx = torch.cat([idx, logits.argmax(-1, keepdim=True)], 1)
@@ -570,24 +782,24 @@ def without_cache(model, idx, max_new_tokens, n_vocab):
 
 
 def bench_sample(options, device):
-    """Greedy GPT.generate beside a loop without a cache and transformers' generate, with the same weights."""
-    model, enc = some_model(options, device)
+    """Compare greedy GPT.generate with a loop without a cache and with transformers' generate, on the same weights."""
+    model, enc = load_or_random_model(options, device)
     B, n = options.batch_size or 1, options.max_new_tokens
     prompt = torch.tensor([enc.encode_ordinary("Hello, I'm a language model,")] * B, device=device)
-    dtype = t.choose_dtype(options, device.split(":")[0])
+    dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     model.to(dtype).residual_dtype = dtype  # as sample.py has it
     hf = transformers_model(model.config).to(device, dtype).eval()
     with torch.no_grad():
         weights = dict(hf.named_parameters())
         for name, parameter in model.named_parameters():
             weights[name].copy_(parameter.T if name.endswith(MATRICES) else parameter)
-    padding = list(range(enc.n_vocab, model.config.vocab_size)) or None  # not to be generated, by nobody
+    padding = list(range(enc.n_vocab, model.config.vocab_size)) or None  # padding ids, which no side may generate
 
     def ours():
         return torch.stack(list(model.generate(prompt, n, enc.n_vocab, temperature=0)), 1).tolist()
 
-    def plain():
-        return without_cache(model, prompt, n, enc.n_vocab)[:, prompt.size(1) :].tolist()
+    def without_cache():
+        return generate_without_cache(model, prompt, n, enc.n_vocab)[:, prompt.size(1) :].tolist()
 
     def transformers():
         ids = hf.generate(
@@ -596,8 +808,8 @@ def bench_sample(options, device):
         )  # fmt: skip
         return ids[:, prompt.size(1) :].tolist()
 
-    runs = {"sample.py": ours, "without a cache": plain, "transformers": transformers}
-    measured = alternate(runs, options.rounds, device)
+    runs = {"sample.py": ours, "without a cache": without_cache, "transformers": transformers}
+    measured = interleave(runs, options.rounds, device)
     results = [run.pop("result") for run in measured.values()]
     same = {name: result == results[0] for name, result in zip(measured, results)}
     print(f"{n} tokens for {B} sequence(s), {dtype}, greedy; same tokens as ours: {same}")
@@ -608,19 +820,26 @@ def bench_sample(options, device):
 
 
 def main(args=None):
+    """Parse the flags and run one benchmark."""
     options = cli.parse(Options, args)
-    device = t.choose_device(options)
-    for name in ("rounds", "steps", "limit", "batch_size", "sequence_length", "total_batch_size", "n_layer", "n_head"):
+    device = choose_device(options.device)
+    sizes = "rounds steps limit batch_size sequence_length total_batch_size n_layer n_head n_embd vocab_size".split()
+    for name in sizes:
         if getattr(options, name) < 0:
-            raise UserError(f"got {name} {getattr(options, name)}, needed 0 or more, leave it out for the default")
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is {getattr(options, name)}, but it must be 0 or more.")
     if options.max_new_tokens < 1:
-        raise UserError(f"got --max-new-tokens {options.max_new_tokens}, needed 1 or more, leave it out for 256")
+        raise UserError(f"--max-new-tokens is {options.max_new_tokens}, but it must be 1 or more.")
     options.rounds = options.rounds or (20 if options.what == "train" else 5)
     if device == "cuda":
         device = "cuda:0"
+    if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
-    bench = {"train": bench_train, "data": bench_data, "hellaswag": bench_hellaswag, "sample": bench_sample}
-    bench[options.what](options, device)
+    benchmarks = {
+        "train": bench_train, "ladder": bench_ladder, "data": bench_data, "hellaswag": bench_hellaswag,
+        "sample": bench_sample,
+    }  # fmt: skip
+    benchmarks[options.what](options, device)
 
 
 if __name__ == "__main__":

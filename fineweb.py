@@ -8,13 +8,16 @@
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The documents' tokens, in input order, form one stream, which is cut into shards of
-`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; shard 0 is the validation split, and
-the last shard is shorter. A corpus smaller than one shard is cut into tenths instead, so that there is
-always something to train on; for one not much longer than a shard choose a smaller `--shard-size`, or
-most of it goes to validation. Memory use is two shards and a few texts per core, whatever the size of
-the corpus. meta.json describes the shards and records where in the input each one ends: the same
-command resumes after the last complete shard and produces the same bytes, whenever it was killed and
-on any number of cores.
+`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16. Shard 0 is the validation split. Of
+FineWeb-Edu it is the first shard, as published; of your own text it is a sample over all of it, every
+11th document or piece of a long text, or fewer, so that it is less than a tenth and fits into a shard.
+
+Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
+the shards and records where in the input each one ends: the same command resumes after the last complete
+shard and produces the same bytes, whenever it was killed and on any number of cores. One process
+reaches about 30M tokens a second, the work of 10 to 30 cores (records/2026-11-21-data-preparation); with
+more of them, or several machines, start parts at once, --part 0/4 to --part 3/4: each takes every fourth
+input file.
 """
 
 import collections
@@ -23,6 +26,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +36,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from plumbing import cli
 import tokenizer
+from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import (
-    PYTHON_DOCS, Source, fetch_hub, is_url, list_hub, list_inputs, num_cores, read_batches,
-    run_in_background,
+    PYTHON_DOCS, Batch, Source, explain_errors, fetch_hub, file_type, is_url, list_hub, list_inputs, num_cores,
+    open_text, read_batches, run_in_background,
 )  # fmt: skip
+from plumbing.files import FolderInUse, lock_folder
 from plumbing.shards import ShardWriter, check_same_dataset, is_whole, meta_path, new_meta, open_shard, read_metas
 
 # -----------------------------------------------------------------------------
@@ -47,22 +52,29 @@ from plumbing.shards import ShardWriter, check_same_dataset, is_whole, meta_path
 
 @dataclass
 class Options:
+    # What to make shards of
     dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
-    input: tuple[str, ...] = ()  # files, globs or URLs instead: .parquet, .jsonl, .txt, the last two also .gz, .zst
+    input: tuple[str, ...] = ()  # your own files, globs or URLs: .parquet, .jsonl, .json, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    out_dir: str = ""  # where the shards go; by default edu_fineweb10B, python_docs, or the first input's name
+    separator: str = ""  # what stands between the documents of a .txt, as <|endoftext|>; by default a file is one
+    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
+
+    # What the shards are
+    out_dir: str | None = None  # the shards' folder; by default edu_fineweb10B, python_docs, or the first input's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
-    shard_size: int = 100_000_000  # tokens per shard, 200 MB; a corpus smaller than one is cut into tenths
+    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
+
+    # How the work is shared out
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
-    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
+SAMPLE_EVERY = 11  # of your own text, the pieces that validate: a little less than a tenth
 
 
 def check_options(options):
@@ -82,6 +94,8 @@ def check_options(options):
             "--pretokenized fetches shards that are ready, so it does not go with --input, --part or --tokenizer. "
             "Leave those out."
         )
+    if options.out_dir == "":
+        errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if errors:
         raise UserError(" ".join(errors))
 
@@ -146,8 +160,67 @@ def encode_all(enc, batches, num_proc):
 # Shards
 
 
-def cut_into_shards(stream, shard_size, limit=math.inf, skip=0, progress=lambda num_tokens: None):
-    """Cut a stream of (batch, tokens, ends) into shards, skipping the first `skip` tokens, stopping after `limit`.
+def limit_tokens(stream, limit, bar):
+    """The first `limit` tokens of a stream of (batch, tokens, ends), counted on a progress bar."""
+    for batch, tokens, ends in stream:
+        tokens = tokens[:limit]
+        yield batch, tokens, np.minimum(ends, len(tokens))
+        bar.update(len(tokens))
+        limit -= len(tokens)
+        if limit <= 0:
+            break
+
+
+class ValidationSample:
+    """Every `every`-th piece of the input, as long as they are at most a tenth of it and at most `max_tokens`.
+
+    A piece is chosen by its place in the input and by the lengths of those before it, so that it does not
+    matter on how many cores a run works and where it was stopped.
+    """
+
+    def __init__(self, every, max_tokens, tokens, num_train):
+        self.every, self.max_tokens = every, max_tokens
+        self.arrays, self.num_tokens = [tokens], len(tokens)
+        self.num_seen = num_train + len(tokens)  # tokens of both splits, up to the current batch
+
+    def remove_from(self, stream):
+        """Keep the chosen pieces of a stream of (batch, tokens, ends), and yield what lies between them."""
+        for batch, tokens, ends in stream:
+            num_yielded = 0  # pieces
+            first_candidate = -(batch.source + batch.first_piece + 1) % self.every
+            for i in range(first_candidate, len(ends), self.every):
+                start, end = int(ends[i - 1]) if i else 0, int(ends[i])
+                if self.num_tokens + end - start <= min(self.max_tokens, (self.num_seen + end) // 10):
+                    yield cut_batch(batch, tokens, ends, num_yielded, i)
+                    self.arrays.append(tokens[start:end].copy())  # not a view, which would keep all of the batch
+                    self.num_tokens += end - start
+                    num_yielded = i + 1
+            yield cut_batch(batch, tokens, ends, num_yielded, len(ends))
+            self.num_seen += len(tokens)
+
+    def top_up(self, last):
+        """Take what is missing from the end of the last shard, if the input had few pieces; returns its rest."""
+        expected = max(1, min(self.max_tokens, self.num_seen // self.every))
+        if self.num_tokens >= expected / 2:
+            return last
+        rest = max(0, len(last) - (expected - self.num_tokens))
+        self.arrays.append(last[rest:])
+        return last[:rest]
+
+    def tokens(self):
+        self.arrays = [np.concatenate(self.arrays)]
+        return self.arrays[0]
+
+
+def cut_batch(batch, tokens, ends, first, stop):
+    """(batch, tokens, ends) of the pieces from `first` to before `stop`."""
+    start, end = (int(ends[i - 1]) if i else 0 for i in (first, stop))
+    part = Batch(batch.source, batch.first_piece + first, batch.pieces[first:stop])
+    return part, tokens[start:end], ends[first:stop] - start
+
+
+def cut_into_shards(stream, shard_size, skip=0):
+    """Cut a stream of (batch, tokens, ends) into shards, skipping the first `skip` tokens.
 
     Yields (tokens, end): `end` = [source, piece, token] is where in the input the next shard starts,
     None after the last. Documents of 3, 5 and 1 tokens in shards of 4:
@@ -157,57 +230,20 @@ def cut_into_shards(stream, shard_size, limit=math.inf, skip=0, progress=lambda 
     shard, filled = np.empty(shard_size, dtype=np.uint16), 0
     for batch, tokens, ends in stream:
         position, skip = skip, 0
-        while position < len(tokens) and limit > 0:
+        while position < len(tokens):
             if filled == shard_size:  # only now that another token follows do we know that this is not the last shard
                 piece = int(np.searchsorted(ends, position, side="right"))
                 piece_start = int(ends[piece - 1]) if piece else 0
                 yield shard, [batch.source, batch.first_piece + piece, position - piece_start]
                 shard, filled = np.empty(shard_size, dtype=np.uint16), 0
-            n = int(min(len(tokens) - position, shard_size - filled, limit))
+            n = min(len(tokens) - position, shard_size - filled)
             shard[filled : filled + n] = tokens[position : position + n]
-            position, filled, limit = position + n, filled + n, limit - n
-            progress(n)
-        if limit <= 0:
-            break
+            position, filled = position + n, filled + n
     yield shard[:filled], None
-
-
-def write_shard(writer, enc, tokens, end):
-    """Write the next shard; before the first one, what describes it: meta.json and the tokenizer."""
-    if not writer.meta["shards"]:
-        writer.save()
-        tokenizer.save_for_folder(enc, writer.folder)
-    writer.write(tokens, end)
 
 
 # -----------------------------------------------------------------------------
 # From the options to a folder of shards
-
-
-def plan(options, part, num_parts):
-    """(folder, prefix of the shard names, existing metas, sources)."""
-    folder, prefix = DATASETS[options.dataset]
-    sources = [Source(PYTHON_DOCS, 0)]
-    if options.input:
-        sources = list_inputs(options.input)
-        folder = os.path.basename(sources[0].name).split(".")[0]
-    folder = options.out_dir or folder
-    if options.input:
-        prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    metas = read_metas(folder)
-    if options.dataset == "fineweb-edu" and not options.input:
-        old = metas.get(meta_path(folder, part, num_parts))
-        if old:  # resume with the same files
-            made_from = old["made_from"]
-            sources = [Source(name, size, EDU_REPO, made_from["revision"]) for name, size in made_from["sources"]]
-            return folder, prefix, metas, sources
-        sources = list_hub(EDU_REPO, EDU_FOLDER)
-    if num_parts > len(sources):
-        raise UserError(
-            f"--part {options.part} makes {num_parts} parts, but there are only {len(sources)} input files. Use "
-            f"{len(sources)} parts or fewer."
-        )
-    return folder, prefix, metas, sources[part::num_parts]
 
 
 def prepare(options=Options()):
@@ -221,60 +257,172 @@ def prepare(options=Options()):
             f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one, "
             "for example from tokenizer.py --vocab-size 32768."
         )
-    num_proc = options.num_proc or num_cores()
     part, num_parts = parse_part(options.part)
-    folder, prefix, metas, sources = plan(options, part, num_parts)
+    folder, prefix, sources = plan(options, part, num_parts)
+    writer = open_writer(options, enc, folder, prefix, part, num_parts, sources)
+    if not writer.is_complete():
+        with lock_folder(folder, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock"):
+            # read again what is there: another process may have worked on it until now
+            writer = open_writer(options, enc, folder, prefix, part, num_parts, sources)
+            make_shards(options, enc, writer, sources)
+            return folder
+    print(f"{folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
+    return folder
+
+
+def plan(options, part, num_parts):
+    """(folder, prefix of the shard names, sources)."""
+    folder, prefix = DATASETS[options.dataset]
+    sources = [Source(PYTHON_DOCS, 0)]
+    if options.input:
+        sources = list_inputs(options.input)
+        folder = os.path.basename(sources[0].name).split(".")[0]
+    folder = options.out_dir or folder
+    if options.input:
+        prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    elif options.dataset == "fineweb-edu":
+        old = read_metas(folder).get(meta_path(folder, part, num_parts))
+        if old:  # resume with the same files
+            made_from = old["made_from"]
+            revision = made_from.get("revision", "")
+            sources = [Source(name, size, EDU_REPO, revision) for name, size in made_from["sources"]]
+            return folder, prefix, sources
+        sources = list_hub(EDU_REPO, EDU_FOLDER)
+    if num_parts > len(sources):
+        raise UserError(
+            f"--part {options.part} makes {num_parts} parts, but there are only {len(sources)} input files. Use "
+            f"{len(sources)} parts or fewer."
+        )
+    return folder, prefix, sources[part::num_parts]
+
+
+def open_writer(options, enc, folder, prefix, part, num_parts, sources):
+    """The writer of a folder's shards, with the meta.json of an earlier run if this one continues it."""
     made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
+    if options.separator:
+        made_from["separator"] = options.separator
     names = [s.name if s.repo or is_url(s.name) else os.path.basename(s.name) for s in sources]
-    made_from["revision"] = sources[0].revision
+    made_from["revision"] = sources[0].revision if sources else ""
     made_from["sources"] = [[name, source.size] for name, source in zip(names, sources)]
     meta = new_meta("input" if options.input else options.dataset, enc, made_from)
-    meta = check_same_dataset(folder, metas, meta_path(folder, part, num_parts), meta)
-
-    # resume where an earlier run ended
+    if options.input:
+        # of a large corpus fewer pieces are enough; with --part the first part validates
+        every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
+        meta["validation_every"] = every if part == 0 else 0
+    path = meta_path(folder, part, num_parts)
+    meta = check_same_dataset(folder, read_metas(folder), path, meta)
     writer = ShardWriter(folder, prefix, part, num_parts, meta, enc.eot_token)
-    start = writer.resume()
-    if not start:
-        print(f"{folder} is complete: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
-        return folder
-    source, piece, skip = start
-    limit = (options.max_tokens or math.inf) - meta["tokens"]
-    if sources[0].repo:
-        tokens_left = min(limit, EDU_TOKENS // num_parts - meta["tokens"])
-        # besides the shards, one file is on disk while it is tokenized, and the next one as it is downloaded
-        check_disk_space(folder, 2 * tokens_left + 2 * max(s.size for s in sources))
-        minutes = f"about {tokens_left / num_proc / 60e6:.0f} minutes on {num_proc} cores"
-        download = sum(s.size for s in sources[source:]) / 1e9
-        print(f"{tokens_left / 1e9:.1f}B tokens to {folder}: {minutes} (a million tokens a second each), "
-              f"if the network downloads {download:.0f} GB in that time")  # fmt: skip
+    if options.input and "validation_every" not in meta and not writer.is_complete():
+        raise UserError(
+            f"{folder} was begun by an earlier version of fineweb.py, which chose the validation split differently. "
+            "Move the folder away, or choose another output folder."
+        )
+    return writer
 
-    # read, tokenize, cut, write: a shard goes to disk while the next one fills
-    downloads = os.path.join(folder, f".download-{part}-of-{num_parts}")
+
+def make_shards(options, enc, writer, sources):
+    """Read, tokenize, cut, write: from where an earlier run ended to the end of the input."""
+    folder, meta = writer.folder, writer.meta
+    source, piece, skip, *_ = writer.resume()
+    num_proc = options.num_proc or num_cores()
+    limit = (options.max_tokens or sys.maxsize) - meta["tokens"]
+    if sources[0].repo:
+        announce_download(options, writer, sources[source:], limit, num_proc)
+    for name in (s.name for s in sources if not options.separator):
+        suggest_separator(name)
+
+    sample = None
+    if writer.validation_file:
+        num_validation = meta["shards"].get(writer.validation_file, 0)
+        num_train = meta["tokens"] - num_validation - skip  # before the piece at which this run begins
+        tokens = writer.read_validation(num_validation)
+        sample = ValidationSample(meta["validation_every"], options.shard_size, tokens, num_train)
+
+    downloads = os.path.join(folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
-    batches = read_batches(sources, options.text_column, downloads, source, piece, prefetch)
-    stream = encode_all(enc, batches, num_proc)
+    batches = read_batches(sources, options.text_column, downloads, source, piece, prefetch, options.separator)
+    encoded = encode_all(enc, batches, num_proc)
     writing = None
-    with tqdm(initial=meta["tokens"], unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
+    with tqdm(initial=meta["tokens"] - skip, unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
         try:
-            for last, end in cut_into_shards(stream, options.shard_size, limit, skip, bar.update):
+            stream = limit_tokens(encoded, limit + skip, bar)
+            if sample:
+                stream = sample.remove_from(stream)
+            for last, end in cut_into_shards(stream, options.shard_size, skip):
                 if writing:
                     writing.result()
-                if end:
-                    writing = run_in_background(write_shard, writer, enc, last, end)
+                if end and sample:
+                    end.append(sample.num_tokens)
+                if end:  # goes to disk while the next one fills
+                    validation = sample.tokens() if sample else None
+                    writing = run_in_background(write_shard, writer, enc, last, end, validation)
         finally:  # whatever ends the reading, a shard that was begun is finished
-            stream.close()
+            encoded.close()
             if writing:
                 writing.result()
-            clean_up(folder, downloads)
-    if not meta["shards"] and (last == enc.eot_token).all():
-        raise UserError(
-            f"The input contains no text (documents: {len(last)}, all empty). Check --input and --text-column."
-        )
-    size = len(last) if meta["shards"] or part else -(-len(last) // 10)
-    for i in range(0, len(last), size or 1):
-        write_shard(writer, enc, last[i : i + size], None)
+            shutil.rmtree(downloads, ignore_errors=True)
+    write_last_shard(writer, enc, last, sample)
     writer.finish()
-    return folder
+
+
+def write_shard(writer, enc, tokens, end, validation=None):
+    """Write the next shard; before the first one, what describes it: meta.json and the tokenizer."""
+    if not writer.meta["shards"]:
+        writer.save()
+        save_tokenizer(enc, writer.folder)
+    if validation is not None:
+        writer.write_validation(validation)
+    if len(tokens):
+        writer.write(tokens, end)
+
+
+def save_tokenizer(enc, folder):
+    """Put the tokenizer beside the shards; if another part is at it, it writes the same."""
+    with contextlib.suppress(FolderInUse), lock_folder(folder, ".lock-tokenizer"):
+        tokenizer.save_for_folder(enc, folder)
+
+
+def write_last_shard(writer, enc, last, sample):
+    """Write what is left at the end of the input, so that there is something to train on and to validate on."""
+    if sample:
+        last = sample.top_up(last)
+    tokens = np.concatenate([last, sample.tokens()]) if sample else last
+    if not writer.meta["shards"] and (tokens == enc.eot_token).all():
+        raise UserError(
+            f"The input contains no text (documents: {len(tokens)}, all empty). Check --input and --text-column."
+        )
+    if sample:
+        write_shard(writer, enc, last, None, sample.tokens())
+        writer.meta["documents"] += writer.count_documents(sample.tokens())
+    elif writer.meta["shards"] or writer.part:
+        write_shard(writer, enc, last, None)
+    else:  # a corpus within its first shard, which would all be validation, is cut into tenths
+        size = math.ceil(len(last) / 10)
+        for i in range(0, len(last), size):
+            write_shard(writer, enc, last[i : i + size], None)
+
+
+def announce_download(options, writer, sources, limit, num_proc):
+    """Say how much FineWeb-Edu there is to come and how long it takes; refuse what does not fit on the disk."""
+    tokens_left = min(limit, EDU_TOKENS // writer.num_parts - writer.meta["tokens"])
+    # besides the shards, one file is on disk while it is tokenized, and the next one as it is downloaded
+    largest = max(source.size for source in sources)
+    check_disk_space(writer.folder, 2 * tokens_left + 2 * largest)
+    minutes = f"about {tokens_left / num_proc / 60e6:.0f} minutes on {num_proc} cores"
+    download = sum(source.size for source in sources) / 1e9
+    print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: {minutes} (a million tokens a second each), "
+          f"if the network downloads {download:.0f} GB in that time")  # fmt: skip
+
+
+def suggest_separator(name):
+    """A note if a local .txt looks as if <|endoftext|> stood between its documents."""
+    if name == PYTHON_DOCS or is_url(name) or not os.path.exists(name) or file_type(name) != ".txt":
+        return
+    with explain_errors(name), open_text(name) as file:
+        lines = file.read(2**16).splitlines()
+    if tokenizer.EOT in lines:
+        print(f"note: {name} has lines with {tokenizer.EOT}, which become text. If they separate documents, add "
+              f"--separator '{tokenizer.EOT}'.")  # fmt: skip
 
 
 def check_disk_space(folder, size):
@@ -289,13 +437,6 @@ def check_disk_space(folder, size):
         )
 
 
-def clean_up(folder, downloads):
-    """Remove the downloads, and `folder` too if it is empty."""
-    shutil.rmtree(downloads, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it has shards
-        os.rmdir(folder)
-
-
 # -----------------------------------------------------------------------------
 # Ready-made shards
 
@@ -303,30 +444,46 @@ def clean_up(folder, downloads):
 def fetch_pretokenized(options):
     """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
     folder = options.out_dir or DATASETS["fineweb-edu"][0]
-    downloads = os.path.join(folder, ".download")
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
-    enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
-    meta = new_meta(READY_REPO, enc, {"sources": []})
-    meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-    writer = ShardWriter(folder, "finewebedu", 0, 1, meta, enc.eot_token)
-    missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
-    check_disk_space(folder, 200_001_024 * len(missing))
-    print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
-    try:
-        for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-            path = fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
-            tokens = open_shard(path).read()
-            writer.save()  # before the first shard, so that the folder is still known as ours if killed in between
-            os.replace(path, os.path.join(folder, file))
-            if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
-                meta["documents"] += int(np.count_nonzero(tokens == enc.eot_token))
-            meta["shards"][file] = len(tokens)
-            meta["tokens"] = sum(meta["shards"].values())
-            writer.save()
-    finally:
-        clean_up(folder, downloads)
-    writer.finish()
+    with lock_folder(folder):
+        enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
+        meta = new_meta(READY_REPO, enc, {"sources": []})
+        meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
+        writer = ShardWriter(folder, "finewebedu", 0, 1, meta, enc.eot_token)
+        missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
+        check_disk_space(folder, 200_001_024 * len(missing))
+        print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
+        downloads = os.path.join(folder, ".download")
+        try:
+            for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
+                path = fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
+                add_shard(writer, path, file)
+        finally:
+            shutil.rmtree(downloads, ignore_errors=True)
+        save_gpt2(folder)
+        writer.finish()
     return folder
+
+
+def save_gpt2(folder):
+    """Put GPT-2's tables beside its shards, so that a machine without a network can train on them."""
+    try:
+        tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
+    except UserError as error:  # the shards are good without
+        print(f"note: the tokenizer could not be saved with the shards, so training will fetch it. {error}")
+
+
+def add_shard(writer, path, file):
+    """Move a shard that was downloaded to `path` into the writer's folder as `file`."""
+    meta = writer.meta
+    tokens = open_shard(path).read()
+    writer.save()  # before the first shard, so that the folder is still known as ours if killed in between
+    os.replace(path, os.path.join(writer.folder, file))
+    if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
+        meta["documents"] += writer.count_documents(tokens)
+    meta["shards"][file] = len(tokens)
+    meta["tokens"] = sum(meta["shards"].values())
+    writer.save()
 
 
 # -----------------------------------------------------------------------------

@@ -144,11 +144,11 @@ def check_example(example):
         raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
 
 
-def load_examples(path, enc, limit=None):
-    """The first `limit` examples of a JSON lines file, rendered; the validation file is downloaded if missing."""
+def load_examples(path, enc, limit=0):
+    """Render the first `limit` examples of a JSON lines file (0: all); the validation file is downloaded if missing."""
     if not os.path.exists(path):
         download(path)
-    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit)]
+    return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit or None)]
 
 
 class Rendered(NamedTuple):
@@ -280,7 +280,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
     order = np.argsort(-row_lengths, kind="stable")
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = [torch.zeros(0, device=device)]
-    with tqdm(total=len(rows), unit=" examples", disable=not progress) as bar:
+    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, delay=3, disable=not progress) as bar:
         for batch in run_ahead(batches):
             log_probs.extend(score_batch(model, batch, n_vocab))
             bar.update(len(batch[0]))

@@ -10,6 +10,7 @@ the name of a GPT-2. A single sample is streamed as it is generated; several are
 """
 
 import codecs
+import dataclasses
 import itertools
 import math
 import sys
@@ -23,6 +24,7 @@ import torch
 import tyro
 
 import tokenizer
+from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.cli import UserError
 from plumbing.distributed import choose_device, choose_dtype
 from plumbing.huggingface import export_huggingface
@@ -237,6 +239,37 @@ def chat(model, enc, options, generator):
 
 
 # -----------------------------------------------------------------------------
+# Export
+
+
+def export(model, enc, options):
+    """Write the model in Hugging Face format; with a model card, if it is in the folder of a run."""
+    source = Path(options.model)
+    run_folder = source if source.is_dir() else source.parent
+    if (run_folder / "run.txt").exists():
+        checkpoint = load_checkpoint(source) if source.is_file() else newest_checkpoint(source)
+        prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
+        sample = sample_for_card(model.eval(), enc, options, prompt)
+        export_huggingface(model, enc, options.export, run_folder, checkpoint["step"], sample)
+    else:
+        export_huggingface(model, enc, options.export)
+    print(f"{options.export} holds the model in Hugging Face format")
+
+
+def sample_for_card(model, enc, options, prompt):
+    """Return a text of at most 100 tokens that the model has written; a chat model answers the prompt."""
+    options = dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, 100))
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(options.seed)
+    ids, shown, stop_ids = enc.encode_ordinary(prompt) or [enc.eot_token], prompt, ()
+    if tokenizer.has_chat_tokens(enc):
+        ids = render_prompt([{"role": "user", "content": prompt}], enc)
+        shown, stop_ids = f"User: {prompt}\n\nAssistant: ", enc._special_tokens.values()
+    ids = ids[-model.config.block_size :]
+    steps = generate_rows(model, enc, ids, options, generator, stop_ids=stop_ids)
+    return shown + enc.decode([token for (token,) in steps])
+
+
+# -----------------------------------------------------------------------------
 
 
 def main(args=None):
@@ -249,8 +282,7 @@ def main(args=None):
     model, enc = load_model(options.model)
     dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     if options.export:
-        export_huggingface(model, enc, options.export)
-        print(f"{options.export} holds the model in Hugging Face format")
+        export(model, enc, options)
         return
     # cast the weights once: autocast would convert them again for every token
     model.to(device, dtype).eval()

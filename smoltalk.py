@@ -20,7 +20,7 @@ conversation is cut after the last answer that fits.
 """
 
 import contextlib
-import glob
+import itertools
 import os
 import random
 import re
@@ -33,7 +33,10 @@ from plumbing import cli
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.documents import file_type, is_url, list_inputs, read_json_lines
-from plumbing.shards import ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, write_shard
+from plumbing.files import lock_folder
+from plumbing.shards import (
+    ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, shard_name, write_shard,
+)  # fmt: skip
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
@@ -45,10 +48,8 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 
 @dataclass
 class Options:
-    """Conversations to token shards with a loss mask."""
-
     input: tuple[str, ...] = ()  # JSON lines of conversations (.jsonl, .gz, .zst), files or globs; default: SmolTalk
-    out_dir: str = ""  # where the shards go; by default smoltalk, or the first input's name
+    out_dir: str | None = None  # the shards' folder; by default smoltalk, or the first input's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
     max_length: int = 1024  # tokens per block: the sequence length that the model will be trained with
@@ -208,19 +209,35 @@ def prepare(options=Options()):
     sources = list_conversation_files(options.input)
     folder = options.out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else "smoltalk")
 
+    writer = open_writer(options, enc, folder, sources)
+    if not writer.is_complete():
+        with lock_folder(folder):
+            # read again what is there: another process may have worked on it until now
+            writer = open_writer(options, enc, folder, sources)
+            make_shards(options, enc, writer, sources)
+            return folder
+    print(f"{folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
+    return folder
+
+
+def open_writer(options, enc, folder, sources):
+    """The writer of a folder's shards, with the meta.json of an earlier run if that is complete."""
     made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
     made_from["sources"] = [[os.path.basename(source.name), source.size] for source in sources]
     meta = new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
     old = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-    meta = old if old["complete"] else meta  # an interrupted one starts over, as its input may have been fixed
     prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    writer = ShardWriter(folder, prefix, 0, 1, meta, enc.eot_token)
-    if writer.resume() is None:
-        print(f"{folder} is complete: {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
-        return folder
-    for stray in glob.glob(os.path.join(glob.escape(folder), f"{prefix}_*_*")):  # of an interrupted run
-        os.remove(stray)
+    writer = ShardWriter(folder, prefix, 0, 1, old, enc.eot_token)
+    if not writer.is_complete():
+        writer.meta = meta  # an interrupted one starts over, as its input may have been fixed
+    return writer
 
+
+def make_shards(options, enc, writer, sources):
+    """Read, render, pack, write: all shards, from the start."""
+    meta = writer.meta
+    if os.path.exists(meta_path(writer.folder, 0, 1)):
+        remove_shards(writer.folder, writer.prefix)
     counts = {"read": 0, "cut": 0, "left out": 0}
     meta["targets"] = 0
 
@@ -254,7 +271,19 @@ def prepare(options=Options()):
         f"{options.max_length} tokens, {counts['left out']:,} left out (no answer, or none that fits); "
         f"{meta['targets']:,} tokens are targets"
     )
-    return folder
+
+
+def remove_shards(folder, prefix):
+    """Remove the shards and masks of an interrupted run: the files that it named, and no others."""
+    for number in itertools.count():
+        name = shard_name(prefix, number)
+        names = (name, name.removesuffix(".npy") + ".mask")
+        paths = [os.path.join(folder, name) for name in names]
+        existing = [path for path in paths if os.path.exists(path)]
+        if not existing:  # they are written in order
+            break
+        for path in existing:
+            os.remove(path)
 
 
 def check_options(options):
@@ -264,6 +293,8 @@ def check_options(options):
         value = getattr(options, name)
         if value < 2:
             errors.append(f"--{name.replace('_', '-')} is {value}, but it must be 2 or more.")
+    if options.out_dir == "":
+        errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if errors:
         raise UserError(" ".join(errors))
 

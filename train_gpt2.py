@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,6 @@ import hellaswag
 import tokenizer
 from plumbing import checkpoint, distributed, kernels, runs, shards
 from plumbing.cli import UserError
-from plumbing.distributed import print0
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -68,7 +66,7 @@ class TrainConfig:
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside and starts from scratch
     seed: int = 1337  # random seed for the initial weights, the data order and the samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # compute dtype, while the weights stay float32; fp8: bfloat16, but float8 for the output layer's matmuls
+    # compute dtype; fp8: bfloat16, and float8 in the output layer. Only in float32 do losses agree to 1e-5 on any ranks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
     # the model
@@ -79,7 +77,7 @@ class TrainConfig:
     vocab_size: int = 0  # rows of the token embedding; 0: the tokenizer's size rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
     # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    batch_size: int = 64  # B, sequences per rank and micro-step; halved until it fits, without effect on the losses
+    batch_size: int = 64  # B, sequences per rank and micro-step, at most: lowered until it divides the step and fits
     sequence_length: int = 1024  # T, tokens per sequence; at most block_size
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows linearly from 32K to full size (GPT-3: 4e9); 0: no ramp
@@ -121,9 +119,11 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
-    # gpt2's architecture, trained on half as many tokens: see records/2026-11-20-speedrun-ablation
-    "speedrun": dict(optimizer="muon", schedule="wsd", max_steps=9536, warmup_steps=250, max_lr=1.8e-3),
-    # a tiny GPT on the documentation that every Python ships
+    # Muon's settings are tuned ones of modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
+    "speedrun": dict(
+        max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
+        optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05,
+    ),
     "quickstart": dict(
         data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
@@ -131,7 +131,6 @@ PRESETS = {
         optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, sample_prompt="The ", checkpoint_every=200, keep_best=True,
     ),
-    # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
     "chat": dict(
         data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17,
         max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True,
@@ -175,8 +174,12 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
-        is_causal = attn_mask is None and T > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)  # (B, nh, T, hs)
+        options = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
+        if x.is_cpu:  # attention is faster in float32 there, even where matmuls are in bfloat16
+            with torch.autocast("cpu", enabled=False):
+                y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -218,7 +221,8 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # compute the logits in float8 whenever a loss is asked for
+        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
+        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -268,16 +272,16 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
-        if self.float8_lm_head:
-            logits = kernels.float8_linear(x, self.lm_head.weight)
-        else:
-            logits = self.lm_head(x)
-        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06; sum and divide, because the mean
-        # of no targets is NaN
-        flat_logits, flat_targets = logits.float().flatten(0, 1), targets.flatten()
-        loss = F.cross_entropy(flat_logits, flat_targets, reduction="sum", ignore_index=IGNORE_INDEX)
-        loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return logits if return_logits else None, loss
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not return_logits and (self.float8_lm_head or self.fused_loss):
+            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
+            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE_INDEX)
+            return None, loss / num_targets
+        logits = self.lm_head(x)
+        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
+        return logits.view(*idx.shape, -1) if return_logits else None, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -329,10 +333,7 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, for generating one token at a time.
-
-    Has room for `max_len` tokens in each of `batch_size` sequences, of which `length` are filled.
-    """
+    """Keys and values of the `length` tokens so far, with room for max_len, for generating one token at a time."""
 
     def __init__(self, model, batch_size, max_len):
         self.length = 0
@@ -362,11 +363,10 @@ def load_model(source):
 
 
 def permute(index, n, keys):
-    """Apply a seeded pseudorandom permutation of range(n) to each element of the array `index`.
+    """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
 
-    Computed rather than stored: a Feistel network permutes the next power of four, whatever its round function
-    (Luby and Rackoff 1988); values that land outside range(n) are permuted again until they land inside (cycle
-    walking). keys: one uint64 per round.
+    Computed rather than stored: a Feistel network permutes the next power of four (Luby and Rackoff 1988); values
+    that land outside range(n) are permuted again until they land inside (cycle walking).
     """
     half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
     mask = np.uint64((1 << int(half)) - 1)
@@ -401,11 +401,7 @@ class DataLoaderLite:
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
-        if not self.num_windows:
-            raise UserError(
-                f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "
-                "Lower --sequence-length, or make the shards from more text."
-            )
+        shards.check_not_empty(self.num_windows, folder, split, T)
         self.position = 0  # in windows of the global order
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = None, None  # (position, B) and the future of that batch
@@ -477,7 +473,7 @@ class DataLoaderLite:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Schedules
+# Schedules and optimizers
 
 
 def get_lr(step, config):
@@ -503,10 +499,6 @@ def get_batch_size(tokens_seen, config):
         return config.total_batch_size
     grown = config.total_batch_size * tokens_seen / config.batch_ramp
     return max(1, int(grown / 2**15)) * 2**15
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Optimizers
 
 
 @torch.no_grad()
@@ -639,14 +631,16 @@ def trial_step(model, raw_model, B, T, autocast, world):
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # of a trial step; all ranks act on the worst of any
 
 
-def fit_to_machine(raw_model, config, autocast, world):
+def fit_to_machine(raw_model, config, dtype, autocast, world):
     """Move the model to the device, try one micro-step, and fall back from whatever fails on this machine.
 
-    Out of memory: B is halved, which does not affect the losses. A failing compiler or attention kernel: one
-    warning, then on without it. All ranks decide alike. Returns the model to train (compiled, and wrapped in DDP
-    if there are several ranks) and B.
+    Out of memory: B is halved. A failing compiler or attention kernel: one warning, then on without it. All ranks
+    decide alike. Returns the model to train (compiled and in DDP, as need be) and B.
     """
-    raw_model.to(world.device)
+    raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
+    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
+    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    raw_model.float8_lm_head = config.dtype == "fp8"
     T, compiled, fused_attention = config.sequence_length, config.compile, True
     windows_per_rank = config.total_batch_size // (T * world.size)
     B = largest_divisor(windows_per_rank, at_most=config.batch_size)
@@ -667,20 +661,17 @@ def fit_to_machine(raw_model, config, autocast, world):
             return model, B
         model = None  # frees DDP's buckets as well
         gc.collect()
-        if world.device_type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                remedy = "" if config.activation_checkpointing else ", or --activation-checkpointing"
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence or a "
-                                f"smaller model{remedy}.")  # fmt: skip
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Try --activation-checkpointing.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
-            print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
+            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}; the losses stay the same.")
         elif compiled:
-            print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
             compiled = False
         else:
-            print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
             fused_attention = False
             distributed.enable_fused_attention(False)
 
@@ -696,7 +687,7 @@ def evaluate_val_loss(model, loader, num_windows, B, autocast, world):
     """
     loader.position = 0
     sums = torch.zeros(2, device=world.device)  # loss, targets
-    for first in range(0, num_windows, B * world.size):
+    for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
         x, y = loader.next_batch(B)
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
@@ -711,19 +702,19 @@ def evaluate_val_loss(model, loader, num_windows, B, autocast, world):
 def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
     """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks."""
     with autocast, distributed.disable_cudnn_attention():
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, rank=world.rank, world_size=world.size)
+        share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, **share)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return hellaswag.Counts(*totals.tolist())
 
 
-def print_samples(raw_model, enc, config, step, autocast, device):
-    """Print four continuations of the prompt. A separate generator leaves training's RNG state untouched."""
+def generate_samples(raw_model, enc, config, autocast, device):
+    """Four continuations of the prompt, as text. A separate generator leaves training's RNG state untouched."""
     generator = torch.Generator(device=device).manual_seed(config.seed)
     prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=device)
     with autocast:
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    for row in torch.stack(next_ids, 1).tolist():
-        print(f"step {step:5d} | sample | {config.sample_prompt + enc.decode(row)!r}", flush=True)
+    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -738,9 +729,8 @@ def is_due(step, every, max_steps):
 def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, signals, autocast, world):
     """One optimizer step on the next num_windows windows, in micro-batches of at most B windows per rank.
 
-    Returns (loss, gradient norm, stopping), the same on all ranks: `stopping` is whether a signal has reached any
-    of them. The loss is the mean over all targets of the step, however they are split over micro-steps and ranks.
-    Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
+    Returns (loss, gradient norm, whether a signal has reached any rank). The loss is the mean over all targets of the
+    step. Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
     """
     position, num_targets = loader.position, loader.count_targets(num_windows)
     B = largest_divisor(num_windows // world.size, B)  # during the batch ramp, a rank may have fewer windows than B
@@ -788,7 +778,7 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
 
 
 def load_data(config, world):
-    """Load and check a run's (train_loader, val_loader, tokenizer, HellaSwag examples)."""
+    """Load and check a run's (train_loader, val_loader, tokenizer)."""
     T = config.sequence_length
     if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
         import fineweb  # only this preset makes its own data; existing shards are reused
@@ -799,14 +789,9 @@ def load_data(config, world):
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     enc = tokenizer.folder_encoding(config.data)
-    both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
-    shards.check_folder(config.data, *both, enc)
+    shards.check_folder(config.data, train_loader, val_loader, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
-    examples = []
-    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
-        limit = config.hellaswag_limit or None
-        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, limit)
-    return train_loader, val_loader, enc, examples
+    return train_loader, val_loader, enc
 
 
 def load_or_make_model(config, enc, fingerprint, world):
@@ -818,7 +803,6 @@ def load_or_make_model(config, enc, fingerprint, world):
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    model.activation_checkpointing = config.activation_checkpointing
     return model, start if "optimizer" in start else None  # --init-from gives weights only
 
 
@@ -838,7 +822,7 @@ def restore_state(saved, optimizers, scaler, loader):
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
         optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled():
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may be the first of its line to use float16
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
@@ -851,24 +835,21 @@ def train(config, world):
 
     # everything is loaded and checked; nothing is written yet
     world.check_agreement(runs.facts_for_all_ranks(config))
-    train_loader, val_loader, enc, examples = load_data(config, world)
-    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
-    world.check_agreement({"the tokenizer": enc.name, **fingerprints})
+    train_loader, val_loader, enc = load_data(config, world)
+    world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
     raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
         return 0
-
     # the shape and the dtype are the run's, wherever it continues
-    dtype_name = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
-    dtype, dtype_name = distributed.choose_dtype(dtype_name, world.device, config.n_embd)
+    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved, world.device), world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
+    examples = []
+    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
+        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
-    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
-    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    raw_model.float8_lm_head = config.dtype == "fp8"
     # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
-    model, B = fit_to_machine(raw_model, config, autocast, world)
+    model, B = fit_to_machine(raw_model, config, dtype, autocast, world)
     compiled = model.module if world.size > 1 else model
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
@@ -876,45 +857,42 @@ def train(config, world):
         checkpoint.check_state(saved, training_state(raw_model, optimizers, scaler, train_loader), optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
-    # only now is the run's folder touched; a checkpoint has all that its model needs, including the tokenizer
+    # a checkpoint has all that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
-    run = runs.Run(config, world, start_step, saved, metadata)
-    saved = None  # frees gigabytes
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
     stopping = False
-    gc.collect()
-    gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
+    with runs.Run(config, world, start_step, saved, metadata) as run:  # only now is the run's folder touched
+        saved = None  # frees gigabytes
+        run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
+        gc.collect()
+        gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
 
-    for step in range(start_step, max_steps + 1):
-        last_step = step == max_steps
-        if not stopping:  # evaluations at step N see the weights after N updates, the last update included
-            if is_due(step, config.val_every, max_steps):
-                loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
-                run.log_val_loss(step, loss, raw_model)
-            if is_due(step, config.hellaswag_every, max_steps):
-                run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
-            if is_due(step, config.sample_every, max_steps) and world.is_master:
-                print_samples(raw_model, enc, config, step, autocast, world.device)
-        if last_step or stopping or is_due(step, config.checkpoint_every, max_steps):
-            run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
-        if last_step or stopping:
-            break
+        for step in range(start_step, max_steps + 1):
+            last_step = step == max_steps
+            if not stopping:  # evaluations at step N see the weights after N updates, the last update included
+                if is_due(step, config.val_every, max_steps):
+                    loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
+                    run.log_val_loss(step, loss, raw_model)
+                if is_due(step, config.hellaswag_every, max_steps):
+                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
+                if is_due(step, config.sample_every, max_steps) and world.is_master:
+                    run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
+            is_milestone = is_due(step, config.milestone_every, max_steps)
+            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
+                run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
+            if last_step or stopping:
+                break
 
-        start = time.perf_counter()
-        lr = apply_schedules(optimizers, step, config)
-        num_windows = get_batch_size(train_loader.position * T, config) // T
-        try:
+            start = time.perf_counter()
+            lr = apply_schedules(optimizers, step, config)
+            num_windows = get_batch_size(train_loader.position * T, config) // T
             loss, norm, stopping = train_step(
                 model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
             )
-        except UserError:
-            run.wait()  # so that the newest checkpoint, which the message speaks of, is there
-            raise
-        run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
+            run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-    return run.finish(step, stopping, raw_model, enc)
+        return run.finish(step, stopping, raw_model, enc)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -923,19 +901,14 @@ def train(config, world):
 
 def parse_args(args=None):
     """Parse a command line into a TrainConfig: the preset's defaults, overridden by the flags."""
-    args = sys.argv[1:] if args is None else list(args)
-    preset = "gpt2"
-    for flag, value in zip(args, args[1:] + [""]):
-        if flag.split("=")[0] == "--preset":
-            preset = flag.split("=")[1] if "=" in flag else value
-    default = PRESETS.get(preset, PRESETS["gpt2"])  # an unknown preset is refused with whatever else is wrong
-    return cli.parse(TrainConfig, args, default, cli.OTHER_TRAINERS)
+    return cli.parse(TrainConfig, args, presets=PRESETS, synonyms=cli.OTHER_TRAINERS)
 
 
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
     positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
     errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
+    errors += distributed.check_machine(config)
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1
@@ -947,20 +920,16 @@ def check_config(config, world_size):
                       "Lower the first or raise the second.")  # fmt: skip
     if total % tokens:
         remedy = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
+        nearest = tokens * max(1, round(total / tokens))
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
-                      f"{world_size} ranks. {remedy} "
-                      f"--total-batch-size {tokens * max(1, round(total / tokens))}.")  # fmt: skip
+                      f"{world_size} ranks. {remedy} --total-batch-size {nearest}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
-        errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
-                      f"and that must divide --total-batch-size ({total}). Change these, or set --batch-ramp 0.")  # fmt: skip
-    if config.dtype == "fp8" and (T % 16 or config.n_embd % 16 or config.vocab_size % 16):
-        errors.append(f"--dtype fp8 needs multiples of 16, but --sequence-length is {T}, --n-embd {config.n_embd} and "
-                      f"--vocab-size {config.vocab_size}. Change those that are not, or use --dtype bfloat16.")  # fmt: skip
+        errors.append(f"--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
+                      f"({tokens}) and divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:
-        errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1: it is the share "
-                      "of --max-steps in which the learning rate decays.")  # fmt: skip
+        errors.append(f"--decay-fraction is {config.decay_fraction}, but a share of --max-steps is from 0 to 1.")
     if errors:
         raise UserError(" ".join(errors))
 
@@ -968,11 +937,9 @@ def check_config(config, world_size):
 def main(args=None):
     """Parse the flags, set up the ranks, train; exits with train's status."""
     config = parse_args(args)
-    check_config(config, int(os.environ.get("WORLD_SIZE", 1)))
+    check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     try:
-        if distributed.is_restart() and not config.resume:  # --no-resume was for the first start of this launch only
-            config.resume = world.run_on_master(runs.belongs_to_this_launch, config.out_dir)
         status = train(config, world)
     finally:
         distributed.cleanup_distributed()

@@ -22,6 +22,9 @@ SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the field
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")
 BEST = "model_best.pt"  # the weights with the lowest validation loss
+NOT_RESUMABLE = (
+    "Use a model_<step>.pt file from a run of train_gpt2.py; with weights alone, start a new run with --init-from."
+)
 NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
 # what may stand in the pickle of a checkpoint besides plain data, its own config and storages of numbers
@@ -46,7 +49,7 @@ def step_of(path):
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
-def newest_checkpoint(folder):
+def newest_checkpoint(folder, for_resume=True):
     """The newest intact checkpoint in a folder, as a dict, or None if there are none.
 
     Reports the damaged ones that it skips. Raises UserError if all are.
@@ -54,7 +57,7 @@ def newest_checkpoint(folder):
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:
-            return load_checkpoint(path, for_resume=True)
+            return load_checkpoint(path, for_resume)
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
@@ -75,10 +78,13 @@ def load_checkpoint(path, for_resume=False):
     if for_resume:
         types |= {"optimizer": list, "scaler": dict, "loader": dict, "rng": torch.Tensor}
     problem = check_types(content, types) or check_shape(content["config"], content["model"])
+    if problem and for_resume:
+        raise UserError(f"A run cannot continue from {path}: {problem}. {NOT_RESUMABLE}")
     if problem:
         raise UserError(f"{path} is not a checkpoint of train_gpt2.py: {problem}. {NOT_OURS}")
-    val_loss = content.get("val_loss")  # None if there was no validation yet
-    return {name: content[name] for name in types} | {"val_loss": val_loss if type(val_loss) is float else None}
+    losses = {name: content.get(name) for name in ("val_loss", "best_val_loss")}  # None if there was no validation yet
+    losses = {name: value if type(value) is float else None for name, value in losses.items()}
+    return {name: content[name] for name in types} | losses
 
 
 def read_pickle(path):
@@ -310,7 +316,8 @@ def optimizer_template(optimizer):
 
 def model_state(checkpoint):
     """(shape, weights) of a checkpoint's dict: GPTConfig's fields and a state dict for GPT."""
-    return {name: checkpoint["config"][name] for name in SHAPE}, checkpoint["model"]
+    weights = {name: weight.float() for name, weight in checkpoint["model"].items()}  # a record may keep bfloat16
+    return {name: checkpoint["config"][name] for name in SHAPE}, weights
 
 
 def model_tokenizer(checkpoint):
@@ -332,7 +339,7 @@ def load_model_state(source):
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         return *load_huggingface(source), load_tokenizer(source)
-    checkpoint = newest_checkpoint(path)
+    checkpoint = newest_checkpoint(path, for_resume=False)
     if checkpoint:
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if path.is_dir():

@@ -46,13 +46,17 @@ class UserError(Exception):
 SEE_HELP = "Run with --help to see all flags."
 
 
-def parse(config_class, args=None, default=None, synonyms=None):
+def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
+
+    presets: instead of `default`, {name: an instance}, of which --preset chooses one; the first if it is left out.
 
     synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
     every bad value.
     """
     args = list(sys.argv[1:] if args is None else args)
+    if presets:
+        default = choose_preset(args, presets)
     for word in args:
         try:
             word.encode()
@@ -72,6 +76,16 @@ def parse(config_class, args=None, default=None, synonyms=None):
         errors.append(explain(words, group_unknown, group_complaint, meanings))
     distinct = [error for error in dict.fromkeys(errors) if error]
     raise UserError(" ".join(distinct) or explain(args, unknown, complaint, meanings))
+
+
+def choose_preset(args, presets):
+    """The preset that --preset names; the first if that is left out, or unknown, which is refused with all else."""
+    name = ""
+    for word, following in zip(args, args[1:] + [""]):
+        flag, equals, value = word.partition("=")
+        if flag == "--preset":
+            name = value if equals else following
+    return presets.get(name, next(iter(presets.values())))
 
 
 def try_parse(config_class, args, default):
@@ -223,15 +237,19 @@ def flag_names(config_class, synonyms):
 # ----------------------------------------------------------------------------------------------------------
 # Running a program
 
+def flag_of(name):
+    """The flag of a field: "max_steps" -> "--max-steps"."""
+    return "--" + name.replace("_", "-")
+
+
 def check_numbers(config, positive):
     """A sentence for each number of a dataclass that is infinite or negative, or 0 where it is named in `positive`."""
     errors = []
     for name, value in dataclasses.asdict(config).items():
-        flag = "--" + name.replace("_", "-")
         if name in positive and not 0 < value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be a finite number greater than 0.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be a finite number greater than 0.")
         elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            errors.append(f"{flag} is {value}, but it must be 0 or more, and finite.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and finite.")
     return errors
 
 

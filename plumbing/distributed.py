@@ -1,9 +1,10 @@
-"""The machine and the ranks: devices, dtypes, peaks, attention kernels, and the processes of one run."""
+"""The machine and the ranks: devices, dtypes, attention kernels, and the processes of one run."""
 
 import contextlib
 import datetime
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
 
-from plumbing.cli import UserError, suggest
+from plumbing import mirror
+from plumbing.cli import UserError, flag_of, suggest
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -48,8 +51,8 @@ def choose_dtype(name, device, n_embd):
     if name == "auto" and device_type == "cuda":
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
-        # CPUs with bfloat16 instructions are faster with them once the matrices are large
-        pays = device_type == "cpu" and n_embd >= 512 and torch.cpu._is_avx512_bf16_supported()
+        # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
+        pays = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if pays else "float32"
     if name == "bfloat16" and not has_bfloat16:
         raise UserError(
@@ -67,17 +70,30 @@ def choose_dtype(name, device, n_embd):
     return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
 
 
-# dense bf16 peaks in FLOP/s from the vendors' datasheets; the first key contained in the device's name counts
-PEAK_FLOPS = {
-    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165.2e12, "3090": 71e12, "V100": 125e12,
-}  # fmt: skip
-
-
-def peak_flops(device):
-    """The bf16 peak of a device in FLOP/s, or None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+def check_machine(config):
+    """A sentence for each thing that the run asks for and this machine does not have."""
+    errors, device = [], "cpu"
+    try:
+        device = choose_device(config.device)
+        choose_dtype(config.dtype, device, config.n_embd)
+    except UserError as error:
+        errors.append(str(error))
+    uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
+    if config.dtype == "fp8" and uneven:
+        flags = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in uneven)
+        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
+    lack_of_memory = describe_lack_of_memory(config)
+    if lack_of_memory:
+        errors.append(lack_of_memory)
+    local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    if device == "cuda" and local_ranks > gpus:
+        errors.append(
+            f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
+            f"Start it with --nproc_per_node={gpus}."
+        )
+    if config.wandb and not mirror.is_installed():
+        errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
+    return errors
 
 
 def flops_per_token(c, T):
@@ -89,8 +105,18 @@ def flops_per_token(c, T):
 
 
 def is_out_of_memory(error):
-    """Whether an exception, or one that led to it, says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether an exception, or one that led to it, says that memory ran out.
+
+    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep no more than its text.
+    """
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    seen = []
+    while error is not None and error not in seen:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
@@ -158,6 +184,15 @@ class World:
     @property
     def device_type(self):
         return self.device.split(":")[0]
+
+    @property
+    def shows_progress(self):
+        """Whether this rank shows progress bars: rank 0, on a terminal; a log file would be full of them."""
+        return self.is_master and sys.stderr.isatty()
+
+    def progress_bar(self, steps, description):
+        """The steps one by one, with a bar for as long as they last, if that is more than a few seconds."""
+        return tqdm(steps, description, leave=False, delay=3, disable=not self.shows_progress)
 
     def no_sync(self, model):
         """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""
@@ -282,13 +317,7 @@ def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
     rank, local_rank = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
     world_size = get_world_size()
-    local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     device = choose_device(device)
-    if device == "cuda" and local_ranks > gpus:
-        raise UserError(
-            f"torchrun started {local_ranks} processes on this machine, but PyTorch sees {gpus} GPU(s). "
-            f"Start it with --nproc_per_node={gpus}."
-        )
     if device == "cuda":
         device = f"cuda:{local_rank}"
     if device.startswith("cuda"):

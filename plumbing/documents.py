@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import re
-import shutil
-import string
 import sysconfig
 import threading
 import time
@@ -22,11 +20,13 @@ import warnings
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from plumbing.cli import UserError
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
-BLOCK_CHARS = 2**20  # long .txt files are read in blocks of this many characters; resuming counts in blocks
+BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
 
 
@@ -64,7 +64,8 @@ def list_inputs(patterns):
             if os.path.isdir(name):
                 raise UserError(f"{name} is a folder, not a file. Give the files in it, for example '{name}/*.txt'.")
             file_type(name)
-            sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
+            with explain_errors(name):  # a link to nowhere
+                sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
     return sources
 
 
@@ -73,15 +74,15 @@ def is_url(name):
 
 
 def file_type(name):
-    """"a/b.jsonl.gz" -> ".jsonl" """
+    """"a/b.jsonl.gz" -> ".jsonl"; a .json file is taken for JSON lines, as in C4."""
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
-    match = re.search(r"\.parquet$|(\.jsonl|\.txt)(\.gz|\.zst)?$", path)
+    match = re.search(r"\.(parquet|(?:(jsonl?)|(txt))(?:\.gz|\.zst)?)$", path)
     if not match:
         raise UserError(
             f"{name} is not of a supported type. Convert it to .parquet, .jsonl or .txt; the last two may be "
             "compressed (.gz, .zst)."
         )
-    return match[1] or match[0]
+    return ".jsonl" if match[2] else ".txt" if match[3] else ".parquet"
 
 
 # -----------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def file_type(name):
 # no token can cross the boundary, so that it need not fit in memory and several cores can share it.
 
 
-def read_pieces(path, name, text_column, skip=0):
+def read_pieces(path, name, text_column, skip=0, separator=""):
     """Read the file at `path` as pieces, skipping the first `skip`; `name` is the user's name for it."""
     if name == PYTHON_DOCS:
         pieces = (Piece(text, True) for text in python_docs())
@@ -98,7 +99,7 @@ def read_pieces(path, name, text_column, skip=0):
     elif file_type(name) == ".jsonl":
         pieces = read_jsonl(path, name, text_column)
     else:
-        pieces = read_txt(path)
+        pieces = read_txt(path, separator)
     with explain_errors(name):
         yield from itertools.islice(pieces, skip, None)
 
@@ -130,13 +131,13 @@ def read_parquet(path, name, text_column):
     import pyarrow.parquet  # slow to import, and only needed here
 
     file = pyarrow.parquet.ParquetFile(path)
-    columns = {field.name: str(field.type) for field in file.schema_arrow}
-    strings = ", ".join(column for column, type_name in columns.items() if "string" in type_name)
+    columns = {field.name: field.type for field in file.schema_arrow}
+    strings = ", ".join(column for column, column_type in columns.items() if is_string(column_type)) or "there is none"
     if text_column not in columns:
         raise UserError(
             f"{name} has no column called {text_column!r}. Choose a column of text with --text-column: {strings}."
         )
-    if "string" not in columns[text_column]:
+    if not is_string(columns[text_column]):
         raise UserError(
             f"Column {text_column!r} of {name} holds {columns[text_column]}, not text. Choose a column of text "
             f"with --text-column: {strings}."
@@ -144,6 +145,15 @@ def read_parquet(path, name, text_column):
     for batch in file.iter_batches(batch_size=256, columns=[text_column]):
         for text in batch.column(0).to_pylist():
             yield Piece(text or "", True)
+
+
+def is_string(column_type):
+    """Whether a parquet column holds plain strings; lists and maps of strings are no text."""
+    from pyarrow import types
+
+    if types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return str(column_type) in ("string", "large_string", "string_view")
 
 
 def read_jsonl(path, name, text_column):
@@ -192,32 +202,77 @@ def open_text(path):
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
-def read_txt(path):
-    """One document, in pieces of about BLOCK_CHARS characters."""
+def read_txt(path, separator=""):
+    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
     with open_text(path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
-        for i, text in enumerate(split_at_spaces(blocks)):
-            yield Piece(text, starts=i == 0)
+        if separator:
+            yield from split_at_separator(blocks, separator)
+        else:
+            for i, text in enumerate(split_between_tokens(blocks)):
+                yield Piece(text, starts=i == 0)
 
 
-def split_at_spaces(blocks):
-    """Re-split blocks of text at a space that follows a letter: "one two t", "hree" -> "one two", " three".
+def split_at_separator(blocks, separator):
+    """The pieces of documents with `separator` between them, without the line ends around it; empty ones are skipped.
 
-    With the patterns in tokenizer.py, and with bytes, no token crosses such a boundary, so tokenizing
-    the pieces gives the same tokens as the whole text.
+    "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
+    """
+    held, starts = "", True  # what has been read and not been yielded, and whether a document starts there
+    for block in itertools.chain(blocks, [separator]):
+        *texts, held = (held + block).split(separator)
+        for text in texts:
+            text = text.lstrip("\r\n") if starts else text
+            text = text.rstrip("\r\n")
+            if text:
+                yield Piece(text, starts)
+            starts = True
+        if len(held) > 2 * BLOCK_CHARS:  # a long document: the separator may have begun in the last characters
+            cut = find_token_boundary(held.rstrip("\r\n")[: -len(separator)])
+            if cut:
+                yield Piece(held[:cut].lstrip("\r\n") if starts else held[:cut], starts)
+                held, starts = held[cut:], False
+
+
+def split_between_tokens(blocks):
+    """Re-split blocks of text at boundaries that no token crosses: "one two t", "hree" -> "one two", " three".
+
+    Tokenizing the pieces gives the same tokens as the whole text.
     """
     held = []
     for block in blocks:
-        space = block.rfind(" ")
-        while space > 0 and block[space - 1] not in string.ascii_letters:
-            space = block.rfind(" ", 0, space)
-        if space > 0:
-            yield "".join([*held, block[:space]])
-            held = [block[space:]]
+        cut = find_token_boundary(block)
+        if cut:
+            yield "".join([*held, block[:cut]])
+            held = [block[cut:]]
         else:
             held.append(block)
     if held:
         yield "".join(held)
+
+
+# line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
+AFTER_A_LETTER = (
+    "\n\r\t.,;:!?"
+    "\u3001\u3002\uff0c\uff0e\uff01\uff1a\uff1b\uff1f"
+    "\u060c\u061b\u061f\u06d4\u0964\u104b\u17d4"
+)
+
+
+def find_token_boundary(text):
+    """The last position in `text` that no token of the patterns in tokenizer.py crosses, 0 if there is none.
+
+    That is (1) before a space that follows anything but white space, or (2), as not all scripts have spaces,
+    between a letter and a line end or punctuation: no pattern has a token in which these follow each other.
+    subtle: an apostrophe is left out, and so is a line end after punctuation, which GPT-4's pattern joins.
+    """
+    for position in range(len(text) - 1, 0, -1):
+        before, after = text[position - 1], text[position]
+        if after == " " and not before.isspace():
+            return position
+        if after in AFTER_A_LETTER and before.isalpha():
+            return position
+    return 0
 
 
 def python_docs():
@@ -347,8 +402,12 @@ def fetch_url(url, folder, attempts):
     def download():
         os.makedirs(folder, exist_ok=True)
         with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
-            shutil.copyfileobj(response, file, 2**20)
-            expected = int(response.headers.get("Content-Length") or file.tell())
+            size = int(response.headers.get("Content-Length") or 0)
+            with tqdm(total=size or None, unit="B", unit_scale=True, desc=os.path.basename(path), delay=0.5) as bar:
+                for block in iter(lambda: response.read(2**20), b""):
+                    file.write(block)
+                    bar.update(len(block))
+            expected = size or file.tell()
             if file.tell() != expected:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {expected:,} bytes")
         return path
@@ -363,7 +422,7 @@ def fetch(source, folder, attempts=9):
     return fetch_url(source.name, folder, attempts) if is_url(source.name) else source.name
 
 
-def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True):
+def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
     """Batches of BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
 
     While a file is read the next one is downloaded into `folder`; a download is removed once it is read.
@@ -376,7 +435,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
         if prefetch and number + 1 < len(sources):
             next_download = run_in_background(fetch, sources[number + 1], folder)
         pieces, num_chars = [], 0
-        for piece in read_pieces(path, source.name, text_column, skip):
+        for piece in read_pieces(path, source.name, text_column, skip, separator):
             pieces.append(piece)
             num_chars += len(piece.text)
             if num_chars >= BATCH_CHARS:

@@ -41,6 +41,10 @@ def atomic_write(path, mode="wb", **kwargs):
         raise
 
 
+class FolderInUse(UserError):
+    """Another process has locked the folder."""
+
+
 class FolderLock:
     """A folder that belongs to this process until it closes the lock or ends, however it ends."""
 
@@ -66,7 +70,7 @@ class FolderLock:
 
 
 def lock_folder(folder, name=".lock"):
-    """Lock `folder`, creating it, so that two processes cannot write to it at once; UserError if another has it.
+    """Lock `folder`, creating it, so that two processes cannot write to it at once; FolderInUse if another has it.
 
     The kernel holds the lock (flock on the file `name`), so that it ends with the process; the file says who
     has it. Close the lock, or use it in a `with` statement. If there is no such lock, as on Windows and some
@@ -88,7 +92,7 @@ def lock_folder(folder, name=".lock"):
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
-            raise UserError(
+            raise FolderInUse(
                 f"{folder} is in use by {owner}. Wait until that has ended, or choose another folder."
             ) from None
         except OSError as error:

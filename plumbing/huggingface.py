@@ -11,6 +11,8 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
+from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -245,7 +247,7 @@ def load_tokenizer(name_or_directory):
     if (directory / "tokenizer.tiktoken").exists():
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     elif (directory / "tokenizer.json").exists() or has_merges:
-        enc = tokenizer.import_huggingface(directory)
+        enc = import_tokenizer(directory)
     elif vocab_size in (50257, 50304):  # GPT-2's, and that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
@@ -267,8 +269,11 @@ EXPORTED_FILES = (
 )  # fmt: skip
 
 
-def export_huggingface(model, enc, directory):
+def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; replaces an older export, and nothing else.
+
+    With the folder of the run that trained it, also a model card: after `step` updates, None for all that the run made,
+    and with `sample`, a text that it has written.
 
     GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
     dropped; every other weight is exported bit for bit. With a tokenizer of conversations it has a chat template
@@ -289,9 +294,11 @@ def export_huggingface(model, enc, directory):
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (part / "generation_config.json").write_text(json.dumps(generation_config(enc), indent=2) + "\n")
-        tokenizer.export_huggingface(enc, part, max_length=model.config.block_size)
+        export_tokenizer(enc, part, max_length=model.config.block_size)
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors lets only the owner read
+        if run_folder:
+            write_model_card(part, run_folder, step, sample)
         remove_export(directory)
         part.rename(directory)
     except (OSError, SafetensorError) as error:

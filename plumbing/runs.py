@@ -25,9 +25,11 @@ from plumbing.checkpoint import (
     newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, launch_time, peak_flops, print0
+from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
 from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.mirror import Mirror
+from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
 MAY_CHANGE_ON_RESUME = {
@@ -39,12 +41,8 @@ MAY_CHANGE_ON_RESUME = {
 # settings that each node may have for itself: where its files are, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
-# settings that a branch has to share with its parent, and what depends on them
-SAME_IN_A_BRANCH = {
-    **dict.fromkeys(SHAPE, "the weights depend"),
-    "optimizer": "the optimizer's state depends",
-    **dict.fromkeys(("sequence_length", "seed", "shuffle"), "the position in the data depends"),
-}
+# settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
+SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
 
 # ----------------------------------------------------------------------------------------------------------
 # Finding what a run continues
@@ -59,7 +57,7 @@ def find_start(config, preset, enc, fingerprint):
     """
     out_dir = Path(config.out_dir)
     read_text(out_dir / "run.txt")  # an unreadable one is reported now, not after the model was made
-    if config.resume and out_dir.exists():
+    if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint, out_dir)
@@ -118,7 +116,9 @@ def settings_that_differ(config, checkpoint):
 
 
 def say(different):
-    return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in different.items())
+    """What `settings_that_differ` returns, in words: "seed was 1, now 7, init_from was not given, now gpt2"."""
+    words = {name: ["not given" if value == "" else value for value in pair] for name, pair in different.items()}
+    return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in words.items())
 
 
 def check_resume(config, checkpoint, out_dir):
@@ -131,6 +131,12 @@ def check_resume(config, checkpoint, out_dir):
             f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it with "
             f"the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another --out-dir, "
             "or move the old run aside with --no-resume."
+        )
+    # a run from elsewhere with the same settings is not taken for the branch; to resume one, the flag may be left out
+    if config.branch_from and Path(config.branch_from) != Path(checkpoint["config"].get("branch_from", "")):
+        raise UserError(
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
+            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
         )
     if checkpoint["step"] > config.max_steps:
         raise UserError(
@@ -152,6 +158,12 @@ def check_data(checkpoint, fingerprint, config):
 def find_parent(config):
     """The checkpoint of --branch-from, with "branched": its place, its step, and the settings that change."""
     parent = Path(config.branch_from)
+    folder = parent.parent if parent.is_file() else parent
+    if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
+        raise UserError(
+            f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
+            "Choose another --out-dir for the branch."
+        )
     checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
     if not checkpoint:
         raise UserError(
@@ -159,21 +171,21 @@ def find_parent(config):
         )
     check_settings(config, checkpoint, parent)
     different = settings_that_differ(config, checkpoint)
-    for name, (then, now) in different.items():
-        if name in SAME_IN_A_BRANCH:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{flag} is {now}, but it was {then} in {parent}, and {SAME_IN_A_BRANCH[name]} on it. "
-                "Use the same in a branch, or start a new run with --init-from."
-            )
+    fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
+    if fixed:  # --init-from may be left out
+        raise UserError(
+            f"A branch takes over weights, optimizer state and position in the data of {parent}, so some settings must "
+            f"be the same: {say(fixed)}. Give the flags of that run, which are in its run.txt, and change only others; "
+            "or start a new run with --init-from."
+        )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
             f"--max-steps is {config.max_steps}, but {parent} has done {checkpoint['step']} steps already. "
             "Give a branch more steps than that, or an earlier checkpoint."
         )
     changed = {name: [then, now] for name, (then, now) in different.items() if name not in MAY_CHANGE_ON_RESUME}
-    folder = parent.parent if parent.is_file() else parent
     checkpoint["branched"] = {"parent": str(folder), "step": checkpoint["step"], "changed": changed}
+    checkpoint["best_val_loss"] = math.inf  # the parent's best weights are not in the branch's folder
     return checkpoint
 
 
@@ -185,6 +197,11 @@ def is_finished(config, start_step):
         print0(f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in {exported}. To "
                f"extend it, use --branch-from {config.out_dir} with a larger --max-steps and another --out-dir.")
     return finished
+
+
+def resumes(config):
+    """Whether the run in out_dir is continued: --no-resume is for the first start of a launch by torchrun only."""
+    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
 
 
 def belongs_to_this_launch(out_dir):
@@ -204,7 +221,7 @@ def belongs_to_this_launch(out_dir):
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has a name that this program gives."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -216,7 +233,7 @@ def start_run(config, start_step, branched):
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(out_dir)
-        if not config.resume:
+        if not resumes(config):
             move_aside(out_dir)
         for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
             if is_ours(leftover.with_suffix("")) and leftover.is_file():
@@ -287,6 +304,21 @@ def facts_for_all_ranks(config):
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
 
 
+def facts_of_data(enc, train_loader, val_loader):
+    """What every rank must have in common with the others: the tokenizer and the data."""
+    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
+    return {"the tokenizer": enc.name, **fingerprints}
+
+
+def dtype_of(config, saved, device):
+    """The name of the dtype that --dtype asks for; a run that continues keeps the one that "auto" was when it began."""
+    if not saved or config.dtype != "auto":
+        return config.dtype
+    name = saved["config"]["dtype"]
+    # the first version saved "auto" itself, which was float32 for small models on a CPU
+    return "float32" if name == "auto" and device == "cpu" and config.n_embd < 512 else name
+
+
 def describe_command():
     """The command that started this process, such that it can be pasted into a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -351,7 +383,10 @@ class Run:
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
+        best_val_loss = saved and saved["best_val_loss"]  # of model_best.pt
+        self.best_val_loss = math.inf if best_val_loss is None else best_val_loss
         self.branched = saved and saved.get("branched")
+        self.sample = ""
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
@@ -361,20 +396,35 @@ class Run:
         """Start the run in its folder."""
         self.lock = start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
-        own_lines = [] if self.branched else read_log(self.out_dir / "log.txt", self.start_step)
-        val_losses = [float(line.split()[2]) for line in own_lines if line.split()[1] == "val"]
-        self.best_val_loss = min(val_losses, default=math.inf)
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
+        self.mirror = None
+        if self.config.wandb:
+            log_lines = read_log(self.out_dir / "log.txt", self.start_step)
+            self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
             self.writer.write(state | self.metadata)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        """Whatever ends the run: its newest checkpoint is on disk, and the folder is free for another process."""
+        if self.world.is_master:
+            try:
+                self.writer.wait()
+            finally:
+                if self.mirror:
+                    self.mirror.finish(status=1 if exception[0] else 0)
+                self.log.close()
+                self.lock.close()
+
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
         """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(world.device)
-        self.peak = peak * world.size if peak else None
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
+        self.peak = peak * world.size if peak else None
         num_params = sum(p.numel() for p in raw_model.parameters())
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
@@ -401,6 +451,8 @@ class Run:
                 f"Could not write {self.log.name}: {error.strerror}. Check that its folder exists, is writable and "
                 "has free space, then run the same command again."
             ) from error
+        if self.mirror:
+            self.mirror.log(step, streams)
 
     def log_val_loss(self, step, loss, raw_model):
         """Log a validation loss; with --keep-best, keep the weights if it is the lowest so far."""
@@ -409,6 +461,12 @@ class Run:
         if self.world.is_master and self.config.keep_best and loss < self.best_val_loss:
             self.best_val_loss = loss
             self.writer.write_best({"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata})
+
+    def log_samples(self, step, texts):
+        """Print samples; the model card shows the last one."""
+        self.sample = texts[-1]
+        for text in texts:
+            self.report(step, f"sample | {text!r}")
 
     def log_hellaswag(self, step, counts):
         accuracy = counts.acc_norm / counts.n
@@ -437,35 +495,26 @@ class Run:
         """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
         if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
-            self.writer.write({"step": step, "val_loss": self.val_loss, **state, **self.metadata})
+            losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
+            self.writer.write({"step": step, **losses, **state, **self.metadata})
             self.checkpoint_seconds += time.perf_counter() - start
-
-    def wait(self):
-        """Wait until the last checkpoint is on disk."""
-        if self.world.is_master:
-            self.writer.wait()
 
     def finish(self, step, stopped, raw_model, enc):
         """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
 
         Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
         """
-        self.wait()
         if self.world.is_master:
-            if not stopped:
-                self.export(raw_model, enc)
-            self.log.close()
-            self.lock.close()
+            self.writer.wait()
         if stopped:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
+        if self.world.is_master:
+            self.log.flush()
+            export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
+            minutes = (time.perf_counter() - self.started) / 60
+            on_cuda = self.world.device_type == "cuda"
+            memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
+            print(f"Done in {minutes:.1f} minutes{memory}, {self.checkpoint_seconds:.1f} s of it for checkpoints.")
+            print(f"The model is in {self.out_dir / 'hf'}.")
         return 0
-
-    def export(self, raw_model, enc):
-        """Write the model to hf/, and say how the run went."""
-        export_huggingface(raw_model, enc, self.out_dir / "hf")
-        minutes = (time.perf_counter() - self.started) / 60
-        on_cuda = self.world.device_type == "cuda"
-        memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
-        print(f"Done in {minutes:.1f} minutes{memory}, {self.checkpoint_seconds:.1f} s of it for checkpoints.")
-        print(f"The model is in {self.out_dir / 'hf'}.")

@@ -178,11 +178,22 @@ def check_same_data(then, now):
             )
 
 
-def check_folder(folder, shards, masks, enc):
-    """Raise UserError unless all shards of a folder are what its meta.json says, of tokenizer `enc`, with good masks."""
+def check_not_empty(num_windows, folder, split, T):
+    """Raise UserError if a split has no window of T tokens and the target of the last."""
+    if not num_windows:
+        raise UserError(
+            f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "
+            "Lower --sequence-length, or make the shards from more text."
+        )
+
+
+def check_folder(folder, train_loader, val_loader, enc):
+    """Raise UserError unless the loaders' shards are what meta.json says, of tokenizer `enc`, with good masks."""
+    shards = train_loader.shards + val_loader.shards
     check_meta(folder, [shard.path for shard in shards])
-    check_masks(masks)
     check_token_ids(shards, enc.name, enc.n_vocab)
+    check_masks(train_loader.masks)
+    check_masks(val_loader.masks)
 
 
 def check_token_ids(shards, tokenizer, n_vocab):
@@ -287,24 +298,41 @@ class ShardWriter:
     def __init__(self, folder, prefix, part, num_parts, meta, eot_token):
         self.folder, self.prefix, self.part, self.num_parts = folder, prefix, part, num_parts
         self.meta, self.eot_token = meta, eot_token
+        # a validation split that is sampled from all of the input grows with every training shard
+        self.validation_file = shard_name(prefix, 0) if meta.get("validation_every") else None
+
+    def is_complete(self):
+        files = self.meta["shards"]
+        return self.meta["complete"] and all(is_whole(self.path(file), files[file]) for file in files)
 
     def resume(self):
-        """Resume after the last intact shard: returns its end position in the input, or None if all are complete."""
-        meta, files = self.meta, list(self.meta["shards"])
-        num_whole = 0
-        while num_whole < len(files) and self.is_whole(files[num_whole]):
-            num_whole += 1
-        if meta["complete"] and num_whole == len(files):
-            return None
-        kept = [file for file in files[:num_whole] if file in meta["ends"]]
-        *end, meta["documents"] = meta["ends"][kept[-1]] if kept else (0, 0, 0, 0)
-        meta["shards"] = {file: meta["shards"][file] for file in kept}
-        meta["tokens"] = sum(meta["shards"].values())
-        meta["complete"] = False
+        """Resume after the last intact shard: returns its end position in the input."""
+        meta, kept = self.meta, {}
+        end, meta["documents"] = [0, 0, 0, 0], 0
+        for file, num_tokens in meta["shards"].items():
+            if file == self.validation_file:
+                kept[file] = 0
+                continue
+            if file not in meta["ends"] or not is_whole(self.path(file), num_tokens):
+                break
+            kept[file] = num_tokens
+            *end, meta["documents"] = meta["ends"][file]
+        if self.validation_file in kept:
+            kept[self.validation_file] = end[3]
+            if len(self.read_validation(end[3])) < end[3]:  # damaged: nothing can be kept
+                kept, end, meta["documents"] = {}, [0, 0, 0, 0], 0
+        meta["shards"], meta["tokens"], meta["complete"] = kept, sum(kept.values()), False
         return end
 
-    def is_whole(self, file):
-        return is_whole(os.path.join(self.folder, file), self.meta["shards"][file])
+    def read_validation(self, num_tokens):
+        """The first `num_tokens` tokens of the sampled validation split; fewer if they are not there."""
+        try:
+            return open_shard(self.path(self.validation_file)).read(0, num_tokens)
+        except UserError:
+            return np.empty(0, dtype=np.uint16)
+
+    def path(self, file):
+        return os.path.join(self.folder, file)
 
     def next_name(self):
         """The file name of the next shard; no two parts have a number in common."""
@@ -313,13 +341,22 @@ class ShardWriter:
     def write(self, tokens, end):
         """Write a shard, then meta.json: if killed in between, the same shard is written again."""
         file = self.next_name()
-        write_shard(os.path.join(self.folder, file), tokens)
+        write_shard(self.path(file), tokens)
         self.meta["shards"][file] = len(tokens)
         self.meta["tokens"] += len(tokens)
-        self.meta["documents"] += int(np.count_nonzero(tokens == self.eot_token))
+        self.meta["documents"] += self.count_documents(tokens)
         if end:
             self.meta["ends"][file] = [*end, self.meta["documents"]]
             self.save()
+
+    def write_validation(self, tokens):
+        """Write the validation split that is sampled from all of the input, as far as it has been sampled."""
+        write_shard(self.path(self.validation_file), tokens)
+        self.meta["tokens"] += len(tokens) - self.meta["shards"].get(self.validation_file, 0)
+        self.meta["shards"][self.validation_file] = len(tokens)
+
+    def count_documents(self, tokens):
+        return int(np.count_nonzero(tokens == self.eot_token))
 
     def save(self):
         """Write meta.json, creating the folder."""
@@ -333,8 +370,11 @@ class ShardWriter:
         meta = self.meta
         meta["complete"] = True
         self.save()
-        counts = f"{meta['tokens']:,} tokens, {meta['documents']:,} documents, {len(meta['shards'])} shards"
-        print(f"{self.folder}: {counts} (the last one is shorter than the others)")
+        counts = {"train": 0, "val": 0}
+        for file, num_tokens in meta["shards"].items():
+            counts[split_of(file)] += num_tokens
+        print(f"{self.folder}: {counts['train']:,} tokens to train on and {counts['val']:,} to validate on, in "
+              f"{len(meta['shards'])} shards; {meta['documents']:,} documents")  # fmt: skip
 
 
 # -----------------------------------------------------------------------------
@@ -345,8 +385,18 @@ def meta_path(folder, part, num_parts):
     return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
 
 
+def num_parts_of(path):
+    """"data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
+    match = re.search(r"-of-(\d+)\.json$", str(path))
+    return int(match[1]) if match else 1
+
+
 def new_meta(dataset, enc, made_from):
-    """An initial meta.json. `ends`: for each shard, where in the input it ends and the number of documents so far."""
+    """An initial meta.json.
+
+    `ends`: for each shard, the position in the input at which it ends (source, piece, token; with a sampled
+    validation split, that one's tokens), and the number of documents so far.
+    """
     meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
     return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
 
@@ -355,7 +405,7 @@ META_TYPES = {
     "dataset": str, "tokenizer": str, "vocab_size": int, "documents": int, "tokens": int, "targets": int,
     "shards": dict, "complete": bool, "made_from": dict, "ends": dict, "validation_every": int,
 }  # fmt: skip
-META_KEYS = ("dataset", "tokenizer", "shards", "complete")  # what every meta.json has
+META_KEYS = ("tokenizer",)  # what every meta.json has; people write short ones by hand
 
 
 def read_meta(path):
@@ -363,6 +413,9 @@ def read_meta(path):
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
+        if isinstance(meta, dict):
+            for key, value in {"dataset": "unknown", "shards": {}, "complete": True}.items():
+                meta.setdefault(key, value)  # last, so that a resumed run writes the keys in the same order
         check_meta_form(meta)
     except OSError as error:
         raise could_not_open("file", path, error) from None
@@ -471,6 +524,11 @@ def read_metas(folder):
 def check_same_dataset(folder, metas, path, meta):
     """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
     for other_path, old in metas.items():
+        if num_parts_of(other_path) != num_parts_of(path):
+            raise UserError(
+                f"{folder} has shards that were made in {num_parts_of(other_path)} part(s), and --part now asks for "
+                f"{num_parts_of(path)}: the file names would be the same. Choose another output folder."
+            )
         was, now = identity(old, old), identity(meta, old)
         for key in now:
             if key == "sources" and other_path != path:
@@ -494,4 +552,5 @@ def identity(meta, old):
     for i, (name, size) in enumerate(meta["made_from"]["sources"]):
         is_read = old["complete"] or i < num_read
         sources.append([name, size if is_read else 0])
-    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **meta["made_from"], "sources": sources}
+    made_from = {"separator": ""} | meta["made_from"]  # the default of a flag that older runs did not have
+    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **made_from, "sources": sources}

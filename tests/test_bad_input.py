@@ -29,7 +29,7 @@ import torch
 from conftest import ROOT, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint, distributed
+from plumbing import checkpoint, distributed, runs
 
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
@@ -487,7 +487,7 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(train_gpt2.UserError, match="2 processes on this machine.* 1 GPU.*--nproc_per_node=1"):
-        distributed.setup_distributed("cuda")
+        train_gpt2.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
@@ -502,8 +502,8 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypa
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: False)
     with pytest.raises(train_gpt2.UserError, match="--dtype bfloat16.* Use --dtype float16"):
         distributed.choose_dtype("bfloat16", "cuda", 768)
-    assert distributed.choose_dtype("auto", "cuda", 768) == torch.float16
-    assert distributed.choose_dtype("auto", "cpu", 128) == torch.float32
+    assert distributed.choose_dtype("auto", "cuda", 768) == (torch.float16, "float16")
+    assert distributed.choose_dtype("auto", "cpu", 128) == (torch.float32, "float32")
 
 
 def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
@@ -513,7 +513,7 @@ def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
             distributed.choose_dtype("fp8", device, 768)
     for capability in [(8, 9), (9, 0), (10, 0)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        assert distributed.choose_dtype("fp8", "cuda", 768) == torch.bfloat16, "but for the output layer"
+        assert distributed.choose_dtype("fp8", "cuda", 768) == (torch.bfloat16, "fp8"), "but for the output layer"
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])
@@ -627,7 +627,7 @@ def stop_after_two_steps(args):
         if "train" in streams and step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with patched(checkpoint.Run, "report", report_and_stop) as report:
+    with patched(runs.Run, "report", report_and_stop) as report:
         train_gpt2.main(args)
 
 

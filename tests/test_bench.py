@@ -62,7 +62,7 @@ def test_train_stands_beside_transformers_and_a_peer(tmp_path, capsys):
     assert all(loss == pytest.approx(np.log(320), abs=0.5) for loss in numbers["losses"].values())
     assert numbers["losses"]["train_gpt2 batch_size=4"] == pytest.approx(numbers["losses"]["train_gpt2"], abs=1e-5)
     families = numbers["families"]
-    assert all(families[name] > 0 for name in ("matmul", "attention", "loss", "optimizer", "pointwise"))
+    assert all(families[name] > 0 for name in ("matmul", "attention", "loss", "optimizer", "GELU", "other"))
     lines = capsys.readouterr().out.splitlines()
     table = lines[-6:]
     # the columns line up: each row has its numbers where the others have theirs
@@ -73,16 +73,16 @@ def test_the_references_of_train_do_our_training(tmp_path):
     """transformers with our weights, on our batch: the loss and the weights after a step are ours, too."""
     options = bench.cli.parse(bench.Options, ["train", *flags(**TINY)])
     config = bench.train_config(options, "cpu")
-    ddp = bench.alone(config, "cpu")
+    place = bench.choose_place(config, "cpu")
     bench.random_shards(tmp_path, config)
-    theirs = bench.make_transformers(config, tmp_path, ddp, 1)
+    theirs = bench.make_transformers(config, tmp_path, place, 1)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(config.block_size, 320, 1, 2, 32))
     weights = dict(theirs.model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = weights[name]
             parameter.copy_(weight.T if name.endswith(bench.MATRICES) else weight)
-    optimizers = train_gpt2.configure_optimizers(model, config, "cpu")
+    optimizers = train_gpt2.configure_optimizers(model, config)
     idx = theirs.tokens[:64].view(2, 2, 16)  # two micro-steps of two sequences
     # transformers leaves out the last target of each sequence, for it has none
     targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE_INDEX)], 2)
@@ -127,17 +127,80 @@ def test_data_counts_the_tokens_that_tiktoken_counts(tmp_path, capsys):
     assert numbers["tok_per_s"] > 0 and "disagree" not in capsys.readouterr().out
 
 
+def test_the_ladder_adds_one_optimization_at_a_time(tmp_path, monkeypatch, capsys):
+    compiled = []
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model, **options):
+            super().__init__()
+            self.model = model
+            compiled.append(model)
+
+        def forward(self, *args, **options):
+            return self.model(*args, **options)
+
+    monkeypatch.setattr(torch, "compile", Compiled)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(bench, "make_rungs", lambda device, make=bench.make_rungs: make("cuda"))  # all of them
+    picture = tmp_path / "ladder.png"
+    shape = dict(n_layer=1, n_head=2, n_embd=32, batch_size=1, sequence_length=16, rounds=1, device="cpu")
+    numbers = measure(tmp_path, "ladder", plot=picture, **shape)
+    names = ["float32", "TF32", "bfloat16 autocast", "torch.compile", "flash attention", "vocabulary 50304",
+             "fused AdamW", "this program"]  # fmt: skip
+    assert list(numbers["rungs"]) == names and len(compiled) == 5
+    for name, rung in numbers["rungs"].items():
+        # weights and data are the same in all rungs but for the vocabulary's size, and the program's own are shuffled
+        assert rung["loss"] == pytest.approx(np.log(50257), abs=0.2), name
+    rungs = list(numbers["rungs"].values())
+    assert rungs[2]["loss"] == pytest.approx(rungs[4]["loss"], abs=2e-3), "flash attention is the same attention"
+    assert rungs[0]["total"] == 1 and numbers["ratio"] == rungs[-1]["total"]
+    assert rungs[-1]["tok_per_s"] == numbers["tok_per_s"] == pytest.approx(1e3 * 16 / rungs[-1]["ms"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[-8:]] == names
+
+
+def test_a_rung_that_the_processor_lacks_is_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    names = [rung.name for rung in bench.make_rungs("cpu")]
+    assert names == ["float32", "torch.compile", "flash attention", "vocabulary 50304", "fused AdamW"]
+    assert bench.make_rungs("cpu")[-1] == bench.Rung("fused AdamW", False, "float32", True, True, 50304, True)
+
+
+def test_kernels_belong_to_the_families_that_their_names_say():
+    kernels = {
+        "triton_red_fused__log_softmax__to_copy__unsafe_view_prepare_softmax_online_view_10": "loss",
+        "triton_per_fused__to_copy_add_native_layer_norm_view_5": "LayerNorm, residual",
+        "triton_per_fused_add_embedding_dense_backward_native_layer_norm_backward_15": "LayerNorm, residual",
+        "triton_red_fused_gelu_gelu_backward_sum_view_6": "bias gradients",
+        "triton_red_fused_cat_sum_transpose_view_11": "bias gradients",
+        "triton_red_fused_sum_view_2": "bias gradients",
+        "triton_poi_fused_gelu_gelu_backward_view_5": "GELU",
+        "triton_poi_fused_cat_transpose_view_10": "q, k, v gradients",
+        "triton_poi_fused__to_copy_t_9": "copies",
+        "triton_poi_fused_embedding_dense_backward_14": "embedding",
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "matmul",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
+        "cross_entropy_kernel": "loss",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "aten::native_layer_norm_backward": "LayerNorm, residual",
+        "aten::gelu_backward": "GELU",
+        "aten::add_": "other",
+    }
+    assert {name: bench.family_of(name) for name in kernels} == kernels
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     mistakes = {
-        "needed a checkout of nanoGPT": ["train", "--peer", str(tmp_path)],
-        "did you mean quickstart?": ["train", "--preset", "quickstar"],
-        "did you mean --rounds?": ["train", "--round", "3"],
-        "--max-new-tokens 0": ["sample", "--max-new-tokens", "0"],
-        "rounds -1": ["train", "--rounds", "-1"],
+        "There is no model.py in": ["train", "--peer", str(tmp_path)],
+        "quickstart": ["train", "--preset", "quickstar"],
+        "--rounds": ["train", "--round", "3"],
+        "--max-new-tokens is 0, but it must be 1 or more.": ["sample", "--max-new-tokens", "0"],
+        "--rounds is -1, but it must be 0 or more.": ["train", "--rounds", "-1"],
+        "--n-embd is -4": ["sample", "--n-embd", "-4"],
         "no-such.jsonl": ["hellaswag", "--data", str(tmp_path / "no-such.jsonl"), *flags(n_layer=1, tokenizer="bytes")],
-        "--device tpu": ["train", "--device", "tpu"],
+        "tpu": ["train", "--device", "tpu"],
     }
     for part, args in mistakes.items():
         assert status_of(bench.main, args) == 2, part
         said = capsys.readouterr().err
-        assert said.startswith("error: got ") and part in said and said.count("\n") == 1, said
+        assert said.startswith("error: ") and part in said and said.count("\n") == 1, said

@@ -1,8 +1,10 @@
-"""bench_gpu.py as far as a CPU can answer it: every question runs, and a run that was cut short goes on."""
+"""bench_gpu.py as far as a CPU goes: every benchmark runs, and a run that was cut short goes on."""
 
 import functools
 import json
 import os
+import shutil
+import time
 
 import pytest
 import torch
@@ -31,8 +33,8 @@ for step in range(max_steps):
 
 
 @pytest.fixture
-def ask(tmp_path, data):
-    """A call of bench_gpu.main with tiny settings that returns the answers by question."""
+def measure(tmp_path, data):
+    """A call of bench_gpu.main with tiny settings that returns the results by benchmark."""
     (tmp_path / "model.py").write_text(PEER)
     (tmp_path / "train_gpt2.py").write_text(BUILD_NANOGPT)
     (tmp_path / "hellaswag.py").write_text("")
@@ -41,84 +43,90 @@ def ask(tmp_path, data):
     def run(**options):
         assert status_of(bench_gpu.main, flags(**tiny | options)) == 0
         log = tmp_path / "out" / "answers.jsonl"
-        return {a["question"]: a for a in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+        return {a["benchmark"]: a for a in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
 
     return run
 
 
-def test_every_question_is_answered_as_far_as_a_cpu_can(ask, tmp_path, capsys, monkeypatch):
+def test_every_benchmark_runs_as_far_as_a_cpu_goes(measure, tmp_path, capsys, monkeypatch):
     real, sampled = [], []
     monkeypatch.setattr(bench_gpu.Bench, "real_run", lambda b, *args, **changes: real.append((args, changes)) or {})
     rates = dict(rates={}, ratios={}, same_tokens={})
     monkeypatch.setattr(bench, "bench_sample", lambda options, device: sampled.append(options) or rates)
-    monkeypatch.setattr(bench_gpu.Bench, "autotuned", lambda b: {})  # minutes of compiling
-    answers = ask()
-    errors = {name: a["error"] for name, a in answers.items() if "error" in a}
+    monkeypatch.setattr(bench_gpu.Bench, "ladder", lambda b: {"rungs": {}})  # minutes of compiling
+    results = measure()
+    errors = {name: a["error"] for name, a in results.items() if "error" in a}
     assert not errors
+    assert list(results)[:3] == ["machine", "60 steps of train_gpt2.py", "nanoGPT"], "the result comes first"
     assert len(real) == 3 and [options.batch_size for options in sampled] == [1, 8]
-    assert answers["recompiles"]["recompiled"] is False and answers["HellaSwag"]["hellaswag_s"] > 0
-    assert answers["build-nanogpt as published"]["tok_per_s"] == 1000
-    one, two = answers["train_gpt2, B=1"], answers["train_gpt2, B=2"]
+    assert results["recompiles"]["recompiled"] is False and results["HellaSwag"]["hellaswag_s"] > 0
+    assert results["build-nanogpt as published"]["tok_per_s"] == 1000
+    assert results["matmuls"]["flops_per_s"].keys() == {"c_attn", "attn.c_proj", "c_fc", "mlp.c_proj", "lm_head"}
+    assert all(rate > 0 for rates in results["matmuls"]["flops_per_s"].values() for rate in rates.values())
+    one, two = results["train_gpt2, B=1"], results["train_gpt2"]
     assert (one["B"], two["B"]) == (1, 2) and two["families"]["matmul"] > 0
-    for name in ("MATH", "logits returned, too", "not compiled", "train_gpt2, B=1"):
-        assert answers[name]["loss"] == pytest.approx(two["loss"], abs=1e-5), name
-    alone = answers["one micro-step a step"]
-    for parts in ("one graph", "a graph per bucket", "no bucket views"):
-        assert answers[f"one micro-step, DDP, {parts}"]["loss"] == pytest.approx(alone["loss"], abs=1e-6)
-    # the table has a line for each, with ours as 1.00
+    for name in ("MATH", "logits returned, too", "not compiled, B=2", "train_gpt2, B=1", "GELU by a sigmoid"):
+        assert results[name]["loss"] == pytest.approx(two["loss"], abs=1e-5), name
+    assert results["loss fused by torch"]["loss"] == pytest.approx(two["loss"], abs=0.01)
+    plain = results["one micro-step a step"]
+    for graphs in ("one graph", "a graph per bucket", "no bucket views"):
+        assert results[f"one micro-step, DDP, {graphs}"]["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    # the table has a line for each, relative to the trainer itself
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("train_gpt2, B=2 ") and line.endswith("1.00") for line in lines)
-    for name in answers.keys() - {"machine"}:
+    assert any(line.startswith("60 steps of train_gpt2.py ") and line.endswith("1.00") for line in lines)
+    for name in results.keys() - {"machine"}:
         assert any(line.startswith((f"{name} ", f"{name}: ")) for line in lines), name
 
 
-def test_a_run_that_was_cut_short_goes_on(ask, capsys, monkeypatch):
-    assert ask(minutes=0) == {} and "asks what is left, machine" in capsys.readouterr().out
-    asked = []
+def test_a_run_that_was_cut_short_goes_on(measure, capsys, monkeypatch):
+    assert measure(minutes=0) == {} and "to measure the rest: machine, 60 steps" in capsys.readouterr().out
+    measured = []
 
-    def questions(b):
-        return {name: lambda name=name: asked.append(name) or {"ms": 1.0, "tok_per_s": 2.0} for name in ("a", "b", "c")}
+    def measure_one(name):
+        measured.append(name)
+        return {"ms": 1.0, "tok_per_s": 2.0}
 
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: dict(list(questions(b).items())[:1]))
-    assert list(ask()) == ["a"]
-    monkeypatch.setattr(bench_gpu, "questions", questions)
-    assert list(ask()) == asked == ["a", "b", "c"]
+    entries = {name: (1, functools.partial(measure_one, name)) for name in ("a", "b", "c")}
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"a": entries["a"]})
+    assert list(measure()) == ["a"]
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: entries)
+    assert list(measure()) == measured == ["a", "b", "c"]
 
 
-def test_an_error_is_an_answer_and_a_lost_gpu_a_new_process(ask, monkeypatch):
+def test_an_error_is_a_result_and_a_lost_gpu_a_new_process(measure, monkeypatch):
     def fail():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     started = []
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"a": lambda: 1 / 0, "b": fail})
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"a": (1, lambda: 1 / 0), "b": (1, fail)})
     monkeypatch.setattr(os, "execv", lambda program, args: started.append(args))
-    answers = ask()
-    assert answers["a"]["error"] == "ZeroDivisionError: division by zero"
-    assert "illegal memory access" in answers["b"]["error"] and len(started) == 1
+    results = measure()
+    assert results["a"]["error"] == "ZeroDivisionError: division by zero"
+    assert "illegal memory access" in results["b"]["error"] and len(started) == 1
     assert started[0][-1].startswith("--minutes=") and 8 < float(started[0][-1].split("=")[1]) < 9
 
 
-def test_a_question_that_ended_the_process_is_not_asked_again(ask, tmp_path, monkeypatch):
+def test_a_benchmark_that_ended_the_process_is_not_started_again(measure, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "asking.txt").write_text("a")
-    asked = {"a": lambda: 1 / 0, "b": lambda: {"ms": 1.0, "tok_per_s": 2.0}}
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: asked)
-    answers = ask()
-    assert answers["a"]["error"] == "the process ended while this was asked" and answers["b"]["ms"] == 1.0
-    assert not (tmp_path / "out" / "asking.txt").exists()
+    (tmp_path / "out" / "running.txt").write_text("a")
+    entries = {"a": (1, lambda: 1 / 0), "b": (1, lambda: {"ms": 1.0, "tok_per_s": 2.0})}
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: entries)
+    results = measure()
+    assert "The program ended before this was measured" in results["a"]["error"] and results["b"]["ms"] == 1.0
+    assert not (tmp_path / "out" / "running.txt").exists()
 
 
-def test_a_question_that_fails_leaves_the_next_one_all_kernels(ask, monkeypatch):
+def test_a_benchmark_that_fails_leaves_the_next_one_all_kernels(measure, monkeypatch):
     def give_up():
         torch.backends.cuda.enable_flash_sdp(False)
         raise RuntimeError("as the trainer does where a kernel fails")
 
     flash = lambda: {"flash": torch.backends.cuda.flash_sdp_enabled()}  # noqa: E731
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"a": give_up, "b": flash})
-    assert ask()["b"]["flash"] is True
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"a": (1, give_up), "b": (1, flash)})
+    assert measure()["b"]["flash"] is True
 
 
-def test_a_compiler_that_fails_is_an_error_not_a_number(ask, monkeypatch):
+def test_a_compiler_that_fails_is_an_error_not_a_number(measure, monkeypatch):
     def broken_compile(model, **options):
         def fail(*args, **kwargs):
             raise RuntimeError("no C++ compiler found")
@@ -126,34 +134,67 @@ def test_a_compiler_that_fails_is_an_error_not_a_number(ask, monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", broken_compile)
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"ours": lambda: bench_gpu.rate(b.ours("compile=True"))})
-    assert "torch.compile failed" in ask()["ours"]["error"]
+    ours = lambda b: bench_gpu.rate(b.ours("compile=True"))  # noqa: E731
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"ours": (1, lambda: ours(b))})
+    assert "torch.compile failed" in measure()["ours"]["error"]
 
 
 @pytest.mark.slow
-def test_each_attention_backend_is_compiled_for_itself(ask, monkeypatch):
+def test_each_attention_backend_is_compiled_for_itself(measure, monkeypatch):
     """The second is not served with the graph that was cached for the first."""
     backends = {name: getattr(bench_gpu.SDPBackend, name) for name in ("FLASH_ATTENTION", "MATH")}
     compile_with = functools.partial(torch.compile, backend="inductor")
     monkeypatch.setattr(torch, "compile", compile_with)
-    monkeypatch.setattr(
-        bench_gpu, "questions", lambda b: {name: functools.partial(b.with_attention, x) for name, x in backends.items()}
-    )
-    answers = ask(settings=SETTINGS.replace("compile=False", "compile=True"))
-    assert any("flash" in kernel for kernel in answers["FLASH_ATTENTION"]["kernels"])
-    assert answers["MATH"]["kernels"] == []
+
+    def benchmarks(b):
+        return {name: (1, functools.partial(b.with_attention, backend)) for name, backend in backends.items()}
+
+    monkeypatch.setattr(bench_gpu, "benchmarks", benchmarks)
+    results = measure(settings=SETTINGS.replace("compile=False", "compile=True"))
+    assert any("flash" in kernel for kernel in results["FLASH_ATTENTION"]["kernels"])
+    assert results["MATH"]["kernels"] == []
 
 
-def test_a_real_run_tells_its_losses_and_leaves_no_checkpoints(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"run": lambda: b.real_run("run", 4, 2, dtype="bfloat16")})
-    answer = ask()["run"]
+def test_a_real_run_tells_its_losses_and_leaves_no_checkpoints(measure, tmp_path, monkeypatch):
+    good = lambda b: b.real_run("run", 4, 2, dtype="bfloat16")  # noqa: E731
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"run": (1, lambda: good(b))})
+    answer = measure()["run"]
     assert set(answer["val"]) == {"0", "1", "2", "3", "4"} and answer["tok_per_s"] > 0 and answer["hella"] == {}
     assert answer["val"]["4"] < answer["val"]["0"]
     assert {path.name for path in (tmp_path / "out" / "run").iterdir()} == {"log.txt", "run.txt"}
     assert "'bfloat16'" not in (tmp_path / "out" / "run" / "run.txt").read_text()
     assert '"dtype": "bfloat16"' in (tmp_path / "out" / "run" / "run.txt").read_text()
-    monkeypatch.setattr(bench_gpu, "questions", lambda b: {"bad": lambda: b.real_run("bad", 4, 2, max_lr=-1.0)})
-    assert "got max_lr -1.0" in ask()["bad"]["error"]
+    bad = lambda b: b.real_run("bad", 4, 2, max_lr=-1.0)  # noqa: E731
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"bad": (1, lambda: bad(b))})
+    error = measure()["bad"]["error"]
+    assert "train_gpt2.py failed with status 2: error:" in error and "-1.0" in error and "bad.txt" in error
+
+
+def test_a_smaller_batch_than_asked_for_is_an_error_not_a_number(measure, monkeypatch):
+    fit = bench.fit_to_machine
+
+    def fit_half(raw_model, config, *rest):
+        model, B = fit(raw_model, config, *rest)
+        return model, B // 2
+
+    monkeypatch.setattr(bench, "fit_to_machine", fit_half)
+    monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"ours": (1, lambda: bench_gpu.rate(b.ours()))})
+    assert "Only 1 of 2 sequences fit in memory" in measure()["ours"]["error"]
+
+
+def test_clocks_and_power_are_medians_of_the_busy_seconds(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    rows = ["210, 3201, 80.0, 30, 0", "1900, 3201, 600.0, 60, 100", "1800, 3201, 700.0, 62, 99"]
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    program.chmod(0o755)
+    if not shutil.which("nvidia-smi"):
+        with bench_gpu.sampled_clocks(tmp_path / "smi.csv") as nothing:
+            pass
+        assert nothing == {}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with bench_gpu.sampled_clocks(tmp_path / "smi.csv") as clocks:
+        time.sleep(0.5)
+    assert clocks["clocks.sm"] == 1850 and clocks["power.draw"] == 650
 
 
 def test_hellaswags_length_is_imitated():

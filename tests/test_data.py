@@ -334,7 +334,9 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     assert enc.name == "bytes"
     val = open_shard(find_shards(tmp_path / "d", "val")[0]).read().tolist()
     train = [open_shard(path).read().tolist() for path in find_shards(tmp_path / "d", "train")]
-    assert val + sum(train, []) == stream
+    # own text validates on some of its documents
+    found = "".join(map(chr, val + sum(train, []))).split(chr(256))
+    assert sorted(found) == sorted("".join(map(chr, stream)).split(chr(256))) and 0 < len(val) < len(stream) // 10
     loader = DataLoaderLite(tmp_path / "d", "train", 1, 10)
     check_token_ids(loader.shards, enc.name, enc.n_vocab)
     for shard in train:

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import http.server
+import io
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
+from tqdm import tqdm
 from conftest import ROOT, SHARED, listing, patched, run
 
 import fineweb
@@ -28,9 +30,11 @@ import tokenizer
 from fineweb import Options, prepare
 from plumbing import documents, shards
 from plumbing.cli import UserError
+from plumbing.files import lock_folder
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
+TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
 WORDS = "the of a and über naïve 日本 cat's 3.14 x=1 \t \n\n <|endoftext|> don't 🙂 end".split(" ")
 
 
@@ -42,6 +46,31 @@ def random_documents(count, seed=0, longest=300):
 def as_bytes(texts):
     """What the byte tokenizer must make of documents: 256, then the bytes of UTF-8, each document in turn."""
     return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
+
+
+def split_by_hand(files, num_bytes, shard_size=100_000_000, limit=10**9):
+    """(validation tokens, training tokens) of own text: `files` are lists of documents, of so many bytes on disk."""
+    every = max(11, -(-num_bytes // shard_size))
+    validation, training, seen = [], [], 0
+    for i, texts in enumerate(files):
+        for j, text in enumerate(texts):
+            tokens = [256, *text.encode()][: limit - seen]
+            seen += len(tokens)
+            fits = len(validation) + len(tokens) <= min(seen // 10, shard_size)
+            (validation if fits and (i + j) % every == every - 1 else training).extend(tokens)
+    share = max(1, min(shard_size, seen // every))
+    if len(validation) < share / 2:
+        last_shard = (len(training) - 1) // shard_size * shard_size
+        cut = max(last_shard, len(training) - (share - len(validation)))
+        validation, training = validation + training[cut:], training[:cut]
+    return np.array(validation, np.uint16), np.array(training, np.uint16)
+
+
+def is_split(folder, files, paths, **options):
+    """Whether the shards in `folder` are what `split_by_hand` makes of the documents."""
+    validation, training = split_by_hand(files, sum(map(os.path.getsize, paths)), **options)
+    same = np.array_equal(read(folder, "*_val_*"), validation) and np.array_equal(read(folder, "*_train_*"), training)
+    return same and 0 < len(validation) <= max(1, (len(training) + len(validation)) // 10)
 
 
 def read(folder, pattern="*.npy"):
@@ -95,7 +124,7 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
             data = pa.compress(data, codec="zstd", asbytes=True)
         path.write_bytes(data)
     folder = make(tmp_path, str(path), shard_size=5000)
-    assert np.array_equal(read(folder), as_bytes(texts))
+    assert is_split(folder, [texts], [path], shard_size=5000)
 
 
 @needs_gpt2
@@ -103,7 +132,8 @@ def test_gpt2_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
     texts = ["", "<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end", "日本語" * 9]
     folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), tokenizer="gpt2", shard_size=100)
     enc = tiktoken.get_encoding("gpt2")
-    assert read(folder).tolist() == [i for text in texts for i in [50256, *enc.encode_ordinary(text)]]
+    tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of few documents, the last tokens validate
+    assert tokens == [i for text in texts for i in [50256, *enc.encode_ordinary(text)]]
 
 
 @needs_gpt2
@@ -130,17 +160,92 @@ def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway
     assert gpt2.decode(million) == "a" + " " * 1_000_000 + "x"
 
 
-@needs_gpt2
-@pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
-def test_a_long_text_is_cut_where_no_token_crosses(pattern):
+# what a text is made of: words, white space and signs, and scripts with and without spaces, with marks that are no
+# letters: Russian, Chinese, Arabic, Hindi, Thai
+SCRIPTS = [
+    WORDS,
+    [" ", "  ", "\n", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\x1c", "\u2028", "\x85"],
+    [".", "...", ",", "'s", "'", "\u2019s", "3.14", "1234567", "\u00b2", "_", "<|endoftext|>", "\U0001f642", "\u200b"],
+    ["\u0412\u0441\u0435", "\u0441\u0447\u0430\u0441\u0442\u044c\u0435", "\u0441\u0435\u043c\u044c\u0438"],
+    ["\u6211\u662f", "\u4eba", "\u3002", "\uff0c", "\u300c", "\u300d", "\u4e8c\u5341", "\uff12"],
+    ["\u0643\u062a\u0627\u0628", "\u060c"],
+    ["\u0939\u093f\u0928\u094d\u0926\u0940", "\u0964"],
+    ["\u0e44\u0e17\u0e22", "\u0e20\u0e32\u0e29\u0e32"],
+]
+
+
+def two_tokenizers():
+    """GPT-2's tables with the two patterns that text can be split by before merging."""
     gpt2 = tiktoken.get_encoding("gpt2")
     parts = dict(mergeable_ranks=gpt2._mergeable_ranks, special_tokens=gpt2._special_tokens)
-    enc = tiktoken.Encoding("x", pat_str=tokenizer.PATTERNS[pattern], **parts)
-    text = "\n".join(random_documents(30, seed=1))
-    for size in (1, 7, 50, 1000):
-        pieces = list(documents.split_at_spaces(text[i : i + size] for i in range(0, len(text), size)))
-        assert "".join(pieces) == text
-        assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
+    patterns = (tokenizer.PATTERNS["gpt2"], tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"])
+    return [tiktoken.Encoding("x", pat_str=pattern, **parts) for pattern in patterns]
+
+
+@needs_gpt2
+def test_a_long_text_is_cut_where_no_token_crosses():
+    rng = random.Random(0)
+    encs = two_tokenizers()
+    texts = ["\n".join(random_documents(30, seed=1))]
+    for _ in range(100):
+        scripts = [rng.choice(SCRIPTS) for _ in range(3)]
+        texts.append("".join(rng.choice(rng.choice(scripts)) for _ in range(300)))
+    num_pieces = 0
+    for text in texts:
+        for size in (1, 7, 50):
+            pieces = list(documents.split_between_tokens(text[i : i + size] for i in range(0, len(text), size)))
+            num_pieces += len(pieces)
+            assert "".join(pieces) == text
+            for enc in encs:
+                assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
+    assert num_pieces > 5000
+
+
+@pytest.mark.parametrize("words", [
+    ["\u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 "], ["\u6211\u662f\u4eba", "\u3002\n"],
+    ["\u0939\u093f\u0928\u094d\u0926\u0940 "], ["\u0643\u062a\u0627\u0628\n"],
+])  # fmt: skip
+def test_a_text_without_ascii_letters_is_not_held_in_memory(words):
+    """It was: the only places to cut at were after an ASCII letter, so 290 MB of Cyrillic took 2.4 GB."""
+    text = "".join(words * 3000)
+    pieces = list(documents.split_between_tokens(text[i : i + 1000] for i in range(0, len(text), 1000)))
+    assert "".join(pieces) == text and max(map(len, pieces)) < 1100
+
+
+@pytest.mark.parametrize("block", [1, 5, 40, 100_000])
+def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_CHARS", block)
+    texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five <|endof"]
+    joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>"
+    joined += "<|endoftext|>\n".join(texts[2:])
+    (tmp_path / "stories.txt").write_bytes(joined.encode() + b"\n<|endoftext|>\n")
+    found = []
+    for text, starts in documents.read_txt(tmp_path / "stories.txt", "<|endoftext|>"):
+        found += [text] if starts else []
+        if not starts:
+            found[-1] += text
+    assert found == texts
+
+
+def test_stories_between_separators_become_documents_and_a_note_says_how(tmp_path, capsys):
+    stories = [f"Once upon a time there were {i} bears." for i in range(40)]
+    path = tmp_path / "TinyStories-valid.txt"
+    path.write_text("\n<|endoftext|>\n".join(stories))
+    make(tmp_path, str(path), name="one")
+    assert "--separator '<|endoftext|>'" in capsys.readouterr().out
+    folder = make(tmp_path, str(path), name="out", separator="<|endoftext|>")
+    assert is_split(folder, [stories], [path]) and "--separator" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="separator was <|endoftext|> and is now"):
+        make(tmp_path, str(path), name="out")
+
+
+def test_json_is_taken_for_json_lines_as_in_c4(tmp_path):
+    texts = random_documents(20)
+    write_jsonl(tmp_path / "a.jsonl.gz", texts)
+    (tmp_path / "c4-train.00000-of-01024.json.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes())
+    write_jsonl(tmp_path / "b.json", texts)
+    paths = [tmp_path / "b.json", tmp_path / "c4-train.00000-of-01024.json.gz"]
+    assert is_split(make(tmp_path, *map(str, paths)), [texts, texts], paths)
 
 
 def test_globs_are_sorted_and_the_order_given_is_kept(tmp_path):
@@ -148,7 +253,7 @@ def test_globs_are_sorted_and_the_order_given_is_kept(tmp_path):
     for i in (2, 0, 1):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[3 * i : 3 * i + 3])
     folder = make(tmp_path, str(tmp_path / "2.jsonl"), str(tmp_path / "[01].jsonl"), shard_size=1000)
-    assert np.array_equal(read(folder), as_bytes(texts[6:] + texts[:6]))
+    assert is_split(folder, [texts[6:], texts[:3], texts[3:6]], tmp_path.glob("*.jsonl"), shard_size=1000)
 
 
 def test_python_docs_are_the_documentation_of_this_python(tmp_path):
@@ -191,8 +296,9 @@ def test_shards_are_cut_as_the_docstring_says():
             tokens = np.array([ord(char) for char in text], dtype=np.uint16)
             yield documents.Batch(0, i, [None]), tokens, np.array([len(text)])
 
-    def cut(*texts, **options):
-        return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(stream(*texts), 4, **options)]
+    def cut(*texts, limit=99, skip=0):
+        limited = fineweb.limit_tokens(stream(*texts), limit + skip, tqdm(disable=True))
+        return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(limited, 4, skip)]
 
     assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
     # what is exactly full is still the last, a document may be longer than two shards
@@ -204,31 +310,72 @@ def test_shards_are_cut_as_the_docstring_says():
 def test_names_and_meta_json_say_what_is_there(tmp_path):
     texts = random_documents(30)
     folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
+    validation, training = split_by_hand([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
     tokens = as_bytes(texts)
-    files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(tokens) // 6000))]
-    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json"])
+    files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
+    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TOKENIZER])
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
-    lengths = [6000] * (len(files) - 1) + [len(tokens) % 6000]
+    lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
     assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(tokens), True)
     # each is what np.save writes, to the byte
-    np.save(tmp_path / "saved.npy", tokens[6000:12000])
+    np.save(tmp_path / "saved.npy", training[:6000])
     assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / files[1]).read_bytes()
 
 
-@pytest.mark.parametrize("length, lengths", [(100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10)])
-def test_a_corpus_within_one_shard_is_cut_into_tenths(tmp_path, length, lengths):
+@pytest.mark.parametrize("length, lengths", [
+    (100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10),
+])  # fmt: skip
+def test_python_docs_within_one_shard_are_cut_into_tenths(tmp_path, length, lengths):
+    """Their order is random, so the first tenth is like the rest."""
+    with patched(documents, "python_docs", lambda: ["x" * (length - 1)]):
+        folder = make(tmp_path, dataset="python-docs", shard_size=1000)
+    assert list(json.loads((tmp_path / "out" / "meta.json").read_text())["shards"].values()) == lengths
+    assert len(read(folder, "*_val_*")) == lengths[0]
+
+
+@pytest.mark.parametrize("length, lengths", [(100, [9, 91]), (101, [9, 92]), (2, [1, 1]), (2000, [181, 1000, 819])])
+def test_of_one_document_the_end_validates(tmp_path, length, lengths):
     (tmp_path / "a.txt").write_text("x" * (length - 1))
     folder = make(tmp_path, str(tmp_path / "a.txt"), shard_size=1000)
     assert list(json.loads((tmp_path / "out" / "meta.json").read_text())["shards"].values()) == lengths
     assert len(read(folder, "*_val_*")) == lengths[0]
 
 
+@pytest.mark.parametrize("kind", ["documents", "one text"])
+def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, kind, capsys):
+    """It was the first shard: of a corpus of 338,000 tokens, 286,000 became validation."""
+    texts = [f"{i} " * random.Random(i).randrange(1, 1600) for i in range(400)]
+    if kind == "documents":
+        path = write_jsonl(tmp_path / "a.jsonl", texts)
+    else:
+        path = str(tmp_path / "a.txt")
+        Path(path).write_text(" ".join(texts))
+    folder = make(tmp_path, path, shard_size=150_000)
+    validation, training = read(folder, "*_val_*"), read(folder, "*_train_*")
+    total = len(validation) + len(training)
+    assert total // 20 < len(validation) <= total // 10
+    numbers = [int(n) for n in bytes(validation[validation < 256].astype(np.uint8)).split()[1:-1]]
+    assert np.histogram(numbers, 8, (0, 400))[0].all()  # some from every eighth of the text
+    assert f"{len(training):,} tokens to train on and {len(validation):,} to validate on" in capsys.readouterr().out
+
+
+def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it(tmp_path):
+    texts = [f"{i:03d} " * 20 for i in range(1000)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    folder = make(tmp_path, path, shard_size=2000)
+    assert is_split(folder, [texts], [path], shard_size=2000)
+    validation = read(folder, "*_val_*")
+    numbers = {int(n) for n in bytes(validation[validation < 256].astype(np.uint8)).split()}
+    assert len(validation) <= 2000 and min(numbers) < 100 and max(numbers) > 900
+
+
 def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
     texts = random_documents(30)
-    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=1000, max_tokens=2345)
-    assert np.array_equal(read(folder), as_bytes(texts)[:2345])
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
+    assert is_split(folder, [texts], [path], shard_size=1000, limit=2345) and len(read(folder)) == 2345
 
 
 @needs_shared
@@ -240,8 +387,10 @@ def test_docs_edu_is_what_an_independent_loop_makes_of_it(tmp_path):
     # every eighth document, found by its <|endoftext|>
     enc, starts = tiktoken.get_encoding("gpt2"), [*np.flatnonzero(got == 50256), len(got)]
     texts = [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
+    found = [enc.decode(got[start + 1 : stop].tolist()) for start, stop in zip(starts, starts[1:])]
+    assert sorted(found) == sorted(texts)
     for i in range(0, len(texts), 8):
-        assert got[starts[i] + 1 : starts[i + 1]].tolist() == enc.encode_ordinary(texts[i])
+        assert got[starts[i] + 1 : starts[i + 1]].tolist() == enc.encode_ordinary(found[i])
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +442,8 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
         writer = write_jsonl if kind == "jsonl" else write_parquet
         paths = (writer(tmp_path / f"a.{kind}", texts[:20]), writer(tmp_path / f"b.{kind}", texts[20:]))
     whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
-    renames = 2 * len(whole) - 1  # meta.json before the first shard and after every one
+    # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
+    renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
         options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
         status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
@@ -308,16 +458,16 @@ def test_the_script_killed_at_work_goes_on_where_it_was(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "fineweb.py"), *args, "--out-dir", "out"], cwd=tmp_path, stderr=subprocess.DEVNULL
     )
-    while not (tmp_path / "out" / "out_train_000002.npy").exists():
+    while not (tmp_path / "out" / "out_train_000003.npy").exists():
         assert process.poll() is None
         time.sleep(0.005)
     process.kill()
     process.wait()
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[01].npy")}
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[12].npy")}
     assert script(*args, "--out-dir", "out", cwd=tmp_path).returncode == 0
     assert script(*args, "--out-dir", "other/out", cwd=tmp_path).returncode == 0
     assert listing(tmp_path / "out") == listing(tmp_path / "other" / "out")
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[01].npy")} == before
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*_00000[12].npy")} == before
 
 
 def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path, capsys):
@@ -342,11 +492,47 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     assert (tmp_path / "out" / "out_val_000000.npy").exists()
     path.write_text("\n".join(lines))
     folder = make(tmp_path, str(path), shard_size=5000)
-    assert np.array_equal(read(folder), as_bytes(texts))
+    assert is_split(folder, [texts], [path], shard_size=5000)
     # meta.json tells of the file as it is now, else the same command would take it for another one
     before = listing(folder)
     make(tmp_path, str(path), shard_size=5000)
     assert "is complete" in capsys.readouterr().out and listing(folder) == before
+
+
+def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(20))
+    with lock_folder(tmp_path / "out"):
+        with pytest.raises(UserError, match="in use by process"):
+            make(tmp_path, path)
+    with lock_folder(make(tmp_path, path)):  # what is complete can be used by several at once
+        make(tmp_path, path)
+
+
+def test_what_an_earlier_version_began_is_not_continued_in_another_way(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
+    folder = Path(make(tmp_path, path, shard_size=5000))
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["validation_every"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    make(tmp_path, path, shard_size=5000)
+    assert "is complete" in capsys.readouterr().out
+    (folder / "meta.json").write_text(json.dumps(meta | {"complete": False}))
+    with pytest.raises(UserError, match="earlier version of fineweb.py"):
+        make(tmp_path, path, shard_size=5000)
+
+
+def test_a_bar_shows_how_far_a_download_is(tmp_path, server):
+    server.files = {"/a.jsonl": (json.dumps({"text": "x" * 5000}) + "\n").encode() * 3}
+    shown = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, file=io.StringIO())
+            shown.append(self)
+
+    with patched(documents, "tqdm", Bar):
+        make(tmp_path, f"{server.url}/a.jsonl")
+    assert [(bar.total, bar.n) for bar in shown] == [(len(server.files["/a.jsonl"]),) * 2]
 
 
 def limited(options, size):
@@ -362,7 +548,7 @@ def test_a_disk_that_refuses_leaves_whole_shards_and_one_line(tmp_path):
     options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", shard_size=4000)
     assert run(limited, options, 8000, output=tmp_path / "output") == [2]
     assert "File too large" in (tmp_path / "output").read_text()
-    assert not list((tmp_path / "out").glob("*.npy")) and not list((tmp_path / "out").glob("*.part"))
+    assert not list((tmp_path / "out").glob("*_train_*")) and not list((tmp_path / "out").glob("*.part"))
     prepare(options)
     assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
 
@@ -373,19 +559,18 @@ def test_a_disk_that_fills_up_later_keeps_the_shards_before(tmp_path):
 
     def full(number):
         calls.append(number)
-        if len(calls) > 5:  # meta.json, then a shard and meta.json each: the third shard fails
+        if len(calls) > 9:  # meta.json and the tokenizer's two files, then three files for each training shard
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
     before = listing(tmp_path / "out")
-    assert len(before) == 3 and not any(name.endswith(".part") for name in before)
+    assert len(before) == 6 and not any(name.endswith(".part") for name in before)
     make(tmp_path, path, shard_size=4000)
     assert listing(tmp_path / "out") == listing(make(tmp_path, path, name="other/out", shard_size=4000))
-    assert {name: listing(tmp_path / "out")[name] for name in before if name.endswith(".npy")} == {
-        name: digest for name, digest in before.items() if name.endswith(".npy")
-    }
+    after = listing(tmp_path / "out")
+    assert all(after[name] == digest for name, digest in before.items() if "_train_" in name)
 
 
 def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
@@ -401,9 +586,29 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
     assert sum(len(meta["shards"]) for meta in metas) == len(list(folder.glob("*.npy")))
     for i, meta in enumerate(metas):
         tokens = np.concatenate([np.load(folder / file) for file in meta["shards"]])
-        mine = [text for number in range(i, 5, 3) for text in texts[10 * number : 10 * number + 10]]
-        assert np.array_equal(tokens, as_bytes(mine))
+        mine = [texts[10 * number : 10 * number + 10] for number in range(i, 5, 3)]
+        if i == 0:  # the part that validates
+            paths = [tmp_path / f"{number}.jsonl" for number in range(i, 5, 3)]
+            assert np.array_equal(tokens, np.concatenate(split_by_hand(mine, sum(map(os.path.getsize, paths)), 3000)))
+        else:
+            assert np.array_equal(tokens, as_bytes([text for texts in mine for text in texts]))
+    with pytest.raises(UserError, match="in 3 part.s., and --part now asks for 2"):
+        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/2")
     assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
+
+
+def test_parts_made_at_the_same_time_are_those_made_in_turn(tmp_path):
+    for i in range(4):
+        write_jsonl(tmp_path / f"{i}.jsonl", random_documents(20, seed=i))
+
+    def make_part(name, part):
+        make(tmp_path, str(tmp_path / "*.jsonl"), name=name, shard_size=3000, part=part, num_proc=1)
+
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(make_part, ["a/out"] * 2, ["0/2", "1/2"]))
+    for part in ("0/2", "1/2"):
+        make_part("b/out", part)
+    assert listing(tmp_path / "a") == listing(tmp_path / "b")
 
 
 def test_importing_runs_nothing(tmp_path):
@@ -500,9 +705,9 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     with patched(documents, "RETRY_SECONDS", 0.01):
         urls = [f"{server.url}{path}" for path in files]
         folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
-    assert np.array_equal(read(folder), as_bytes(texts))
+    assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
-    assert all(re.search(r"\.npy$|^meta.json$", name) for name in os.listdir(folder))
+    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
 
 
 def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
@@ -531,7 +736,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
     shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])  # and no parquet
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TOKENIZER])  # and no parquet
     # what is complete needs no network
     asked = len(hub.asked)
     assert "is complete" in script(*args, cwd=tmp_path, **hub.env).stdout and len(hub.asked) == asked
@@ -553,7 +758,10 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json"])
+    assert set(os.listdir(folder)) - set(TOKENIZER) == {*shards, "meta.json"}
+    # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
+    assert (folder / "tokenizer.tiktoken").exists() == (SHARED / "tiktoken_cache").exists()
+    assert ("note: the tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays
@@ -586,6 +794,11 @@ def bad_inputs(tmp_path):
     (tmp_path / "list.jsonl").write_text('{"text": "a"}\n["b"]\n')
     (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere.txt")
+    lists = {"lists": [["a"]], "maps": [[("a", "b")]], "good": ["c"]}
+    types = {"lists": pa.list_(pa.string()), "maps": pa.map_(pa.string(), pa.string()), "good": pa.string()}
+    nested = tmp_path / "nested.parquet"
+    pq.write_table(pa.table({name: pa.array(lists[name], types[name]) for name in lists}), nested)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "cut.parquet").write_bytes(Path(parquet).read_bytes()[:-20])
@@ -595,7 +808,8 @@ def bad_inputs(tmp_path):
     big = tmp_path / "big.tiktoken"
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     eot = {"<|endoftext|>": 65536}
-    big.write_text(tokenizer.dumps(tiktoken.Encoding("big", pat_str=".", mergeable_ranks=ranks, special_tokens=eot)))
+    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=eot)
+    big.write_text(tokenizer.dumps(tiktoken.Encoding("big", **parts)))
     (tmp_path / "file").write_text("")
     for name in ("taken", "foreign", "strange"):
         (tmp_path / name).mkdir()
@@ -605,6 +819,10 @@ def bad_inputs(tmp_path):
     inputs = {
         "missing column": (["--input", parquet], ["text", "content"]),
         "column of numbers": (["--input", parquet, "--text-column", "id"], ["int64"]),
+        "column of lists": (["--input", nested, "--text-column", "lists"], ["list<", "--text-column: good."]),
+        "column of maps": (["--input", nested, "--text-column", "maps"], ["map<", "--text-column: good."]),
+        "a link to nowhere": (["--input", tmp_path / "link.txt"], ["Could not open", "link.txt"]),
+        "empty name of a folder": (["--input", good, "--out-dir", ""], ["--out-dir is empty"]),
         "malformed JSON": (["--input", tmp_path / "broken.jsonl"], ["broken.jsonl", "Line 3"]),
         "no object": (["--input", tmp_path / "list.jsonl"], ["list.jsonl", "Line 2"]),
         "no text": (["--input", tmp_path / "number.jsonl"], ["Line 1", "text"]),
@@ -635,11 +853,11 @@ def bad_inputs(tmp_path):
         "no network for ready-made shards": (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
         "no network for a URL": (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
     }
-    for args, _ in inputs.values():
+    for number, (args, _) in enumerate(inputs.values()):
         if "--tokenizer" not in args:
             args += ["--tokenizer", "bytes"]
         if "--out-dir" not in args:
-            args += ["--out-dir", tmp_path / "out"]
+            args += ["--out-dir", tmp_path / f"out{number}"]  # they run at the same time
     return inputs
 
 
@@ -654,7 +872,8 @@ def refusals(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [
-    "missing column", "column of numbers", "malformed JSON", "no object", "no text", "no documents", "empty text",
+    "missing column", "column of numbers", "column of lists", "column of maps", "a link to nowhere",
+    "empty name of a folder", "malformed JSON", "no object", "no text", "no documents", "empty text",
     "not UTF-8", "truncated parquet", "truncated gzip", "unknown kind", "missing file", "a folder", "broken tokenizer",
     "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
     "part without a file", "another data set", "another file", "another tokenizer", "another shard size",

@@ -7,16 +7,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SHARED, free_port, listing, tiny_model
+from conftest import SHARED, free_port, listing, tiny_model
 from safetensors.torch import load_file, save_file
 
 import smoltalk
 import tokenizer
-from plumbing import huggingface
 from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface, load_huggingface, load_tokenizer
 from train_gpt2 import GPT

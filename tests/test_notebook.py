@@ -194,10 +194,10 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     log = tmp_path / "log"
     write_run(log / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {"total_batch_size": 100})
     write_run(log / "unrelated", [6.5, 5.5], {})
-    changed = {"total_batch_size": 1000}
+    changed = {"total_batch_size": [100, 1000]}
     branched = {"parent": "log/a", "step": 2, "changed": changed}
     write_run(log / "c", [6.0, 5.0, 4.0, 3.0], {"total_batch_size": 1000}, branched=branched)
-    branched = {"parent": str(log / "c"), "step": 3, "changed": {"max_lr": 0.001}}
+    branched = {"parent": str(log / "c"), "step": 3, "changed": {"max_lr": [0.002, 0.001]}}
     write_run(log / "b", [6.0, 5.0, 4.0, 3.0, 2.5], {"total_batch_size": 10}, branched=branched)
     for start in "acb":
         family = names["find_family"](log / start)
@@ -212,11 +212,11 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     plt.close("all")
     names["print_end_losses"](family)
     table = capsys.readouterr().out
-    assert "2.5000   max_lr 0.001" in table and "3.0000   total_batch_size 1000" in table
+    assert "2.5000   max_lr 0.002 -> 0.001" in table and "3.0000   total_batch_size 100 -> 1000" in table
 
     other = write_run(tmp_path / "moved" / "a", [9.0, 8.0], {})  # another run of the parent's name is not the parent
     (log / "b").rename(other.parent / "b")
-    assert names["find_parent"](other.parent / "b", other) is None
+    assert names["parent_of"](other.parent / "b", other) is None
     (log / "c" / "log.txt").unlink()
     assert names["read_run"](other.parent / "b").parent is None
 

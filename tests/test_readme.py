@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT, SHARED, flags, status_of
 
 import contamination
@@ -73,10 +72,6 @@ NOT_RUN = {
         "needs two machines",
 }
 
-# flags that the README names and the trainer does not have yet: delete a line here when its flag is there
-NOT_BUILT = ("--branch-from", "--keep-best", "--milestone-every", "--wandb")
-
-
 def commands(readme):
     """The commands of a README: indented lines, and code spans in prose and tables; `a && b` is two."""
     plain = re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
@@ -125,19 +120,12 @@ def shape_of(line):
     return " ".join(re.sub(r"\d[\d,.:e-]*", "#", line.split("sample | ")[0]).split())
 
 
-def missing_flags(command):
-    known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train_gpt2.TrainConfig)}
-    return [flag for flag in NOT_BUILT if flag in command and flag not in known]
-
-
 def test_the_commands_run(tmp_path, monkeypatch, capsys):
     """One after the other in one folder, as a reader would; each ends with status 0."""
     monkeypatch.chdir(tmp_path)
     make_inputs(tmp_path)
     printed = ""
     for command, added in RUN.items():
-        if missing_flags(command):
-            continue
         _, program, *args = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [program, *args, *added])
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/quit\n"))
@@ -151,13 +139,6 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "log" / "chat" / "hf").exists()
     lines = re.findall(r"^ {4}(step .*)$", README, re.MULTILINE)
     assert lines and set(map(shape_of, lines)) <= set(map(shape_of, printed.splitlines()))
-
-
-@pytest.mark.parametrize("flag", NOT_BUILT)
-def test_flags_that_are_not_built_yet_are_still_missing(flag):
-    """When this fails, the flag is there: delete it from NOT_BUILT."""
-    assert missing_flags(flag) == [flag]
-    assert flag in README
 
 
 def test_the_slurm_script_is_a_shell_script(tmp_path):
@@ -181,4 +162,4 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
     others = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout",
               "--index-url", "--help"}  # fmt: skip
-    assert named - known - others <= set(NOT_BUILT)
+    assert named - known - others == set()

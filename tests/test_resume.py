@@ -19,8 +19,9 @@ import torch
 from conftest import listing, make_shards, patched, read_log, run, start, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint as checkpoints
-from plumbing.checkpoint import Run, list_checkpoints, newest_checkpoint, write_checkpoint
+from plumbing import checkpoint as checkpoints, huggingface
+from plumbing.checkpoint import delete_checkpoints, list_checkpoints, newest_checkpoint, write_checkpoint
+from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
 
@@ -98,7 +99,7 @@ def train_until(moment, args):
         "checkpoint 8 there, nothing deleted": lambda: die_at(
             checkpoints, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
         ),
-        "in the export at the end": lambda: die_at(train_gpt2.tokenizer, "export_huggingface", lambda *args: True),
+        "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
     }[moment]
     with patch() as original:
         train_gpt2.main(args)
@@ -253,7 +254,9 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
     for step in (99_998, 99_999, 100_000):
-        write_checkpoint(tmp_path / f"model_{step:05d}.pt", checkpoint | {"step": step}, 2)
+        path = tmp_path / f"model_{step:05d}.pt"
+        write_checkpoint(path, checkpoint | {"step": step})
+        delete_checkpoints(path, keep=2, milestone_every=0)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 

@@ -175,11 +175,11 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     assert listing(tmp_path) == before
 
 
-def test_a_prompt_that_is_not_utf8_is_continued_with_replacements(model, tmp_path, capsys):
-    path = save(tmp_path / "m.pt", model)
+def test_a_prompt_that_is_not_utf8_is_one_line(model, tmp_path, capsys):
     prompt = os.fsdecode(b"a\xff\xfeb")  # as in sys.argv: the bytes are half surrogate pairs
-    assert status_of(sample.main, [prompt, "-m", path, "--max-new-tokens", "1", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("a\ufffd\ufffdb")
+    command = [prompt, "-m", save(tmp_path / "m.pt", model), "--max-new-tokens", "1", "--device", "cpu"]
+    assert status_of(sample.main, command) == 2
+    assert "not UTF-8" in capsys.readouterr().err
 
 
 class Hostile:

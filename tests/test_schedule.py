@@ -89,3 +89,35 @@ def test_flops_per_token_of_gpt2_by_the_palm_convention():
     6 * 123,568,128 + 12 * 12 layers * 1024 tokens * 768 channels = 741,408,768 + 113,246,208.
     """
     assert distributed.flops_per_token(train_gpt2.GPTConfig(), 1024) == 741_408_768 + 113_246_208
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Presets on any number of ranks
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset):
+    """B is at most --batch-size: 16 ranks take 32 sequences each of the 64, and the recipe stays as it is."""
+    config = PRESETS[preset]
+    windows = config.total_batch_size // config.sequence_length
+    refused = []
+    for ranks in range(1, 65):
+        try:
+            train_gpt2.check_config(config, ranks)
+        except train_gpt2.UserError as error:
+            refused.append(ranks)
+            advice = str(error).split(". ")[1]
+            assert advice.startswith(f"Start a number of ranks that divides {windows}"), "before the recipe is changed"
+            continue
+        B = train_gpt2.largest_divisor(windows // ranks, config.batch_size)
+        assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
+        if windows // ranks >= config.batch_size and (windows // ranks) % config.batch_size == 0:
+            assert B == config.batch_size
+    assert refused == [ranks for ranks in range(1, 65) if windows % ranks]
+
+
+def test_the_largest_divisor_by_trying_all():
+    for number in range(1, 60):
+        for at_most in range(1, 70):
+            tried = [d for d in range(1, at_most + 1) if number % d == 0]
+            assert train_gpt2.largest_divisor(number, at_most) == tried[-1]

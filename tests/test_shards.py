@@ -188,7 +188,8 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
 def test_a_malformed_meta_is_one_line_whatever_is_in_it(tmp_path):
     """Every value of a meta.json, at any depth, is replaced by values of other types or left out."""
     end = [0, 3, 1, 2]
-    whole = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "documents": 2, "tokens": 9, "complete": True}
+    whole = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "complete": True}
+    whole |= {"documents": 2, "tokens": 9}
     whole |= {"shards": {"x_val_000000.npy": 9}, "ends": {"x_val_000000.npy": end}, "validation_every": 0}
     whole |= {"made_from": {"sources": [["a.txt", 7]], "revision": ""}}
     path = tmp_path / "meta.json"

@@ -12,6 +12,7 @@ import pytest
 
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.files import lock_folder
 from smoltalk import Options, check_messages, pack, prepare, render_conversation, truncate
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
@@ -128,7 +129,7 @@ def test_many_shards_have_a_mask_each(tmp_path):
     path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 100])
     options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64, shard_size=640)
     prepare(options)
-    files = sorted(file for file in os.listdir(tmp_path / "out") if file != "meta.json")
+    files = sorted(file for file in os.listdir(tmp_path / "out") if file.startswith("out_"))
     assert files[:3] == ["out_train_000001.mask", "out_train_000001.npy", "out_train_000002.mask"]
     assert len([f for f in files if f.endswith(".mask")]) == len([f for f in files if f.endswith(".npy")]) > 4
     assert {np.load(tmp_path / "out" / f).size for f in files if "train" not in f} == {641}
@@ -221,3 +222,35 @@ def test_other_inputs_are_refused(tmp_path):
         prepare(Options(input=(str(tmp_path / "a.txt"),), tokenizer="bytes"))
     with pytest.raises(UserError, match="--max-length is 1"):
         prepare(Options(max_length=1))
+
+
+def test_of_an_interrupted_run_only_its_own_files_are_removed(tmp_path):
+    """It was everything called <folder>_*_*."""
+    lines = [json.dumps({"messages": talk(*pair)}) for pair in PAIRS * 100]
+    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    options = Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=64, shard_size=640)
+    path.write_text("\n".join([*lines, "{broken"]))
+    with pytest.raises(UserError, match="Line 401"):
+        prepare(options)
+    assert (out / "out_train_000003.npy").exists()
+    foreign = ["out_my_notes", "out_train_000003.npy.backup", "out_train_list.txt"]
+    for name in foreign:
+        (out / name).write_text("mine")
+    path.write_text("\n".join(lines[:150]))
+    prepare(options)
+    assert all((out / name).read_text() == "mine" for name in foreign)
+    shards = json.loads((out / "meta.json").read_text())["shards"]
+    assert {file.name for file in out.glob("*.npy")} == set(shards)
+    assert {file.stem for file in out.glob("*.mask")} == {name.removesuffix(".npy") for name in shards}
+
+
+def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
+    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25])
+    options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
+    with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="in use by process"):
+        prepare(options)
+    prepare(options)
+    with lock_folder(tmp_path / "out"):  # what is complete can be used by several at once
+        prepare(options)
+    with pytest.raises(UserError, match="--out-dir is empty"):
+        prepare(Options(input=(path,), out_dir=""))

@@ -15,6 +15,7 @@ from conftest import ROOT, SHARED, listing
 
 import tokenizer
 from plumbing.cli import UserError
+from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
 
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
@@ -225,7 +226,7 @@ def test_transformers_reads_a_trained_tokenizer_too(tmp_path, trained):
 def check_export(enc, folder):
     from transformers import AutoTokenizer
 
-    tokenizer.export_huggingface(enc, folder)
+    export_tokenizer(enc, folder)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')  # as beside an exported model
     theirs = AutoTokenizer.from_pretrained(folder)
     assert len(theirs) == enc.n_vocab and theirs.eos_token_id == theirs.bos_token_id == enc.eot_token
@@ -240,9 +241,15 @@ def check_export(enc, folder):
 @needs_gpt2
 def test_the_merges_of_an_export_of_gpt2_are_openais(tmp_path):
     vocab_bpe = SHARED / "tiktoken_cache" / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe
-    tokenizer.export_huggingface(tokenizer.get_encoding("gpt2"), tmp_path)
+    export_tokenizer(tokenizer.get_encoding("gpt2"), tmp_path)
     merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
     assert [" ".join(pair) for pair in merges] == vocab_bpe.read_text(encoding="utf-8").split("\n")[1:-1]
+
+
+def test_a_special_token_that_is_a_word_too_is_not_exported_as_one(tmp_path):
+    enc = tokenizer.train(["aaabdaaabac"], 261, special_tokens=["aaab"])
+    with pytest.raises(UserError, match="'aaab' is both a special token and a word"):
+        export_tokenizer(enc, tmp_path)
 
 
 # -----------------------------------------------------------------------------
@@ -262,7 +269,7 @@ def check_import(folder):
     from transformers import AutoTokenizer
 
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    enc, theirs = tokenizer.import_huggingface(folder), AutoTokenizer.from_pretrained(folder)
+    enc, theirs = import_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in real_text():
         assert enc.encode_ordinary(text) == theirs.encode(text)
     assert enc.n_vocab == len(theirs) and enc.eot_token == theirs.convert_tokens_to_ids("<|endoftext|>")
@@ -279,7 +286,7 @@ def test_openais_own_files_are_gpt2(tmp_path):
 
 
 def test_a_tokenizer_json_of_ours_comes_back(tmp_path, trained):
-    tokenizer.export_huggingface(trained, tmp_path)
+    export_tokenizer(trained, tmp_path)
     enc = check_import(tmp_path)
     assert enc._mergeable_ranks == trained._mergeable_ranks and enc._special_tokens == trained._special_tokens
     assert enc.name.startswith("hf-")
@@ -304,7 +311,7 @@ def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
     enc = check_import(tmp_path)
     assert enc.eot_token == 0 and enc._mergeable_ranks[b"!"] == 2
     (tmp_path / "out").mkdir()
-    tokenizer.export_huggingface(enc, tmp_path / "out")
+    export_tokenizer(enc, tmp_path / "out")
     assert check_import(tmp_path / "out")._special_tokens == {"<|endoftext|>": 0, "<|pad|>": 1}
 
 
@@ -345,7 +352,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, kind):
     huggingface_trained().save(str(path))
     change(path)
     with pytest.raises(UserError, match=reason) as caught:
-        tokenizer.import_huggingface(tmp_path)
+        import_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -463,6 +470,14 @@ def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path, tr
         (tmp_path / "x.tiktoken.json").write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="x.tiktoken is "):
             tokenizer.get_encoding(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    for name in ("x.tiktoken", "x.json"):
+        with pytest.raises(UserError, match=f"There is no tokenizer called .*{name}"):
+            tokenizer.get_encoding(tmp_path / name)
+    with pytest.raises(UserError, match="Could not open tokenizer"):
+        tokenizer.get_encoding(tmp_path)
 
 
 def test_a_name_never_leads_out_of_the_folder(tmp_path, trained):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from conftest import ROOT, TINY, make_shards, patched, read_log, run, status_of,
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
+import hellaswag
 import tokenizer
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint, load_model_state, newest_checkpoint, resize
@@ -216,10 +218,10 @@ def test_a_model_learns_one_batch_by_heart(optimizer, tmp_path):
     assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1
 
 
-def hellaswag_file(folder, contexts):
+def hellaswag_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
     """An example per context, with endings of four lengths."""
     rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
-    examples = [rest | {"ctx": ctx, "label": number % 4} for number, ctx in enumerate(contexts)]
+    examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
     (folder / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     return folder / "hellaswag.jsonl"
 
@@ -234,6 +236,32 @@ def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path)
     assert sorted(read_log(tmp_path / "on", "hella")) == [0, 2, 4, 6, 8, 10, 12]
     assert sorted(read_log(tmp_path / "on", "val")) == list(range(13))  # the last update is evaluated too
     assert sorted(read_log(tmp_path / "off", "val")) == []
+
+
+def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
+    """12 examples on 2 ranks score as on one, and as acc_norm of the exported model; acc is another number here."""
+    labels = [0] * 5 + [1] * 4 + [2] * 2 + [3]  # whichever ending a rule prefers, its count is its own
+    hellaswag_data = hellaswag_file(tmp_path, ["ab " * n + "c" for n in range(1, 13)], labels)
+    options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
+    assert train(data, tmp_path / "one", **options) == 0
+    args = tiny_flags(data, tmp_path / "two", **options)
+    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text()
+    model, enc = train_gpt2.load_model(str(tmp_path / "one"))
+    examples = hellaswag.load_examples(hellaswag_data, enc)
+    total, mean = hellaswag.score(model, examples, enc.n_vocab)
+    acc, acc_norm = ((values.argmax(1) == labels).mean() for values in (total, mean))
+    assert acc != acc_norm, "or this test could not tell them apart"
+    for folder in ("one", "two"):
+        assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
+
+
+def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
+    """128 tokens in a step that takes a quarter of a second are 512 a second."""
+    clock = itertools.count(0, 0.25)
+    with patched(train_gpt2.time, "perf_counter", lambda: next(clock)):
+        with patched(train_gpt2, "train_step", lambda *args: (1.0, 1.0, False)):
+            assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
+    assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
 def test_the_batch_ramp_reads_more_windows_from_step_to_step(tmp_path):

@@ -1,0 +1,121 @@
+"""--wandb: a copy of the run's log at Weights & Biases, which never ends or delays the training."""
+
+import importlib.util
+import os
+import queue
+import threading
+import uuid
+from pathlib import Path
+
+from plumbing.files import atomic_write
+
+INIT_SECONDS = 8  # after which the server counts as out of reach
+FINISH_SECONDS = 20  # that the end of the program waits for the last lines to arrive
+
+
+def is_installed():
+    """Whether the package wandb is there. A mere folder of that name, as wandb leaves one, has no origin."""
+    spec = importlib.util.find_spec("wandb")
+    return spec is not None and spec.origin is not None
+
+
+def read_rows(log_lines):
+    """The lines of a log.txt by step: {step: {stream: value}}."""
+    rows = {}
+    for line in log_lines:
+        step, stream, value = line.split()
+        rows.setdefault(int(step), {})[stream] = float(value)
+    return rows
+
+
+def kept_id(folder):
+    """The run's id at Weights & Biases, which is kept in `folder` so that a resumed run has the same one."""
+    path = folder / "run_id.txt"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        with atomic_write(path, "w") as file:
+            file.write(uuid.uuid4().hex[:12])
+    return path.read_text().strip()
+
+
+def start_wandb(project, out_dir, config):
+    """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
+    import wandb  # optional, and slow to import
+
+    settings = wandb.Settings(
+        silent=True,  # training's output stays what it is
+        console="off",
+        init_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS / 2,
+        stop_fn=lambda: None,  # nothing that is pressed or deleted on their page ends the training
+    )
+    wandb.setup(settings)
+    options = dict(
+        project=project,
+        name=str(out_dir),
+        dir=str(out_dir),
+        id=kept_id(out_dir / "wandb"),
+        config=config,
+        resume="allow",
+        allow_val_change=True,  # a resumed run may have another B
+        settings=settings,
+    )
+    mode = os.environ.get("WANDB_MODE")
+    if not mode:
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    try:
+        run = wandb.init(mode=mode, **options)
+    except wandb.errors.CommError:
+        wandb.teardown()  # lets go of the id
+        run = wandb.init(mode="offline", **options)
+    if run.offline:
+        folder = Path(run.dir).parent
+        print(f"note: Without a network or a login to Weights & Biases, --wandb writes to {folder}. "
+              f"To upload that later: wandb sync {folder}", flush=True)  # fmt: skip
+    elif run.url:
+        print(f"The log is mirrored at {run.url}.", flush=True)
+    return run
+
+
+class Mirror:
+    """Sends a run's log to Weights & Biases, in a thread of its own: training waits for none of it."""
+
+    def __init__(self, project, out_dir, config, log_lines):
+        """log_lines: what log.txt has already, from before a resume or from a branch's parent."""
+        self.status, self.given_up = 0, False
+        self.queue = queue.SimpleQueue()  # of (step, {stream: value}), and None at the end
+        for row in read_rows(log_lines).items():
+            self.queue.put(row)
+        # subtle: a daemon, because Python would wait without end for another thread that hangs
+        self.thread = threading.Thread(target=self.work, args=(project, Path(out_dir), config), daemon=True)
+        self.thread.start()
+
+    def work(self, project, out_dir, config):
+        try:
+            run = start_wandb(project, out_dir, config)
+            for step, values in iter(self.queue.get, None):
+                # After a resume the server has the steps that follow the checkpoint, too, and takes each only once. An
+                # offline run has none and gets the whole log: its upload replaces what the server has.
+                if step >= run.starting_step:
+                    run.log(values, step=step)
+            run.finish(exit_code=self.status)
+        except Exception as error:
+            # every kind: anything may fail in a large package that talks to a server, and none of it is worth a run
+            reason = (str(error).splitlines() or [""])[0]
+            if not self.given_up:
+                print(f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {reason}). "
+                      "Training goes on without it; log.txt has everything.", flush=True)  # fmt: skip
+
+    def log(self, step, values):
+        if self.thread.is_alive():
+            self.queue.put((step, values))
+
+    def finish(self, status):
+        """End the mirror's run with an exit status, and wait a little for its last lines to arrive."""
+        self.status = status
+        self.queue.put(None)
+        self.thread.join(FINISH_SECONDS)
+        if self.thread.is_alive():
+            self.given_up = True
+            print(f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the last "
+                  "lines; log.txt has everything.", flush=True)  # fmt: skip

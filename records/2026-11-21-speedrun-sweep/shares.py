@@ -1,0 +1,117 @@
+"""shares.md and shares.png from logs/: which share of tuned AdamW's tokens each recipe needs for the same loss.
+
+A recipe that ran at two lengths is interpolated, its loss a straight line in the logarithm of the steps. One that ran at
+one length only borrows the slope of the plain Muon recipe at its size and seed. Seeds are compared with themselves.
+"""
+
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from sweep import LOGS, SIZES, TAILS, read_log
+
+HERE = Path(__file__).parent
+FULL = 800  # AdamW's steps
+PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568, "5M": 4_837_376}
+PLAIN = "muon-lr0.02-wd0.01-a0.008"
+VARIANTS = {
+    PLAIN: ("0.02, 0.01 (the preset's)", "#7f7f7f", "o"),
+    "muon-lr0.025-wd0.05-a0.008": ("0.025, 0.05", "#d62728", "s"),
+    "muon-lr0.035-wd0.025-a0.008": ("0.035, 0.025", "#1f77b4", "^"),
+}
+# steps to a loss of 3.28 at 124M, of 5,625 with AdamW: modded-nanogpt, records/track_3_optimization, entries 1, 36, 12
+PUBLISHED = dict(zip(VARIANTS, (3600, 3250, 3325)))
+STREAMS = ["val", *(f"val_tail{share}" for share in TAILS)]
+
+
+def load_runs():
+    """{(size, recipe, seed): {steps: {stream: loss}}}"""
+    runs = {}
+    for path in LOGS.glob("*/*/*/*.txt"):
+        size, recipe, steps = path.relative_to(LOGS).parts[:3]
+        log = read_log(path)
+        losses = {stream: log[stream][int(steps)] for stream in STREAMS}
+        runs.setdefault((size, recipe, path.stem), {})[int(steps)] = losses
+    return runs
+
+
+def find_target(runs, size, seed):
+    """The lowest final loss of AdamW, over the rates and schedules that were run for FULL steps."""
+    finals = [lengths[FULL]["val"] for (s, recipe, d), lengths in runs.items()
+              if (s, d) == (size, seed) and recipe.startswith("adamw") and FULL in lengths]  # fmt: skip
+    return min(finals, default=None)
+
+
+def slope(lengths):
+    """Loss per unit of log(steps) between the shortest and the longest of a recipe's runs."""
+    short, long = min(lengths), max(lengths)
+    return (lengths[long]["val"] - lengths[short]["val"]) / math.log(long / short)
+
+
+def share(runs, size, recipe, seed, stream="val"):
+    """The share of FULL steps after which the recipe would end at AdamW's loss, or None where runs are missing."""
+    target, lengths = find_target(runs, size, seed), runs[size, recipe, seed]
+    plain = runs.get((size, PLAIN, seed), {})
+    reference = lengths if len(lengths) > 1 else plain
+    if target is None or len(reference) < 2:
+        return None
+    steps, losses = min(lengths.items(), key=lambda item: abs(item[1][stream] - target))
+    return steps * math.exp((target - losses[stream]) / slope(reference)) / FULL
+
+
+def fit(points):
+    """Intercept and slope of a line through (parameters, share), with parameters as powers of ten."""
+    x, y = [math.log10(n) for n, _ in points], [share for _, share in points]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return mean_y - slope * mean_x, slope
+
+
+def plot(runs):
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for offset, (recipe, (label, color, marker)) in enumerate(VARIANTS.items()):
+        found = [(PARAMETERS[size], share(runs, size, recipe, seed)) for size, r, seed in runs if r == recipe]
+        found = [(n, 100 * part) for n, part in found if part]
+        left.plot(*zip(*found), marker, color=color, label=f"Muon {label}")
+        left.plot(124e6, 100 * PUBLISHED[recipe] / 5625, marker, color=color, fillstyle="none")
+        if recipe == PLAIN:
+            intercept, per_decade = fit(found)
+            print(f"plain Muon: {per_decade:.1f} points of share per decade, "
+                  f"{intercept + per_decade * math.log10(124e6):.0f}% at 124M if the line went on")  # fmt: skip
+            left.plot([1e5, 124e6], [intercept + per_decade * math.log10(n) for n in (1e5, 124e6)], ":", color=color)
+        for size, r, seed in runs:
+            plain = runs.get((size, PLAIN, seed), {})
+            if r == recipe != PLAIN and 280 in plain:
+                gain = runs[size, r, seed][280]["val"] - plain[280]["val"]
+                right.plot(PARAMETERS[size], gain, marker, color=color)
+    left.plot([], [], "o", color="black", fillstyle="none", label="published, another program (see README)")
+    left.set(xscale="log", ylim=(0, 100), xlabel="parameters", ylabel="tokens needed, % of AdamW's",
+             title="Tokens for AdamW's final loss")  # fmt: skip
+    left.legend(frameon=False, fontsize=8.5, loc="upper left")
+    right.axhline(0, color=VARIANTS[PLAIN][1], linewidth=0.8)
+    right.set(xscale="log", xlim=left.get_xlim(), xlabel="parameters", ylabel="nats per byte",
+              title="Loss after 280 steps, less that of 0.02, 0.01")  # fmt: skip
+    figure.savefig(HERE / "shares.png", dpi=110)
+
+
+def main():
+    runs = load_runs()
+    lines = ["| size | seed | recipe | steps | loss | mean of last 5% | of last 20% | share of AdamW's tokens |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for size in SIZES:
+        keys = sorted(key for key in runs if key[0] == size)
+        for _, recipe, seed in sorted(keys, key=lambda key: (key[2], key[1])):
+            for steps, losses in sorted(runs[size, recipe, seed].items()):
+                found = share(runs, size, recipe, seed) if recipe.startswith("muon") else None
+                cells = " | ".join(f"{losses[stream]:.4f}" for stream in STREAMS)
+                text = f"{100 * found:.1f}%" if found else ""
+                lines.append(f"| {size} | {seed} | {recipe} | {steps} | {cells} | {text} |")
+    (HERE / "shares.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    plot(runs)
+
+
+if __name__ == "__main__":
+    main()

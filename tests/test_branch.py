@@ -1,0 +1,696 @@
+"""A run is never a dead end: it is branched, extended and decayed from any checkpoint, and its best weights stay.
+
+What a branch without changes must give is what its parent gave, bit for bit, whatever kills it.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SHARED, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
+
+import hellaswag
+import sample
+import train_gpt2
+from plumbing import runs
+from plumbing.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint
+from plumbing.runs import Run
+
+OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("branch") / "data")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Shards with room for a step of 98,304 tokens."""
+    return make_shards(tmp_path_factory.mktemp("large") / "data", (2000, 100_000))
+
+
+@pytest.fixture(scope="module")
+def parent(folder):
+    """The folder of a finished run of OPTIONS, with the checkpoints of steps 4, 8 and 12."""
+    assert train(folder, folder.parent / "parent", **OPTIONS) == 0
+    return folder.parent / "parent"
+
+
+def log_lines(out_dir, before=None):
+    """The lines of log.txt but for throughput, of all steps or of those before one."""
+    lines = (Path(out_dir) / "log.txt").read_text().splitlines()
+    return [line for line in lines if "tok/s" not in line and (before is None or int(line.split()[0]) < before)]
+
+
+def all_lines(out_dir, before):
+    """The lines of log.txt of the steps before `before`, throughput included."""
+    lines = (Path(out_dir) / "log.txt").read_text().splitlines()
+    return [line for line in lines if int(line.split()[0]) < before]
+
+
+def assert_same_tensors(ours, theirs):
+    """Nested dicts and lists are equal, and so is every tensor in them, bit for bit."""
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for name in theirs:
+            assert_same_tensors(ours[name], theirs[name])
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs):
+            assert_same_tensors(one, other)
+    else:
+        assert ours == theirs
+
+
+def assert_same_run(out_dir, parent):
+    """The same log, the same last checkpoint (weights, optimizer, data, random state) and the same export."""
+    assert log_lines(out_dir) == log_lines(parent)
+    ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
+    for name in ("step", "val_loss", "model", "optimizer", "scaler", "loader", "rng", "tokenizer_file"):
+        assert_same_tensors(ours[name], theirs[name])
+    exports = [Path(folder) / "hf" / "model.safetensors" for folder in (out_dir, parent)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert not list(Path(out_dir).glob("*.part"))
+
+
+def branched(out_dir):
+    """What run.txt says of the branch, in the last start that says something."""
+    lines = (Path(out_dir) / "run.txt").read_text().splitlines()
+    return json.loads([line for line in lines if line.startswith("branched: ")][-1].removeprefix("branched: "))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A branch without changes
+
+EPOCHS = dict(total_batch_size=1024, batch_size=32)  # 64 of 293 windows a step: step 6 is in the second epoch
+RAMP = dict(  # 32K tokens a step, in step 4 twice and from step 5 on three times as many
+    total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, n_layer=1, n_embd=16, max_steps=6, warmup_steps=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "optimizer, ranks, options, step",
+    [("adamw", 0, EPOCHS, 6), ("muon", 0, RAMP, 4), ("adamw", 2, RAMP, 4), ("muon", 2, EPOCHS, 6)],
+)
+def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, options, step, folder, large, tmp_path):
+    folder = large if options == RAMP else folder
+    options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2) | options
+    output = tmp_path / "output"
+    parent, branch = tmp_path / "parent", tmp_path / "branch"
+    args = tiny_flags(folder, parent, **options)
+    assert run(train_gpt2.main, args, output=output, ranks=ranks) == [0] * max(1, ranks), output.read_text()
+    args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
+    assert run(train_gpt2.main, args, output=output, ranks=ranks) == [0] * max(1, ranks), output.read_text()
+    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
+    assert_same_run(branch, parent)
+    assert all_lines(branch, step) == all_lines(parent, step)
+    first = load_checkpoint(branch / f"model_{step:05d}.pt", for_resume=True)
+    assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
+
+
+def test_a_folder_stands_for_its_newest_checkpoint(folder, parent, tmp_path):
+    younger = shutil.copytree(parent, tmp_path / "younger")
+    (younger / "model_00012.pt").unlink()
+    assert train(folder, tmp_path / "out", branch_from=younger, **OPTIONS) == 0
+    assert branched(tmp_path / "out") == {"parent": str(younger), "step": 8, "changed": {}}
+    assert_same_run(tmp_path / "out", parent)
+
+
+def test_run_txt_names_parent_step_and_what_changes(folder, parent, tmp_path):
+    changes = dict(max_lr=1e-2, schedule="wsd", checkpoint_every=2, keep_best=True, batch_size=2)
+    source = parent / "model_00008.pt"
+    assert train(folder, tmp_path / "out", branch_from=source, **OPTIONS | changes) == 0
+    changed = {"max_lr": [3e-3, 1e-2], "schedule": ["cosine", "wsd"]}  # of what affects the losses
+    assert branched(tmp_path / "out") == {"parent": str(parent), "step": 8, "changed": changed}
+    config = newest_checkpoint(tmp_path / "out")["config"]
+    assert config["branch_from"] == str(source) and config["max_lr"] == 1e-2
+
+
+def test_a_branch_of_a_branch_has_the_whole_log(folder, parent, tmp_path):
+    assert train(folder, tmp_path / "a", branch_from=parent / "model_00004.pt", **OPTIONS) == 0
+    assert train(folder, tmp_path / "b", branch_from=tmp_path / "a" / "model_00008.pt", **OPTIONS) == 0
+    assert_same_run(tmp_path / "b", parent)
+    assert all_lines(tmp_path / "b", 4) == all_lines(parent, 4)
+
+
+def test_a_checkpoint_without_a_log_beside_it_can_be_branched(folder, parent, tmp_path):
+    (tmp_path / "kept").mkdir()
+    shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
+    assert train(folder, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS) == 0
+    assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
+
+
+def test_the_parent_is_not_touched(folder, parent, tmp_path):
+    before = listing(parent)
+    assert train(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", keep_best=True, **OPTIONS) == 0
+    assert listing(parent) == before
+
+
+# ----------------------------------------------------------------------------------------------------------
+# kill -9 in a branch
+
+
+def train_until(moment, args):
+    """Branch at step 4, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
+    out_dir = Path(args[args.index("--out-dir") + 1])
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_with_checkpoint(step):
+        def wait_and_die(*args):  # checkpoints are written while training goes on
+            while not (out_dir / f"model_{step:05d}.pt").exists():
+                time.sleep(0.01)
+            die()
+
+        return wait_and_die
+
+    def at(owner, name, when, act=die):
+        """Patch owner.name: the first call for which when(*args) holds does act(*args) instead."""
+
+        def mortal(*args, **options):
+            return act(*args) if when(*args) else original(*args, **options)
+
+        return patched(owner, name, mortal)
+
+    def write_half(checkpoint, file):
+        whole = io.BytesIO()
+        original(checkpoint, whole)
+        file.write(whole.getvalue()[: whole.tell() // 2])
+        file.flush()
+        die()
+
+    def step_is(number):
+        return lambda something, step, *rest: step == number
+
+    patch = {
+        "before the log": lambda: at(runs, "open_log", lambda *args: True),
+        "half of checkpoint 4 written": lambda: at(torch, "save", lambda state, _: state["step"] == 4, write_half),
+        "checkpoint 4 not renamed": lambda: at(os, "replace", lambda a, b: Path(b).name == "model_00004.pt"),
+        "in the first step": lambda: at(train_gpt2, "train_step", lambda *args: True, die_with_checkpoint(4)),
+        "in the validation of step 6": lambda: at(Run, "report", step_is(6), die_with_checkpoint(4)),
+        "half of checkpoint 8 written": lambda: at(torch, "save", lambda state, _: state["step"] == 8, write_half),
+        "after step 9": lambda: at(Run, "report", step_is(10), die_with_checkpoint(8)),
+        "in the export at the end": lambda: at(runs, "export_huggingface", lambda *args: True),
+    }[moment]
+    with patch() as original:
+        train_gpt2.main(args)
+
+
+# the steps of the checkpoints that a branch leaves which is killed at that moment
+MOMENTS = {
+    "before the log": [],
+    "half of checkpoint 4 written": [],
+    "checkpoint 4 not renamed": [],
+    "in the first step": [4],
+    "in the validation of step 6": [4],
+    "half of checkpoint 8 written": [4],
+    "after step 9": [4, 8],
+    "in the export at the end": [4, 8, 12],
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, folder, parent, tmp_path):
+    args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
+    output = tmp_path / "output"
+    assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
+    steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
+    assert steps == MOMENTS[moment]
+    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    assert_same_run(tmp_path / "out", parent)
+    assert all_lines(tmp_path / "out", 4) == all_lines(parent, 4)
+
+
+def test_a_branch_killed_again_and_again_ends_the_same(folder, parent, tmp_path):
+    args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
+    for moment in MOMENTS:
+        assert run(train_until, moment, args, output=tmp_path / "output") == [-signal.SIGKILL], moment
+    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
+    assert_same_run(tmp_path / "out", parent)
+
+
+@pytest.mark.parametrize("fate", ["gone on", "deleted"])
+def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, folder, parent, tmp_path):
+    """The parent is given as a folder: its newest checkpoint is of another step when the branch is resumed."""
+    family = shutil.copytree(parent, tmp_path / "family")
+    for step in (8, 12):
+        (family / f"model_{step:05d}.pt").unlink()
+    args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
+    output = tmp_path / "output"
+    assert run(train_until, "in the first step", args, output=output) == [-signal.SIGKILL], output.read_text()
+    shutil.rmtree(family)
+    if fate == "gone on":
+        shutil.copytree(parent, family)
+    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    assert_same_run(tmp_path / "out", parent)
+    assert branched(tmp_path / "out")["step"] == 4
+
+
+def test_a_finished_branch_says_so_and_changes_nothing(folder, parent, tmp_path, capsys):
+    options = OPTIONS | dict(branch_from=parent / "model_00008.pt")
+    assert train(folder, tmp_path / "out", **options) == 0
+    before = listing(tmp_path / "out")
+    assert train(folder, tmp_path / "out", **options) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert listing(tmp_path / "out") == before
+
+
+def test_a_branch_moves_to_two_processes(folder, parent, tmp_path):
+    args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS | {"batch_size": 2})
+    output = tmp_path / "output"
+    assert run(train_gpt2.main, args, output=output, ranks=2) == [0, 0], output.read_text()
+    ours, theirs = read_log(tmp_path / "out"), read_log(parent)
+    assert list(ours) == list(theirs)
+    assert max(abs(float(ours[step]) - float(theirs[step])) for step in theirs) < 1e-5
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a branch may not change
+
+
+def assert_refused(capsys, folder, out_dir, *texts, **options):
+    """Refused in one line with all of `texts`; nothing is written, neither here nor in the parent."""
+    before = listing(out_dir.parent)
+    assert train(folder, out_dir, **OPTIONS | options) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ") and all(text in line for text in texts), line
+    assert "Traceback" not in printed.out + printed.err
+    assert listing(out_dir.parent) == before
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(n_layer=3), "n_layer was 2, now 3"),
+        (dict(n_head=4), "n_head was 2, now 4"),
+        (dict(n_embd=64), "n_embd was 32, now 64"),
+        (dict(block_size=64), "block_size was 32, now 64"),
+        (dict(vocab_size=384), "vocab_size was 320, now 384"),
+        (dict(sequence_length=32), "sequence_length was 16, now 32"),
+        (dict(optimizer="muon"), "optimizer was adamw, now muon"),
+        (dict(seed=7), "seed was 1337, now 7"),
+        (dict(shuffle=False), "shuffle was True, now False"),
+        (dict(init_from="gpt2"), "init_from was not given, now gpt2"),
+    ],
+)
+def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path, capsys):
+    source = parent / "model_00008.pt"
+    told = [f"{reason}.", str(source), "run.txt"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, **changes)
+
+
+def test_all_that_may_not_change_is_told_at_once(folder, parent, tmp_path, capsys):
+    """As when the parent's --preset is forgotten."""
+    changes = dict(n_layer=3, n_embd=64, optimizer="muon", max_lr=1e-2, max_steps=20)
+    told = ["the same: n_layer was 2, now 3, n_embd was 32, now 64, optimizer was adamw, now muon."]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=parent, **changes)
+
+
+@pytest.mark.parametrize("max_steps", [4, 7, 8])
+def test_a_branch_needs_more_steps_than_have_been_done(max_steps, folder, parent, tmp_path, capsys):
+    source = parent / "model_00008.pt"
+    told = [f"--max-steps is {max_steps}", "8 steps"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, max_steps=max_steps)
+
+
+def test_a_finished_run_is_no_parent_without_more_steps(folder, parent, tmp_path, capsys):
+    told = ["--max-steps is 12", str(parent), "12 steps", "earlier checkpoint"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=parent)
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "model_00006.pt"])
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(source, folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    told = ["no checkpoint", str(tmp_path / source)]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / source)
+
+
+def test_other_data_is_refused(folder, parent, tmp_path, capsys):
+    other = make_shards(tmp_path / "other", seed=1)
+    assert_refused(capsys, other, tmp_path / "out", "shards", str(other), branch_from=parent / "model_00008.pt")
+
+
+def test_the_same_data_in_another_folder_is_the_same(folder, parent, tmp_path):
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert train(moved, tmp_path / "out", branch_from=parent / "model_00008.pt", **OPTIONS) == 0
+    assert_same_run(tmp_path / "out", parent)
+
+
+@pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="needs GPT-2's tokenizer in ../shared")
+def test_another_tokenizer_is_refused(folder, parent, tmp_path, capsys):
+    other = make_shards(tmp_path / "other")
+    meta = json.loads((other / "meta.json").read_text()) | {"tokenizer": "gpt2", "vocab_size": 50257}
+    (other / "meta.json").write_text(json.dumps(meta))
+    told = ["tokenizer gpt2", "bytes"]
+    assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
+
+
+def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, tmp_path, capsys):
+    best = {name: load_checkpoint(parent / "model_00008.pt")[name] for name in ("model", "config", "step", "tokenizer_file")}
+    (tmp_path / "family").mkdir()
+    torch.save(best, tmp_path / "family" / "model_best.pt")
+    told = [str(tmp_path / "family" / "model_best.pt"), "--init-from"]
+    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / "family" / "model_best.pt")
+    torn = tmp_path / "family" / "model_00008.pt"
+    torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
+    assert_refused(capsys, folder, tmp_path / "out", str(torn), "damaged", branch_from=torn)
+
+
+@pytest.mark.parametrize("source", ["", "model_00008.pt"])
+def test_a_branch_has_a_folder_of_its_own(source, folder, parent, tmp_path, capsys):
+    """Also with --no-resume, which would move the parent aside."""
+    out = shutil.copytree(parent, tmp_path / "out")
+    for resume in (True, False):
+        told = ["--branch-from", "--out-dir"]
+        assert_refused(capsys, folder, out, *told, branch_from=out / source, resume=resume, max_steps=20)
+
+
+def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, tmp_path, capsys):
+    """Same settings, but a run from scratch, or a branch at another step: it would be resumed instead."""
+    out = tmp_path / "out"
+    shutil.copytree(parent, out)
+    told = [f"{out} has a run", "--branch-from", "--no-resume"]
+    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00004.pt")
+    shutil.rmtree(out)
+    assert train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS) == 0
+    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00008.pt")
+    assert train(folder, out, **OPTIONS) == 0  # without the flag it is resumed: it is finished
+    assert train(folder, out, branch_from=parent / "model_00008.pt", resume=False, **OPTIONS) == 0
+    assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a branch may change, and that it takes effect
+
+
+@contextlib.contextmanager
+def watched_steps():
+    """A list that gets, for every step: its number, windows, configuration, largest norm and parameter groups."""
+    steps, norms = [], []
+
+    def clip(parameters, max_norm, *args, **options):
+        norms.append(max_norm)
+        return original_clip(parameters, max_norm, *args, **options)
+
+    def step(model, loader, num_windows, B, optimizers, scaler, step, config, *rest):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        result = original_step(model, loader, num_windows, B, optimizers, scaler, step, config, *rest)
+        steps.append(dict(step=step, num_windows=num_windows, config=config, max_norm=norms[-1], groups=groups))
+        return result
+
+    with patched(torch.nn.utils, "clip_grad_norm_", clip) as original_clip:
+        with patched(train_gpt2, "train_step", step) as original_step:
+            yield steps
+
+
+def of(name):
+    """A function: the settings called `name` of a step's parameter groups."""
+    return lambda step: [group[name] for group in step["groups"] if name in group]
+
+
+CHANGES = [
+    # what changes, where it is seen, and what is seen there in step 8
+    (dict(max_lr=1e-2, schedule="wsd"), of("lr"), [1e-2 * 4 / 8.4] * 2),  # decay over 70% of 12 steps
+    (dict(max_lr=1e-2, schedule="wsd", decay_fraction=0.1), of("lr"), [1e-2] * 2),
+    (dict(max_steps=20, schedule="wsd", decay_fraction=0.8), of("lr"), [3e-3 * 12 / 16] * 2),
+    (dict(warmup_steps=10), of("lr"), [3e-3 * 9 / 10] * 2),
+    (dict(max_lr=4e-4, min_lr=4e-4), of("lr"), [4e-4] * 2),
+    (dict(weight_decay=0.5), of("weight_decay"), [0.5, 0.0]),
+    (dict(beta1=0.8), lambda step: [group["betas"][0] for group in step["groups"]], [0.8] * 2),
+    (dict(beta2=0.99), lambda step: [group["betas"][1] for group in step["groups"]], [0.99] * 2),
+    (dict(grad_clip=0.01), lambda step: step["max_norm"], 0.01),
+    (dict(total_batch_size=256), lambda step: step["num_windows"], 16),
+    (dict(batch_size=2), lambda step: step["config"].batch_size, 2),
+]
+MUON_CHANGES = [
+    (dict(muon_lr=0.1, max_lr=3e-3, min_lr=3e-3), of("lr"), [0.1] * 4 + [3e-3] * 2),
+    (dict(muon_weight_decay=0.3), of("weight_decay"), [0.3] * 4 + [0.1, 0.0]),
+    (dict(muon_momentum=0.9), of("momentum"), [0.85 + 0.05 * 8 / 300] * 4),
+]
+
+
+@pytest.fixture(scope="module")
+def muon_parent(folder):
+    assert train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS) == 0
+    return folder.parent / "muon"
+
+
+@pytest.mark.parametrize("changes, seen, expected", CHANGES + MUON_CHANGES)
+def test_a_change_takes_effect_from_the_first_step_on(changes, seen, expected, request, folder, tmp_path):
+    optimizer = "muon" if (changes, seen, expected) in MUON_CHANGES else "adamw"
+    parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
+    with watched_steps() as steps:
+        source = parent / "model_00008.pt"
+        assert train(folder, tmp_path / "out", branch_from=source, optimizer=optimizer, **OPTIONS | changes) == 0
+    assert steps[0]["step"] == 8 and len(steps) == changes.get("max_steps", 12) - 8
+    assert seen(steps[0]) == pytest.approx(expected)
+    # and nothing is left of the parent's settings: the groups are those that this configuration makes from scratch
+    config = steps[0]["config"]
+    fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
+    train_gpt2.apply_schedules(fresh, 8, config)
+    groups = [group for one in fresh for group in one.param_groups]
+    assert steps[0]["groups"] == [{name: v for name, v in group.items() if name != "params"} for group in groups]
+    ours, theirs = read_log(tmp_path / "out"), read_log(parent)
+    assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
+    if "total_batch_size" not in changes:
+        assert ours[8] == theirs[8]  # the loss before the first update, on the same windows
+    is_same = list(changes) == ["batch_size"]
+    assert is_same == (float(ours[11]) == pytest.approx(float(theirs[11]), abs=1e-6))
+    then = newest_checkpoint(parent)["config"]
+    changed = {name: [then[name], now] for name, now in changes.items() if now != then[name] and not is_same}
+    assert branched(tmp_path / "out")["changed"] == changed
+
+
+def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
+    options = OPTIONS | RAMP | dict(max_steps=2, checkpoint_every=1)
+    assert train(large, tmp_path / "parent", **options) == 0
+    for ramp, num_windows in ((0, 3 * 2**11), (3 * 2**14, 2 * 2**11)):
+        with watched_steps() as steps:
+            source, out_dir = tmp_path / "parent" / "model_00001.pt", tmp_path / str(ramp)
+            assert train(large, out_dir, branch_from=source, **options | {"batch_ramp": ramp}) == 0
+        assert [step["num_windows"] for step in steps] == [num_windows]
+        assert branched(out_dir)["changed"] == {"batch_ramp": [6 * 2**15, ramp]}
+
+
+@pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
+def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
+    assert train(folder, tmp_path / "parent", dtype=before, **OPTIONS) == 0
+    assert train(folder, tmp_path / "out", branch_from=tmp_path / "parent" / "model_00008.pt", dtype=after, **OPTIONS) == 0
+    assert branched(tmp_path / "out")["changed"] == {"dtype": [before, after]}
+    ours, theirs = read_log(tmp_path / "out"), read_log(tmp_path / "parent")
+    assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)
+
+
+def test_auto_keeps_the_dtype_of_the_parent(folder, tmp_path):
+    assert train(folder, tmp_path / "parent", dtype="bfloat16", **OPTIONS) == 0
+    source = tmp_path / "parent" / "model_00008.pt"
+    assert train(folder, tmp_path / "out", branch_from=source, dtype="auto", **OPTIONS) == 0
+    assert_same_run(tmp_path / "out", tmp_path / "parent")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Extended, and decayed from anywhere
+
+CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
+
+
+def test_a_finished_run_is_extended_as_the_refusal_says(folder, tmp_path, capsys):
+    """At a constant rate, the longer run is the run of that length from scratch, bit for bit."""
+    assert train(folder, tmp_path / "short", **CONSTANT) == 0
+    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 16}) == 0
+    capsys.readouterr()
+    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how it goes on
+    assert f"--branch-from {tmp_path / 'short'}" in capsys.readouterr().out
+    told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
+    assert_refused(capsys, folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})
+    assert train(folder, tmp_path / "out", branch_from=tmp_path / "short", **CONSTANT | {"max_steps": 16}) == 0
+    assert_same_run(tmp_path / "out", tmp_path / "long")
+
+
+def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp_path):
+    """Branched where the decay begins, the branch is the run of that length from scratch, bit for bit."""
+    assert train(folder, tmp_path / "constant", **CONSTANT) == 0
+    assert set(read_log(tmp_path / "constant", "lr").values()) >= {"0.003"}
+    for step, max_steps in ((4, 8), (8, 16)):
+        decay = OPTIONS | dict(max_steps=max_steps, schedule="wsd", decay_fraction=(max_steps - step) / max_steps)
+        source = tmp_path / "constant" / f"model_{step:05d}.pt"
+        assert train(folder, tmp_path / f"branch{step}", branch_from=source, **decay) == 0
+        assert train(folder, tmp_path / f"scratch{step}", **decay) == 0
+        assert_same_run(tmp_path / f"branch{step}", tmp_path / f"scratch{step}")
+        assert float(read_log(tmp_path / f"branch{step}", "lr")[max_steps - 1]) < 3e-3 / 3
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The best stays
+
+# validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
+SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.7, 12: 2.6}
+BRANCH_SCRIPT = {4: 3.5, 6: 3.2, 8: 3.4, 10: 3.1, 12: 3.3}
+BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, keep_best=True)
+
+
+def train_with(script, args, killed_at=None, checkpoint=None):
+    """Train, with validation losses from `script`; be killed when step `killed_at` is reported and `checkpoint` there."""
+
+    def scripted(self, step, loss, raw_model):
+        original(self, step, script[step], raw_model)
+
+    def report(self, step, *rest, **streams):
+        if step == killed_at:
+            while not checkpoint.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        original_report(self, step, *rest, **streams)
+
+    with patched(Run, "log_val_loss", scripted) as original, patched(Run, "report", report) as original_report:
+        train_gpt2.main(args)
+
+
+def assert_best_is(out_dir, step, loss):
+    """model_best.pt is of this step, bit for bit the weights of that step's checkpoint, and can be used alone."""
+    best, checkpoint = (load_checkpoint(out_dir / name) for name in ("model_best.pt", f"model_{step:05d}.pt"))
+    assert (best["step"], best["val_loss"]) == (step, loss)
+    assert_same_tensors(best["model"], checkpoint["model"])
+    written = torch.load(out_dir / "model_best.pt", weights_only=True)
+    assert set(written) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file"}
+    assert best["config"] == checkpoint["config"]
+
+
+@pytest.fixture(scope="module")
+def best(folder):
+    """The folder of a run whose best validation loss is that of step 8."""
+    args = tiny_flags(folder, folder.parent / "best", **BEST)
+    assert run(train_with, SCRIPT, args, output=folder.parent / "output") == [0]
+    return folder.parent / "best"
+
+
+def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
+    assert_best_is(best, 8, 2.5)
+
+
+@pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (3, 2), (6, 4), (9, 8), (11, 10)])
+def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path):
+    """Killed before, between and after the falls of the validation loss."""
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, **BEST)
+    there = out / f"model_{checkpoint:05d}.pt" if checkpoint else folder
+    assert run(train_with, SCRIPT, args, killed_at, there, output=output) == [-signal.SIGKILL], output.read_text()
+    assert run(train_with, SCRIPT, args, output=output) == [0], output.read_text()
+    assert_best_is(out, 8, 2.5)
+    assert log_lines(out) == log_lines(best)
+
+
+@pytest.mark.parametrize("killed_at, checkpoint", [(None, None), (5, 4), (7, 6), (11, 10)])
+def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, checkpoint, folder, best, tmp_path):
+    """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log."""
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
+    if killed_at:
+        there = out / f"model_{checkpoint:05d}.pt"
+        assert run(train_with, BRANCH_SCRIPT, args, killed_at, there, output=output) == [-signal.SIGKILL]
+    assert run(train_with, BRANCH_SCRIPT, args, output=output) == [0], output.read_text()
+    assert_best_is(out, 10, 3.1)
+
+
+def test_keep_best_may_be_switched_on_when_a_run_is_resumed(folder, tmp_path):
+    """What was best before is gone; from then on the best is kept."""
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, **BEST | {"keep_best": False})
+    there = out / "model_00004.pt"
+    assert run(train_with, SCRIPT, args, 5, there, output=output) == [-signal.SIGKILL]
+    assert run(train_with, SCRIPT | {8: 3.4}, tiny_flags(folder, out, **BEST), output=output) == [0]
+    assert_best_is(out, 12, 2.6)
+
+
+def test_without_the_flag_nothing_is_kept(parent):
+    assert not (parent / "model_best.pt").exists()
+
+
+def test_the_best_is_read_wherever_a_checkpoint_is(folder, best, tmp_path, capsys):
+    path = str(best / "model_best.pt")
+    weights = load_checkpoint(best / "model_00008.pt")["model"]
+    model, enc = train_gpt2.load_model(path)
+    assert_same_tensors(dict(model.state_dict()), dict(weights))
+    texts = []
+    for source in (path, str(best / "model_00008.pt"), str(best / "model_00012.pt")):
+        capsys.readouterr()
+        assert status_of(sample.main, ["abc", "-m", source, "--max-new-tokens", "20", "--device", "cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert status_of(sample.main, ["-m", path, "--export", str(tmp_path / "hf")]) == 0
+    exported = train_gpt2.load_model(str(tmp_path / "hf"))[0].state_dict()
+    assert_same_tensors(exported["transformer.wte.weight"][:257], weights["transformer.wte.weight"][:257])  # the tokens
+    assert_same_tensors(exported["transformer.h.1.mlp.c_fc.weight"], weights["transformer.h.1.mlp.c_fc.weight"])
+    with watched_steps() as steps:
+        assert train(folder, tmp_path / "tuned", init_from=path, **OPTIONS) == 0
+    assert steps[0]["step"] == 0
+    example = {"ind": 1, "activity_label": "a", "ctx": "abc", "endings": ["d", "e", "f", "g"], "label": 0}
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
+    words = ["-m", path, "--data", str(tmp_path / "hellaswag.jsonl"), "--device", "cpu"]
+    with patched(sys, "argv", ["hellaswag.py", *words]):
+        assert status_of(hellaswag.main) == 0
+    # a run's folder stands for its newest checkpoint, not for its best
+    assert_same_tensors(
+        dict(train_gpt2.load_model(str(best))[0].state_dict()), dict(load_checkpoint(best / "model_00012.pt")["model"])
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Milestones
+
+
+def steps_of(out_dir):
+    return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
+
+
+MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)
+
+
+@pytest.mark.parametrize("keep, kept", [(1, [6, 12, 14]), (2, [6, 12, 14]), (3, [6, 10, 12, 14])])
+def test_milestones_stay_for_good_while_other_checkpoints_go(keep, kept, folder, tmp_path):
+    assert train(folder, tmp_path / "out", keep_checkpoints=keep, **MILESTONES) == 0
+    assert steps_of(tmp_path / "out") == kept
+
+
+@pytest.mark.parametrize("killed_at, checkpoint", [(3, 2), (7, 6), (9, 8), (13, 12)])
+def test_milestones_stay_when_a_run_is_killed_and_resumed(killed_at, checkpoint, folder, tmp_path):
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
+    there = out / f"model_{checkpoint:05d}.pt"
+    assert run(train_with, {}, args, killed_at, there, output=output) == [-signal.SIGKILL], output.read_text()
+    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    assert steps_of(out) == [6, 12, 14]
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 4])
+def test_milestones_are_written_also_where_no_other_checkpoint_is_due(checkpoint_every, folder, tmp_path):
+    options = MILESTONES | dict(checkpoint_every=checkpoint_every, keep_checkpoints=1)
+    assert train(folder, tmp_path / "out", **options) == 0
+    assert steps_of(tmp_path / "out") == [6, 12, 14]
+
+
+def test_without_milestones_only_the_newest_stay(folder, tmp_path):
+    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES | {"milestone_every": 0}) == 0
+    assert steps_of(tmp_path / "out") == [14]
+
+
+def test_a_milestone_is_a_place_to_branch(folder, tmp_path):
+    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES) == 0
+    source = tmp_path / "out" / "model_00006.pt"
+    assert train(folder, tmp_path / "branch", branch_from=source, keep_checkpoints=1, **MILESTONES) == 0
+    assert_same_run(tmp_path / "branch", tmp_path / "out")
+    assert steps_of(tmp_path / "branch") == [6, 12, 14]

@@ -1,0 +1,154 @@
+"""plumbing/modelcard.py: a page with what the run measured, and nothing else."""
+
+import json
+import random
+import re
+
+import pytest
+from conftest import ROOT, status_of, tiny_model, train
+
+import sample
+import tokenizer
+from plumbing.huggingface import export_huggingface
+from plumbing.modelcard import write_model_card
+
+CONFIG = {
+    "preset": "gpt2", "data": "/home/somebody/data", "out_dir": "/home/somebody/log", "init_from": "", "n_layer": 2,
+    "total_batch_size": 1000, "batch_ramp": 0, "max_steps": 4, "val_tokens": 5000, "hellaswag_limit": 200,
+    "max_lr": 6e-4, "hellaswag_data": "/home/somebody/val.jsonl",
+}  # fmt: skip
+START = {
+    "started": "2026-11-20T13:42:34+00:00", "command": "python train_gpt2.py", "from step": "0",
+    "versions": "python 3.11.7, torch 2.13.0", "machine": "Linux, 2 cores, NVIDIA H100", "ranks": "8",
+    "commit": "fd912143f159",
+}  # fmt: skip
+
+
+def start_text(config=CONFIG, **changes):
+    fields = START | {"config": json.dumps(config)} | changes
+    return "".join(f"{name}: {text}\n" for name, text in fields.items()) + "\n"
+
+
+LOG = "".join(
+    f"{step} train {5 - step}\n{step} lr 0.1\n{step} norm 1.5\n{step} tok/s 500\n" for step in range(4)
+)
+EVALUATIONS = "0 val 5.5\n4 val 1.25\n0 hella 0.24\n4 hella 0.271\n"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "hf"
+    export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), folder)
+    return folder
+
+
+@pytest.fixture
+def card(exported, tmp_path):
+    """A function that gives the card of a run with these files."""
+
+    def make(run=start_text(), log=LOG + EVALUATIONS, **options):
+        (tmp_path / "run.txt").write_text(run, encoding="utf-8")
+        (tmp_path / "log.txt").write_text(log, encoding="utf-8")
+        for name in ("README.md", "curve.png"):
+            (exported / name).unlink(missing_ok=True)
+        write_model_card(exported, tmp_path, **options)
+        return (exported / "README.md").read_text() if (exported / "README.md").exists() else ""
+
+    return make
+
+
+def test_the_card_has_what_the_run_measured(card, exported):
+    text = card(sample="To be,\n```or```")
+    header, page = text.removeprefix("---\n").split("\n---\n", 1)
+    assert "library_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt2" in header
+    assert "license" not in re.sub("#.*", "", header), "it is not ours to say"
+    assert page.startswith("\n# A GPT-2 with 34.7K parameters\n")  # 2 layers of 32 channels, 257 ids, 32 positions
+    assert "trained from scratch" in page and "It has 2 layers, 2 attention heads and 32 channels" in page
+    assert "| validation loss on 5,000 tokens that were not trained on | 1.2500 nats per token | 4 |" in page
+    assert "| training loss of the last update | 2.0000 nats per token | 4 |" in page
+    assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
+    assert "4 updates of 1,000 tokens, 4,000 in all, in 8 s (500 tokens per second)." in page
+    assert "8 processes on Linux, 2 cores, NVIDIA H100." in page and "`fd912143f159`" in page
+    assert "````text\nTo be,\n```or```\n````" in page
+    assert "AutoModelForCausalLM.from_pretrained" in page and '"max_lr": 0.0006' in page
+    assert "/home/somebody" not in text
+    assert "![" in page and (exported / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_not_measured_is_left_out(card, exported):
+    page = card(log="")
+    assert "| measured" not in page and "updates" not in page and "A sample" not in page and "![" not in page
+    assert not (exported / "curve.png").exists()
+    page = card(log=LOG)
+    assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
+    page = card(log=LOG.replace("2 tok/s 500\n", ""))
+    assert "4,000 in all." in page and "tokens per second" not in page
+    page = card(start_text(CONFIG | {"batch_ramp": 10**9}))
+    assert "4 updates." in page and "in all" not in page
+    assert card(run="") == "" and card(run="config: []\n\nconfig: {\n") == ""
+
+
+def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later(card):
+    page = card(log=LOG + "2 val 3.5\n" + EVALUATIONS, step=2)
+    assert "3.5000 nats per token | 2 |" in page and "4.0000 nats per token | 2 |" in page and "1.25" not in page
+    assert "2 updates of 1,000 tokens, 2,000 in all, in 4 s" in page and "0.2400 | 0 |" in page
+
+
+def test_a_run_in_parts_and_a_branch_say_so(card):
+    page = card(start_text() + start_text(machine="Linux, 8 cores"))
+    assert "2026-11-20T13:42:34+00:00, in 2 parts." in page and "NVIDIA H100." in page and "8 cores." in page
+    branched = json.dumps({"parent": "/home/somebody/log", "step": 2, "changed": {"total_batch_size": [500, 1000]}})
+    page = card(start_text(branched=branched))
+    assert "from another run after 2 updates" in page and "in all" not in page and "somebody" not in page
+
+
+def test_known_data_and_weights_are_named(card, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "meta.json").write_text('{"dataset": "fineweb-edu", "tokens": 123456, "tokenizer": "gpt2"}')
+    text = card(start_text(CONFIG | {"data": str(data), "init_from": "gpt2-medium"}))
+    assert "datasets:\n- HuggingFaceFW/fineweb-edu\n" in text and "language:\n- en\n" in text
+    assert "base_model: openai-community/gpt2-medium\n" in text and "fine-tuned from OpenAI's gpt2-medium" in text
+    assert "FineWeb-Edu (HuggingFaceFW/fineweb-edu), 123,456 tokens of the tokenizer gpt2." in text
+    (data / "meta.json").write_text('{"dataset": ["x"], "tokens": "many"}')
+    assert "datasets:" not in card(start_text(CONFIG | {"data": str(data)}))
+
+
+@pytest.mark.parametrize("name", ["bytes", "bytes+chat"])
+def test_the_lines_that_load_the_model_work(tmp_path, name, capsys):
+    (tmp_path / "run.txt").write_text(start_text())
+    enc = tokenizer.get_encoding(name)
+    export_huggingface(tiny_model(block_size=256), enc, tmp_path / "hf", run_folder=tmp_path)
+    [code] = re.findall("```python\n(.*?)```", (tmp_path / "hf" / "README.md").read_text(), re.DOTALL)
+    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'hf')!r}"), {})
+    assert ("<|user|>Hello!<|end|><|assistant|>" if "+" in name else "The ") in capsys.readouterr().out
+
+
+def test_damaged_files_never_stop_an_export(card):
+    rng = random.Random(0)
+    whole_run, whole_log = start_text() + start_text(), LOG + EVALUATIONS
+    for _ in range(60):
+        run, log = list(whole_run), list(whole_log)
+        for text in (run, log):
+            for _ in range(rng.randrange(1, 6)):
+                text[rng.randrange(len(text))] = rng.choice(["", "\x00", "\n", "9", "{", "\u00e9", " nan ", '"', "null"])
+        card("".join(run), "".join(log))
+    for value in ("a", -1, None, [], {}, True, 1e300):
+        card(start_text(dict.fromkeys(CONFIG, value)))
+
+
+def test_sample_exports_a_card_from_a_runs_folder_and_from_a_checkpoint_in_it(data, tmp_path):
+    assert train(data, tmp_path / "run", sample_prompt="abc") == 0
+    for number, model in enumerate(("run", "run/model_00008.pt")):
+        out = tmp_path / f"out{number}"
+        assert status_of(sample.main, ["-m", str(tmp_path / model), "--export", str(out), "--device", "cpu"]) == 0
+        page = (out / "README.md").read_text()
+        assert "```text\nabc" in page and f"**Training**: {8 if number else 12} updates of 128 tokens" in page
+        assert (out / "curve.png").exists()
+
+
+def test_the_kept_run_has_a_card(exported, tmp_path):
+    run = ROOT / "records" / "2026-11-20-quickstart-sample-run" / "muon"
+    write_model_card(exported, run)
+    page = (exported / "README.md").read_text()
+    assert "1.4623 nats per token | 1,000 |" in page and "1,000 updates of 2,048 tokens, 2,048,000 in all" in page
