@@ -159,7 +159,10 @@ def check_types(content, types):
 
 
 def check_shape(config, weights):
-    """What is wrong with the shape in a checkpoint's config, or ""; before a model of that shape is made."""
+    """What is wrong with a checkpoint's shape and weights, or ""; before a model of that shape is made."""
+    for name, weight in weights.items():
+        if not is_weight(name, weight):
+            return f"its weight {name!r:.60} is {describe(weight)}"
     for name in SHAPE:
         if type(config.get(name)) is not int or config[name] < 1:
             return f"its {name} is {config.get(name)!r:.60}"
@@ -172,12 +175,16 @@ def check_shape(config, weights):
         shape, expected = describe_shape(weights.get(name)), str((config[rows], config["n_embd"]))
         if shape != expected:
             return f"its {name} has the shape {shape} instead of {expected}"
-        if not is_stored_whole(weights[name]):
-            return f"its {name} has fewer numbers than its shape says"
     embedding, output = weights["transformer.wte.weight"], weights.get("lm_head.weight")
     if describe(output) != describe(embedding) or not torch.equal(output, embedding):
         return "its lm_head.weight is not its transformer.wte.weight"
     return ""
+
+
+def is_weight(name, value):
+    """Whether an entry of a state dict is a name and a tensor of floating-point numbers, all of them in the file."""
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+    return isinstance(name, str) and is_floating and is_stored_whole(value)
 
 
 def is_stored_whole(tensor):
@@ -393,11 +400,6 @@ def peer_model_state(path, content):
         print("note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
               "losses are slightly different here.", flush=True)  # fmt: skip
     return {name: config[name] for name in SHAPE}, weights, tokenizer.get_encoding("gpt2")
-
-
-def is_weight(name, value):
-    """Whether an entry of a state dict is a name and a tensor of numbers with a fraction, of one dimension at least."""
-    return isinstance(name, str) and isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def strip_wrappers(name):
