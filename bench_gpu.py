@@ -294,7 +294,7 @@ class Bench:
         smaller = re.search(r"out of memory.*--batch-size (\d+)", text, re.IGNORECASE)
         if smaller:
             raise RuntimeError(f"only B = {smaller[1]} of {config.batch_size} fits in memory. Give it with --settings.")
-        peak = re.search(r"([\d.]+) GiB at most", text)
+        peak = re.search(r"at most ([\d.]+) GiB", text)
         steps = config.max_steps
         speeds = list(log["tok/s"].values())[min(20, steps - 1) :]  # later steps only: the GPU is warm
         last = statistics.mean(list(log["train"].values())[-max(1, steps // 10) :])
