@@ -219,6 +219,11 @@ def belongs_to_this_launch(out_dir):
 # Starting a run
 
 
+def check_names(config):
+    """A sentence for each folder of the run that has no name."""
+    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
+
+
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
     return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None

@@ -11,7 +11,6 @@ from conftest import tiny_model
 
 import tokenizer
 import train_gpt2
-from plumbing import kernels
 from plumbing.checkpoint import resize
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig, KVCache
