@@ -45,6 +45,7 @@ import tokenizer
 from plumbing import documents
 from plumbing.cli import UserError
 from plumbing.distributed import World, choose_device, choose_dtype, flops_per_token
+from plumbing.files import atomic_write
 from plumbing.huggingface import MATRICES
 from plumbing.peaks import peak_flops
 from train_gpt2 import (
@@ -62,11 +63,11 @@ class Options:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 20 of train, 5 of the others
-    steps: int = 0  # train: steps per round; 0: about half a second's worth, so that there are many rounds to compare
+    steps: int = 0  # train: steps per round; 0: about half a second of them
     # train and ladder, and the shape of the model elsewhere; 0: the preset's
     preset: str = ""  # of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
     peer: str = ""  # a nanoGPT checkout, whose model.py is imported and trained for comparison
-    variants: tuple[str, ...] = ()  # more configurations of ours to compare: compile=False batch_size=32,compile=True
+    variants: tuple[str, ...] = ()  # our own with other settings: compile=False batch_size=32,compile=True
     batch_size: int = 0  # B, sequences per micro-step (of sample: sequences at a time)
     sequence_length: int = 0  # T, tokens per sequence
     total_batch_size: int = 0  # tokens per step
@@ -103,14 +104,14 @@ def timed(function, device):
 
 
 def peak_gib(device):
-    """Peak memory since the last call, all sides' weights included: CUDA's allocator, or resident memory on a CPU."""
+    """Peak memory since the last call, with the weights of all sides: CUDA's allocator, or a CPU's resident memory."""
     if device.startswith("cuda"):
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak / 2**30
     try:
         status = Path("/proc/self/status").read_text()
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak
         return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20
     except OSError:
         return math.nan
@@ -123,7 +124,7 @@ def interleave(runs, rounds, device):
     show what a side costs when other processes share the machine.
     """
     measured = {name: {"seconds": [], "cpu_seconds": [], "peak_gib": 0.0, "result": None} for name in runs}
-    gc.freeze()  # existing objects, so that collecting between the rounds is cheap
+    gc.freeze()  # exclude existing objects, so that collecting between the rounds is cheap
     for round_number in range(-1, rounds):
         for name, function in runs.items():
             gc.collect()
@@ -169,13 +170,13 @@ def report(options, device, measured, work, unit, extra=None):
 
 
 def save(options, device, measured, numbers):
-    """Add to `numbers` what was measured, where and with what; write them to --json and return them."""
+    """Add measurements, machine and settings to `numbers`; write them to --json and return them."""
     keys = ("seconds", "cpu_seconds", "peak_gib")
     raw = {key: {name: run[key] for name, run in measured.items()} for key in keys}
     settings = {"what": options.what, "options": dataclasses.asdict(options)}
     numbers = numbers | raw | machine(device) | settings
     if options.json:
-        with cli.atomic_write(options.json, "w") as file:
+        with atomic_write(options.json, "w") as file:
             file.write(json.dumps(numbers, indent=1) + "\n")
     return numbers
 
@@ -215,7 +216,7 @@ def train_config(options, device):
     config = dataclasses.replace(
         config,
         dtype=options.dtype,
-        optimizer="adamw",  # as the references; a variant may have another
+        optimizer="adamw",  # as in the references; a variant may have another
         block_size=max(config.block_size, config.sequence_length),
         vocab_size=config.vocab_size or math.ceil(num_ids / 64) * 64,
         total_batch_size=options.total_batch_size or max(1, config.total_batch_size // micro_batch) * micro_batch,
@@ -226,7 +227,7 @@ def train_config(options, device):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a benchmark runs: a single process on a device, with a dtype for activations, as the trainer has them."""
+    """Where a benchmark runs: a single process on a device, with a dtype for activations."""
 
     device: str
     dtype: torch.dtype
@@ -250,7 +251,7 @@ def choose_place(options, device):
 
 
 def random_shards(folder, config, num_windows=256):
-    """Write shards of random ids: step time does not depend on the data, and no text is needed."""
+    """Write shards of random ids: the time of a step does not depend on the data."""
     size = max(num_windows, config.total_batch_size // config.sequence_length) * config.sequence_length + 1
     for split in ("val_000000", "train_000001"):
         ids = np.random.default_rng(0).integers(config.vocab_size, size=size).astype(np.uint16)
@@ -291,7 +292,7 @@ class Ours:
 
 
 class Reference:
-    """Someone else's model in a straightforward training loop; a call makes `steps` steps."""
+    """Another implementation's model in a plain training loop; a call makes `steps` steps."""
 
     def __init__(self, config, folder, place, steps, model, loss_of, optimizer):
         self.config, self.place, self.steps, self.step = config, place, steps, 0
@@ -325,7 +326,7 @@ class Reference:
 
 
 def transformers_model(config):
-    """transformers' GPT-2 of that shape, without dropout."""
+    """transformers' GPT-2 of the same shape, without dropout."""
     import transformers  # takes seconds
 
     transformers.logging.set_verbosity_error()
@@ -392,7 +393,7 @@ def make_runs(options, config, folder, place, steps):
 
 
 def to_flag(field, value):
-    """A field's value on the trainer's command line; a switch has none there: --compile or --no-compile."""
+    """A field's flag on the trainer's command line: --batch_size=8; a switch is --compile or --no-compile."""
     if str(value) in ("True", "False"):
         return f"--{'no-' * (str(value) == 'False')}{field}"
     return f"--{field}={value}"
@@ -527,14 +528,14 @@ def bench_train(options, device):
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of build-nanogpt's lecture: the optimizations that are on, each on top of those before it."""
+    """A rung of build-nanogpt's lecture: the optimizations that are switched on."""
 
     name: str
     tf32: bool = False  # float32 matmuls in TensorFloat-32
     dtype: str = "float32"  # of autocast
     compile: bool = False
     flash: bool = False  # attention in one kernel
-    vocab_size: int = 50257  # of which 50304 is a multiple of 128
+    vocab_size: int = 50257  # 50304 is the next multiple of 128
     fused: bool | None = None  # AdamW in one kernel
 
 
@@ -557,7 +558,7 @@ def make_rungs(device):
 
 
 class PlainAttention(CausalSelfAttention):
-    """Attention before flash attention: the T x T scores of each head are written to memory."""
+    """Attention without a fused kernel: the T x T scores of each head are written to memory."""
 
     def forward(self, x, attn_mask=None, cache=None):
         B, T, C = x.shape
@@ -570,13 +571,13 @@ class PlainAttention(CausalSelfAttention):
 
 
 def make_rung(rung, config, folder, device):
-    """The program's GPT in a straightforward loop, with the optimizations of `rung` and no others."""
+    """The program's GPT in a plain loop, with the optimizations of `rung` and no others."""
     config = dataclasses.replace(config, vocab_size=rung.vocab_size, dtype=rung.dtype)
     torch.manual_seed(0)
     model = GPT(GPTConfig(config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd))
     if not rung.flash:
         for block in model.transformer.h:
-            block.attn.__class__ = PlainAttention  # with the weights that it has
+            block.attn.__class__ = PlainAttention  # keeps its weights
     model.to(device)
     optimizer = plain_adamw(model, config, rung.fused)
     trained = torch.compile(model, dynamic=False) if rung.compile else model
@@ -656,7 +657,7 @@ def paired_ratio(theirs, ours):
 
 
 def draw_ladder(rows, device, path):
-    """A bar per rung with its tokens per second."""
+    """Draw a bar per rung with its tokens per second."""
     import matplotlib  # takes a second
 
     matplotlib.use("Agg")
@@ -705,10 +706,10 @@ def bench_data(options, device):
 
         measured = interleave({"fineweb.py": ours, "tiktoken, one thread": tiktoken}, options.rounds, device)
         tokens = measured["fineweb.py"]["result"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = documents.num_cores()
     if tokens != measured["tiktoken, one thread"]["result"]:
         others = measured["tiktoken, one thread"]["result"]
-        print(f"warning: fineweb.py made {tokens:,} tokens, tiktoken {others:,}: the speeds cannot be compared.")
+        print(f"warning: fineweb.py made {tokens:,} tokens and tiktoken {others:,}, so the speeds cannot be compared.")
     print(f"{len(texts):,} documents, {tokens:,} tokens, {cores} cores")
     numbers = report(options, device, measured, tokens, "tok", {"cores": cores, "tokens": tokens})
     print(f"{numbers['ratio'] / cores:.0%} of {cores} cores x one thread")
@@ -787,13 +788,14 @@ def bench_sample(options, device):
     B, n = options.batch_size or 1, options.max_new_tokens
     prompt = torch.tensor([enc.encode_ordinary("Hello, I'm a language model,")] * B, device=device)
     dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
-    model.to(dtype).residual_dtype = dtype  # as sample.py has it
+    model.to(dtype).residual_dtype = dtype  # as in sample.py
     hf = transformers_model(model.config).to(device, dtype).eval()
     with torch.no_grad():
         weights = dict(hf.named_parameters())
         for name, parameter in model.named_parameters():
             weights[name].copy_(parameter.T if name.endswith(MATRICES) else parameter)
-    padding = list(range(enc.n_vocab, model.config.vocab_size)) or None  # padding ids, which no side may generate
+    # ids that only pad the vocabulary, which no side may generate
+    padding = list(range(enc.n_vocab, model.config.vocab_size)) or None
 
     def ours():
         return torch.stack(list(model.generate(prompt, n, enc.n_vocab, temperature=0)), 1).tolist()
@@ -826,15 +828,14 @@ def main(args=None):
     sizes = "rounds steps limit batch_size sequence_length total_batch_size n_layer n_head n_embd vocab_size".split()
     for name in sizes:
         if getattr(options, name) < 0:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is {getattr(options, name)}, but it must be 0 or more.")
+            raise UserError(f"{cli.flag_of(name)} is {getattr(options, name)}, but it must be 0 or more.")
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {options.max_new_tokens}, but it must be 1 or more.")
     options.rounds = options.rounds or (20 if options.what == "train" else 5)
     if device == "cuda":
         device = "cuda:0"
     if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
+        torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls, as in the trainer
     benchmarks = {
         "train": bench_train, "ladder": bench_ladder, "data": bench_data, "hellaswag": bench_hellaswag,
         "sample": bench_sample,

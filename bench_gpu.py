@@ -10,11 +10,11 @@ those that are not the default until a GPU has shown that they are right and fas
 with --dtype fp8 and bfloat16.
 
 Each result is a line of JSON in --out/answers.jsonl, and a table is printed at the end. No benchmark is started that
-needs longer than what is left of --minutes; repeating the command runs what has no result yet (to repeat a benchmark,
-delete its line).
+needs longer than what is left of --minutes; repeating the command runs what has no result yet. To repeat a benchmark,
+delete its line.
 
-It needs torch 2.11 or newer, numpy, tiktoken, tqdm, safetensors, transformers and tyro, but no network: where there is
-none, TIKTOKEN_CACHE_DIR must hold GPT-2's tables for those benchmarks that tokenize.
+It needs torch 2.11 or newer, numpy, tiktoken, tqdm, safetensors, transformers and tyro. Without a network,
+TIKTOKEN_CACHE_DIR must hold GPT-2's tables for those benchmarks that tokenize.
 """
 
 import contextlib
@@ -60,13 +60,13 @@ from train_gpt2 import PRESETS, TrainConfig, evaluate_hellaswag, evaluate_val_lo
 class Options:
     """Benchmark the trainer on this GPU."""
 
-    out: str = "gpu_log"  # folder of the results and raw logs; what has a result there is not run again
+    out: str = "gpu_log"  # folder of the results and raw logs; a benchmark with a result there is not run again
     minutes: float = 9.0  # start nothing that would take longer
-    settings: str = ""  # what differs from preset gpt2, for every side: n_layer=24,n_head=16,n_embd=1024
-    shards: str = "python_docs"  # for training on text: GPT-2's tokens, 10M or more; else made of the built-in corpus
-    hellaswag: str = ""  # its JSON lines, for training on text to score, too
+    settings: str = ""  # changes to preset gpt2, for every side: n_layer=24,n_head=16,n_embd=1024
+    shards: str = "python_docs"  # text to train on: 10M or more of GPT-2's tokens; else the built-in corpus
+    hellaswag: str = ""  # HellaSwag's JSON lines, which the runs on text then score
     peer: str = ""  # a nanoGPT checkout
-    build_nanogpt: str = ""  # a build-nanogpt checkout, run as published but for its data and number of steps
+    build_nanogpt: str = ""  # a build-nanogpt checkout, run as published except for its data and number of steps
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Bench:
     options: Options
     config: TrainConfig
     place: bench.Place
-    deadline: float  # in time.monotonic(); processes that are still running then get 30 more seconds
+    deadline: float  # by time.monotonic(); processes that still run then get 30 more seconds
 
     @property
     def out(self):
@@ -99,12 +99,13 @@ class Bench:
         """The machine, its versions and its measured peaks."""
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
         found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
-        peaks = {"matmul_peak": bench.matmul_peak(self.place.device), "datasheet_peak": peak_flops(bench.machine(self.place.device)["device"])}
+        facts = bench.machine(self.place.device)
+        peaks = {"matmul_peak": bench.matmul_peak(self.place.device), "datasheet_peak": peak_flops(facts["device"])}
         peaks["flops_per_token"] = flops_per_token(self.config, self.config.sequence_length)
-        return bench.machine(self.place.device) | peaks | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
+        return facts | peaks | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
 
     def headline(self, steps):
-        """train_gpt2.py as people run it, without evaluations: sustained speed, with the GPU's clocks and power."""
+        """train_gpt2.py itself, without evaluations: sustained speed, with the GPU's clocks and power."""
         off = dict(val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0)
         with sampled_clocks(self.out / "headline.smi.csv") as clocks:
             numbers = self.run_trainer("headline", max_steps=steps, **off)
@@ -230,7 +231,7 @@ class Bench:
     def float32_residual(self):
         """The step with the residual stream kept in float32."""
         run = self.ours()
-        run.raw_model.residual_dtype = torch.float32  # which compiles it once more
+        run.raw_model.residual_dtype = torch.float32  # compiles the model once more
         return rate(run)
 
     def logits_returned(self):
@@ -261,7 +262,7 @@ class Bench:
             cleanup_distributed()
 
     def real_run(self, name, steps, B, **changes):
-        """The trainer itself on real text, 2 * B * T tokens a step: losses, and throughput after warm-up."""
+        """The trainer on real text, 2 * B * T tokens a step: losses, and throughput after warm-up."""
         tokens = self.config.batch_size * self.config.sequence_length
         return self.run_trainer(
             name, batch_size=B, max_steps=steps, total_batch_size=2 * B * self.config.sequence_length,
@@ -271,7 +272,7 @@ class Bench:
         )  # fmt: skip
 
     def run_trainer(self, name, **changes):
-        """Run train_gpt2.py on --shards with `changes` to the settings: what its log says."""
+        """Run train_gpt2.py on --shards with `changes` to the settings; return what its log says."""
         if not Path(self.options.shards).exists():
             fineweb.prepare(fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=self.options.shards))
         out_dir, output = self.out / name, self.out / f"{name}.txt"
@@ -283,7 +284,7 @@ class Bench:
             self.run_child("train_gpt2.py", [sys.executable, Path(__file__).parent / "train_gpt2.py", *flags], output)
         finally:
             shutil.rmtree(out_dir / "hf", ignore_errors=True)
-            for checkpoint in out_dir.glob("*.pt*"):  # gigabytes that nobody needs
+            for checkpoint in out_dir.glob("*.pt*"):  # gigabytes that are not needed
                 checkpoint.unlink()
         log = {}
         for line in (out_dir / "log.txt").read_text().splitlines():
@@ -293,7 +294,7 @@ class Bench:
         smaller = re.search(r"out of memory.*--batch-size (\d+)", text, re.IGNORECASE)
         if smaller:
             raise RuntimeError(f"only B = {smaller[1]} of {config.batch_size} fits in memory. Give it with --settings.")
-        peak = re.search(r"([\d.]+) GiB at most", text)
+        peak = re.search(r"at most ([\d.]+) GiB", text)
         steps = config.max_steps
         speeds = list(log["tok/s"].values())[min(20, steps - 1) :]  # later steps only: the GPU is warm
         last = statistics.mean(list(log["train"].values())[-max(1, steps // 10) :])
@@ -394,7 +395,7 @@ def synthetic_examples(num_examples):
 
 
 def benchmarks(b):
-    """{name: (seconds that it takes on a GPU, a function that returns the numbers)}, the most important first."""
+    """{name: (seconds on a GPU, a function that returns the numbers)}, the most important first."""
     B, cuda, compiled = b.config.batch_size, b.place.device_type == "cuda", b.config.compile
     entries = {"machine": (20, b.machine)}
     entries["60 steps of train_gpt2.py"] = 180, partial(b.headline, 60 if cuda else 4)
@@ -435,14 +436,14 @@ def benchmarks(b):
         steps_1000 = partial(b.real_run, f"steps_{dtype}", 1000, max(1, B // 16), dtype=dtype)
         entries[f"1,000 steps, {dtype}"] = 240, steps_1000
     entries["sampling, 1 sequence"], entries["sampling, 8"] = (60, partial(b.sampling, 1)), (60, partial(b.sampling, 8))
-    for size in (B, B // 2):  # without the compiler 64 sequences take 74 GB
+    for size in (B, B // 2):  # without the compiler, 64 sequences take 74 GB
         entries[f"not compiled, B={size}"] = 60, lambda size=size: rate(b.ours(f"compile=False,batch_size={size}"))
     entries["transformers, eager"] = 60, fused
     return entries
 
 
 def table(results):
-    """A table of the results with a speed, fastest first, relative to ours; then the other results."""
+    """A table of the results with a speed, fastest first; then the other results."""
     machine = results.get("machine", {})
     rates = {name: result for name, result in results.items() if "ms" in result}
     ours = next((rates[name]["tok_per_s"] for name in rates if name.endswith(("train_gpt2", "train_gpt2.py"))), None)
@@ -473,7 +474,7 @@ def main(args=None):
     device = choose_device(config.device)
     if device == "cuda":
         device = "cuda:0"
-        torch.set_float32_matmul_precision("high")  # TF32 where something is float32, as the trainer does
+        torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls, as in the trainer
     deadline = started + 60 * options.minutes
     b = Bench(options, config, bench.choose_place(config, device), deadline)
     b.out.mkdir(parents=True, exist_ok=True)
@@ -511,7 +512,7 @@ def main(args=None):
             os.execv(sys.executable, [sys.executable, *sys.argv, f"--minutes={minutes}"])
         gc.collect()
         torch._dynamo.reset()
-        enable_fused_attention(True)  # a failed attempt in the trainer may have switched it off
+        enable_fused_attention(True)  # the trainer may have switched it off after a failure
         if b.place.device_type == "cuda":
             torch.cuda.empty_cache()
     print(table(results))

@@ -1,4 +1,4 @@
-"""Which evaluation examples occur in the training text? Training on them inflates the score.
+"""Which evaluation examples occur in the training text? Training on them would inflate the score.
 
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval hellaswag/hellaswag_val.jsonl --num-proc 4
@@ -58,7 +58,7 @@ def list_segments(folder):
     shards, steps = {}, [1]
     for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         if split_of(file):
-            # a shard whose name has no number has no next shard
+            # a shard without a number in its name has no next shard
             match = re.search(r"_(\d+)\.(npy|bin)$", file)
             number = int(match[1]) if match else -2 - len(shards)
             shards[number] = open_shard(os.path.join(folder, file))

@@ -15,9 +15,9 @@ FineWeb-Edu it is the first shard, as published; of your own text it is a sample
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
 the shards and records where in the input each one ends: the same command resumes after the last complete
 shard and produces the same bytes, whenever it was killed and on any number of cores. One process
-reaches about 30M tokens a second, the work of 10 to 30 cores (records/2026-11-21-data-preparation); with
-more of them, or several machines, start parts at once, --part 0/4 to --part 3/4: each takes every fourth
-input file.
+reaches about 30M tokens a second, the work of 10 to 30 cores (records/2026-11-21-data-preparation). With
+more cores, or several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every
+fourth input file.
 """
 
 import collections
@@ -56,7 +56,7 @@ class Options:
     dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
     input: tuple[str, ...] = ()  # your own files, globs or URLs: .parquet, .jsonl, .json, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str = ""  # what stands between the documents of a .txt, as <|endoftext|>; by default a file is one
+    separator: str = ""  # text between the documents of a .txt, as <|endoftext|>; by default a file is one document
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # What the shards are
@@ -65,7 +65,7 @@ class Options:
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
 
-    # How the work is shared out
+    # How the work is divided
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
 
@@ -86,8 +86,8 @@ def check_options(options):
     for name in ("max_tokens", "num_proc", "pretokenized"):
         value = getattr(options, name)
         if value < 0:
-            errors.append(f"--{name.replace('_', '-')} is {value}, but it must be 0 or more.")
-    if not 1 <= options.shard_size <= 2**31:  # two are held in memory, of 4 GB then
+            errors.append(f"{cli.flag_of(name)} is {value}, but it must be 0 or more.")
+    if not 1 <= options.shard_size <= 2**31:  # two are held in memory, of up to 4 GB each
         errors.append(f"--shard-size is {options.shard_size:,}, but it must be from 1 to {2**31:,}.")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append(
@@ -172,10 +172,10 @@ def limit_tokens(stream, limit, bar):
 
 
 class ValidationSample:
-    """Every `every`-th piece of the input, as long as they are at most a tenth of it and at most `max_tokens`.
+    """Every `every`-th piece of the input, while these are at most a tenth of it and at most `max_tokens`.
 
-    A piece is chosen by its place in the input and by the lengths of those before it, so that it does not
-    matter on how many cores a run works and where it was stopped.
+    The choice depends only on a piece's place in the input and the lengths of the pieces before it, not on the
+    number of cores or on where a run was stopped.
     """
 
     def __init__(self, every, max_tokens, tokens, num_train):
@@ -184,7 +184,7 @@ class ValidationSample:
         self.num_seen = num_train + len(tokens)  # tokens of both splits, up to the current batch
 
     def remove_from(self, stream):
-        """Keep the chosen pieces of a stream of (batch, tokens, ends), and yield what lies between them."""
+        """Keep the chosen pieces of a stream of (batch, tokens, ends), and yield the others."""
         for batch, tokens, ends in stream:
             num_yielded = 0  # pieces
             first_candidate = -(batch.source + batch.first_piece + 1) % self.every
@@ -199,7 +199,7 @@ class ValidationSample:
             self.num_seen += len(tokens)
 
     def top_up(self, last):
-        """Take what is missing from the end of the last shard, if the input had few pieces; returns its rest."""
+        """If the input had few pieces, take what is missing from the end of the last shard. Returns the rest of it."""
         expected = max(1, min(self.max_tokens, self.num_seen // self.every))
         if self.num_tokens >= expected / 2:
             return last
@@ -321,7 +321,7 @@ def open_writer(options, enc, folder, prefix, part, num_parts, sources):
 
 
 def make_shards(options, enc, writer, sources):
-    """Read, tokenize, cut, write: from where an earlier run ended to the end of the input."""
+    """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     folder, meta = writer.folder, writer.meta
     source, piece, skip, *_ = writer.resume()
     num_proc = options.num_proc or num_cores()
@@ -356,7 +356,7 @@ def make_shards(options, enc, writer, sources):
                 if end:  # goes to disk while the next one fills
                     validation = sample.tokens() if sample else None
                     writing = run_in_background(write_shard, writer, enc, last, end, validation)
-        finally:  # whatever ends the reading, a shard that was begun is finished
+        finally:  # however the reading ends, finish a shard that was begun
             encoded.close()
             if writing:
                 writing.result()
@@ -366,7 +366,7 @@ def make_shards(options, enc, writer, sources):
 
 
 def write_shard(writer, enc, tokens, end, validation=None):
-    """Write the next shard; before the first one, what describes it: meta.json and the tokenizer."""
+    """Write the next shard; before the first one, meta.json and the tokenizer."""
     if not writer.meta["shards"]:
         writer.save()
         save_tokenizer(enc, writer.folder)
@@ -377,7 +377,7 @@ def write_shard(writer, enc, tokens, end, validation=None):
 
 
 def save_tokenizer(enc, folder):
-    """Put the tokenizer beside the shards; if another part is at it, it writes the same."""
+    """Save the tokenizer with the shards, unless another part is doing so: it writes the same."""
     with contextlib.suppress(FolderInUse), lock_folder(folder, ".lock-tokenizer"):
         tokenizer.save_for_folder(enc, folder)
 
@@ -396,14 +396,14 @@ def write_last_shard(writer, enc, last, sample):
         writer.meta["documents"] += writer.count_documents(sample.tokens())
     elif writer.meta["shards"] or writer.part:
         write_shard(writer, enc, last, None)
-    else:  # a corpus within its first shard, which would all be validation, is cut into tenths
+    else:  # a corpus that fits into the first shard would be all validation: cut it into tenths
         size = math.ceil(len(last) / 10)
         for i in range(0, len(last), size):
             write_shard(writer, enc, last[i : i + size], None)
 
 
 def announce_download(options, writer, sources, limit, num_proc):
-    """Say how much FineWeb-Edu there is to come and how long it takes; refuse what does not fit on the disk."""
+    """Print how much FineWeb-Edu is still to come and how long it takes. Raises UserError if the disk is too small."""
     tokens_left = min(limit, EDU_TOKENS // writer.num_parts - writer.meta["tokens"])
     # besides the shards, one file is on disk while it is tokenized, and the next one as it is downloaded
     largest = max(source.size for source in sources)
@@ -415,18 +415,18 @@ def announce_download(options, writer, sources, limit, num_proc):
 
 
 def suggest_separator(name):
-    """A note if a local .txt looks as if <|endoftext|> stood between its documents."""
+    """Print a note if <|endoftext|> seems to separate the documents of a local .txt."""
     if name == PYTHON_DOCS or is_url(name) or not os.path.exists(name) or file_type(name) != ".txt":
         return
     with explain_errors(name), open_text(name) as file:
         lines = file.read(2**16).splitlines()
     if tokenizer.EOT in lines:
-        print(f"note: {name} has lines with {tokenizer.EOT}, which become text. If they separate documents, add "
-              f"--separator '{tokenizer.EOT}'.")  # fmt: skip
+        print(f"note: {name} has lines with {tokenizer.EOT}, which are treated as text. If they separate documents, "
+              f"add --separator '{tokenizer.EOT}'.")  # fmt: skip
 
 
 def check_disk_space(folder, size):
-    """Refuse to begin what does not fit on the disk."""
+    """Raise UserError if the disk has less than `size` bytes free."""
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -466,18 +466,18 @@ def fetch_pretokenized(options):
 
 
 def save_gpt2(folder):
-    """Put GPT-2's tables beside its shards, so that a machine without a network can train on them."""
+    """Save GPT-2's tables with its shards, so that a machine without a network can train on them."""
     try:
         tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
-    except UserError as error:  # the shards are good without
-        print(f"note: the tokenizer could not be saved with the shards, so training will fetch it. {error}")
+    except UserError as error:  # the shards can be used without it
+        print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
 
 
 def add_shard(writer, path, file):
     """Move a shard that was downloaded to `path` into the writer's folder as `file`."""
     meta = writer.meta
     tokens = open_shard(path).read()
-    writer.save()  # before the first shard, so that the folder is still known as ours if killed in between
+    writer.save()  # before the shard, so that the folder is recognized as ours if this is killed in between
     os.replace(path, os.path.join(writer.folder, file))
     if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
         meta["documents"] += writer.count_documents(tokens)
@@ -490,7 +490,7 @@ def add_shard(writer, path, file):
 
 
 def main(args=None):
-    """Documents to shards."""
+    """Make shards of documents."""
     prepare(cli.parse(Options, args))
 
 

@@ -9,13 +9,13 @@ differ in the text they score and in the normalization, so each number names its
     lm-evaluation-harness    the activity and the cleaned context; acc by the sum, acc_norm by the
                              sum over the number of the ending's characters
 
-OpenAI's GPT-2 124M scores 0.2859 and 0.2955 in the first, 0.2892 and 0.3114 in the second.
+OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by the second.
 
     python hellaswag.py -m gpt2 -d cuda              OpenAI's weights
     python hellaswag.py -m log/model_19073.pt        a checkpoint, a run, or a Hugging Face folder
 
 The four endings of an example share one pass over its context: a row holds the context, then each
-ending. Position ids restart after the context for every ending, and the attention mask hides the
+ending. The position ids of every ending start after the context, and the attention mask hides the
 endings from one another. This takes half the tokens of the usual four rows.
 """
 
@@ -42,15 +42,15 @@ from tqdm import tqdm
 
 from plumbing.cli import UserError
 from plumbing.documents import read_json_lines
-from plumbing.files import atomic_write
 from plumbing.distributed import choose_device
+from plumbing.files import atomic_write
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
 PAD_TO = 16  # row lengths are rounded up to this: 14 shapes and 7% padding on a GPU; with 32, 9 and 11%
 PADDING_SEGMENT = 5  # 0 is the context, 1 to 4 are the endings
-# positions whose logits exist at the same time: 52 MB in float32 at 50,304 ids fit a CPU's caches best, and
-# 412 MB are few enough launches for a GPU
+# positions whose logits are computed at a time, in float32 of 50,304 ids: 52 MB suit a CPU's caches best, and 412 MB
+# keep a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 # -----------------------------------------------------------------------------
@@ -58,7 +58,7 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 
 def download(path="hellaswag/hellaswag_val.jsonl", url=URL, num_lines=NUM_EXAMPLES, attempts=5, wait=1.0):
-    """Download the validation file to `path` unless it exists; `wait` seconds, doubled after each failed attempt."""
+    """Download the validation file to `path` unless it exists; waits `wait` seconds, then twice as long."""
     if os.path.exists(path):
         check_downloaded(path, num_lines)
         return path
@@ -92,7 +92,7 @@ def check_downloaded(path, num_lines):
 
 
 def fetch(url, num_lines, path, attempts, wait):
-    """Return the file at `url`. Raises UserError after `attempts`, or at once where trying again is no use."""
+    """Return the file at `url`. Raises UserError after `attempts`, or at once if trying again would not help."""
     for attempt in range(1, attempts + 1):
         may_retry = True
         try:
@@ -156,12 +156,12 @@ class Rendered(NamedTuple):
 
     context: list  # ids of the context
     endings: list  # per ending, its ids
-    label: int  # number of the true ending
+    label: int  # index of the true ending
     characters: list  # per ending, the length of its text in characters, by which the harness normalizes
 
 
 def render_example(example, enc, harness=False):
-    """Tokenize an example, in build-nanogpt's convention or in lm-evaluation-harness'.
+    """Tokenize an example by build-nanogpt's convention or by lm-evaluation-harness'.
 
     {"ctx": "A man is on a roof. he", "endings": ["pulls up roofing.", ...], "label": 0} becomes the
     ids of "A man is on a roof. he" and, for each ending, those of " pulls up roofing.": the space
@@ -176,7 +176,7 @@ def render_example(example, enc, harness=False):
         prefix = context[len(stripped) :] + " "
         context = stripped
     return Rendered(
-        enc.encode_ordinary(context) or [enc.eot_token],  # something has to predict the first token
+        enc.encode_ordinary(context) or [enc.eot_token],  # the first token must be predicted from something
         [enc.encode_ordinary(prefix + ending) for ending in endings],
         int(example["label"]),
         [len(ending) for ending in endings],
@@ -293,7 +293,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
 
 
 def packed_batches(rows, row_lengths, batch_tokens, device):
-    """Yield batches of rows, which are sorted by length, as `pack` returns them; pinned for a GPU."""
+    """Yield batches, as `pack` returns them, of rows sorted by length; in pinned memory for a GPU."""
     done = 0
     while done < len(rows):
         L = -(-row_lengths[done] // PAD_TO) * PAD_TO  # rounded up
@@ -336,7 +336,7 @@ def predict(model, examples, n_vocab, batch_tokens=0, progress=False):
 
 
 class Counts(NamedTuple):
-    """The number of examples, and how many are correct by each rule; ranks add theirs up."""
+    """The number of examples, and how many are correct by each rule; to be summed over the ranks."""
 
     n: int
     acc: int  # largest sum
@@ -364,9 +364,9 @@ class Options:
     model_type: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
     data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
-    limit: int = 0  # score only the first this many examples; 0: all
+    limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this file, one JSON line each
-    batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: what suits the device
+    batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
 
 
 def check_options(options):
@@ -389,7 +389,7 @@ def main():
     device = choose_device(options.device)
     model, enc = load_model(options.model_type)
     model.to(device)
-    torch.set_float32_matmul_precision("high")  # TF32 on CUDA, far finer than what the accuracies resolve
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
 
     predictions = {}
     for convention in ("harness", "build-nanogpt"):

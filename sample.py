@@ -1,9 +1,9 @@
-"""Continue a prompt, or talk, with any checkpoint.
+"""Continue a prompt, or chat, with any checkpoint.
 
     python sample.py "Hello, I'm a language model," -m log/model_19073.pt -n 4
     python sample.py "Once upon a time" -m gpt2 --temperature 0        greedy, OpenAI's weights
     python sample.py --chat -m log/chat                                a conversation
-    python sample.py -m log/model_00500.pt --export hf                 what a finished run has in hf/
+    python sample.py -m log/model_00500.pt --export hf                 export in Hugging Face format
 
 The model is a checkpoint, a run's folder (its newest checkpoint), a folder in Hugging Face format or
 the name of a GPT-2. A single sample is streamed as it is generated; several are printed when all are done.
@@ -33,7 +33,7 @@ from train_gpt2 import load_model
 
 @dataclass
 class Options:
-    """Continue a prompt with a GPT-2, or talk to it."""
+    """Continue a prompt with a GPT-2, or chat with it."""
 
     prompt: tyro.conf.Positional[str] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
@@ -57,8 +57,7 @@ def check_options(options):
     for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
         value = getattr(options, name)
         if not least <= value < math.inf:
-            flag = "--" + name.replace("_", "-")
-            errors.append(f"{flag} is {value}, but it must be {least} or more, and finite.")
+            errors.append(f"{cli.flag_of(name)} is {value}, but it must be {least} or more, and finite.")
     if not 0 < options.top_p <= 1:
         errors.append(f"--top-p is {options.top_p}, but it must be greater than 0 and at most 1.")
     if not 0 <= options.seed < 2**63:
@@ -74,7 +73,7 @@ def check_options(options):
 
 
 def is_free(path):
-    """Whether nothing stands at `path`, or an empty folder."""
+    """Whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
@@ -87,7 +86,7 @@ def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
     stop_ids = {enc.eot_token, *stop_ids}
     device = next(model.parameters()).device
     prompt = torch.tensor([ids] * rows, device=device)
-    # float32 has no numbers as small as a flag may be, and below these only the most likely token is left
+    # the flags may be too small for float32; below these values, only the most likely token is left
     sampling = {
         "temperature": options.temperature if options.temperature > 1e-6 else 0,
         "top_k": options.top_k,
@@ -103,7 +102,7 @@ def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
 
 
 def stream_text(enc, tokens):
-    """Decode an iterable of ids piece by piece: a character is yielded once its last byte has arrived."""
+    """Decode an iterable of ids piece by piece: a character is yielded when its last byte has arrived."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(enc.decode_single_token_bytes(token))
@@ -194,7 +193,7 @@ def answer(model, enc, messages, options, generator):
         messages.clear()
         print(
             f"(That is too long: the model can read {block_size:,} tokens, {room:,} of them kept for its answer. "
-            "Write less; the conversation begins anew.)",
+            "Write less; the conversation starts over.)",
             flush=True,
         )  # fmt: skip
         return
@@ -203,7 +202,7 @@ def answer(model, enc, messages, options, generator):
     is_chat_model, text = tokenizer.has_chat_tokens(enc), ""
     try:
         for piece in stream_text(enc, tokens):
-            # subtle: a base model would go on to write the user's next message
+            # subtle: a base model would continue with the user's next message
             ends_here = not is_chat_model and text.strip() and "\n" in piece
             if ends_here:
                 piece = piece.split("\n")[0]
@@ -243,7 +242,7 @@ def chat(model, enc, options, generator):
 
 
 def export(model, enc, options):
-    """Write the model in Hugging Face format; with a model card, if it is in the folder of a run."""
+    """Write the model in Hugging Face format, with a model card if it is in the folder of a run."""
     source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
     if (run_folder / "run.txt").exists():
@@ -253,7 +252,7 @@ def export(model, enc, options):
         export_huggingface(model, enc, options.export, run_folder, checkpoint["step"], sample)
     else:
         export_huggingface(model, enc, options.export)
-    print(f"{options.export} holds the model in Hugging Face format")
+    print(f"The model is in {options.export}, in Hugging Face format.")
 
 
 def sample_for_card(model, enc, options, prompt):

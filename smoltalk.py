@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from plumbing import cli
 import tokenizer
+from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import file_type, is_url, list_inputs, read_json_lines
 from plumbing.files import lock_folder
@@ -180,7 +180,7 @@ def pack(conversations, max_length):
 
 
 def write_blocks(writer, blocks, max_length, enc):
-    """Write a shard and its mask. The mask is written first: without it, every token would count as a target."""
+    """Write a shard and, first, its mask: without that, every token would count as a target."""
     pad_id = enc.encode_single_token("<|end|>")
     # one token more than the blocks: the target of the last position of the last block
     tokens = np.full(len(blocks) * max_length + 1, pad_id, dtype=np.uint16)
@@ -229,12 +229,12 @@ def open_writer(options, enc, folder, sources):
     prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
     writer = ShardWriter(folder, prefix, 0, 1, old, enc.eot_token)
     if not writer.is_complete():
-        writer.meta = meta  # an interrupted one starts over, as its input may have been fixed
+        writer.meta = meta  # an interrupted run starts over, as its input may have been fixed
     return writer
 
 
 def make_shards(options, enc, writer, sources):
-    """Read, render, pack, write: all shards, from the start."""
+    """Read, render, pack and write all shards, from the start."""
     meta = writer.meta
     if os.path.exists(meta_path(writer.folder, 0, 1)):
         remove_shards(writer.folder, writer.prefix)
@@ -292,7 +292,7 @@ def check_options(options):
     for name in ("shard_size", "max_length"):
         value = getattr(options, name)
         if value < 2:
-            errors.append(f"--{name.replace('_', '-')} is {value}, but it must be 2 or more.")
+            errors.append(f"{cli.flag_of(name)} is {value}, but it must be 2 or more.")
     if options.out_dir == "":
         errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if errors:
@@ -329,7 +329,7 @@ def check_two_blocks(blocks, num_read, max_length):
 
 
 def main(args=None):
-    """Conversations to shards."""
+    """Make shards of conversations."""
     prepare(cli.parse(Options, args))
 
 

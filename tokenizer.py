@@ -1,11 +1,11 @@
-"""Tokenizers: GPT-2's, plain bytes, or one trained here. Each of them is a `tiktoken.Encoding`.
+"""Tokenizers: GPT-2's, plain bytes, or one trained here. Each is a `tiktoken.Encoding`.
 
     enc = get_encoding("gpt2")          # OpenAI's 50,257 ids; the tables are downloaded once
     enc = get_encoding("bytes")         # 256 bytes and <|endoftext|>; needs no network
     enc = get_encoding("my.tiktoken")   # what this file trained
-    enc = get_encoding("gpt2+chat")     # any of them and the role markers of a conversation
+    enc = get_encoding("gpt2+chat")     # any of them with the role markers of a conversation
 
-Training your own, byte-level BPE, for fineweb.py and smoltalk.py:
+Train your own byte-level BPE for fineweb.py and smoltalk.py:
 
     python tokenizer.py --input docs/*.parquet --vocab-size 32768 --out my.tiktoken
     python tokenizer.py --input book.txt --vocab-size 4096 --out book.tiktoken --compare other.txt
@@ -35,10 +35,10 @@ from plumbing.files import atomic_write
 
 EOT = "<|endoftext|>"  # stands before every document
 # Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
-# the model's embedding: GPT-2's 50257..50260 of 50304
+# the model's embedding: with GPT-2's tokenizer 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
-# text of many kinds, to try a tokenizer on
+# many kinds of text, to test a tokenizer
 PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
 # How text is split before merging: no token crosses a split. GPT-2's pattern is OpenAI's; GPT-4's
@@ -288,7 +288,7 @@ def check_ids(ranks, special_tokens):
 
 
 def first_line(error):
-    """Return the first line of an exception's text, or its type where it has none."""
+    """Return the first line of an exception's text, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -436,7 +436,7 @@ def check_options(options):
 
 
 def print_compression(enc, texts):
-    """Print how many bytes of `texts` a token holds, in this tokenizer and in GPT-2's."""
+    """Print the bytes of `texts` per token, with this tokenizer and with GPT-2's."""
     num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
     for other in (enc, gpt2_encoding()):
         num_tokens = sum(len(other.encode_ordinary(text)) for text in texts)

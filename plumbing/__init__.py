@@ -1,1 +1,1 @@
-"""What nobody must read to understand the training: files, processes, downloads, the command line."""
+"""What you need not read to understand the training: files, processes, downloads, the command line."""

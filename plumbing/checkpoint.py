@@ -1,4 +1,4 @@
-"""Checkpoints: found, read, checked and written; and the weights that other programs have saved."""
+"""Find, read, check and write checkpoints, and read the weights that other programs have saved."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import tokenizer
-from plumbing.cli import UserError, suggest
+from plumbing.cli import UserError, flag_of, suggest
 from plumbing.files import atomic_write
 from plumbing.huggingface import load_huggingface, load_tokenizer
 
@@ -27,7 +27,7 @@ NOT_RESUMABLE = (
 )
 NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
-# what may stand in the pickle of a checkpoint besides plain data, its own config and storages of numbers
+# what the pickle of a checkpoint may contain besides plain data and tensor storages: tensors, and peers' configs
 TENSOR_CLASSES = ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict")
 PEER_CONFIGS = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")  # as build-nanogpt pickles it
 
@@ -71,9 +71,9 @@ def newest_checkpoint(folder, for_resume=True):
 
 
 def load_checkpoint(path, for_resume=False):
-    """Load a checkpoint's dict onto the CPU; it is checked as far as that can be done without the model.
+    """Load a checkpoint's dict onto the CPU; it is checked as far as that is possible without the model.
 
-    `for_resume`: with all that resuming needs. Whatever else is in the file is left out.
+    for_resume: require all that resuming needs. Anything else in the file is left out.
     """
     content = read_pickle(path)
     types = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
@@ -90,7 +90,7 @@ def load_checkpoint(path, for_resume=False):
 
 
 def read_pickle(path):
-    """The dict in a file of torch.save, tensors and plain data only, so that no file can run code."""
+    """The dict in a file of torch.save. Only tensors and plain data are read, so that no file can run code."""
     try:
         check_archive(path)
         with warnings.catch_warnings(action="ignore"), allow_peer_config():
@@ -134,14 +134,14 @@ def check_archive(path):
 
 
 def check_sum(archive, name):
-    """Raise zipfile.BadZipFile unless a part of an archive has the checksum that it should have."""
+    """Raise zipfile.BadZipFile unless a part of an archive has the right checksum."""
     with archive.open(name) as part:
         while part.read(2**20):
             pass
 
 
 def check_classes(pickled):
-    """Raise UnpicklingError if a pickle has other classes or functions than tensors and plain data need."""
+    """Raise UnpicklingError if a pickle names a class or function that tensors and plain data do not need."""
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
             module, _, name = (argument or "").partition(" ")
@@ -151,7 +151,7 @@ def check_classes(pickled):
 
 
 def check_types(content, types):
-    """What is missing in the dict `content`, or of another type than in `types`; "" if nothing is."""
+    """What the dict `content` lacks or has with another type than in `types`; "" if nothing."""
     for name, expected in types.items():
         if name not in content:
             return f"it has no {name}"
@@ -174,7 +174,7 @@ def check_shape(config, weights):
             return f"its {name} is {config[name]!r:.60}"
     if config["n_embd"] % config["n_head"]:
         return f"its n_embd {config['n_embd']} is not a multiple of its n_head {config['n_head']}"
-    # no more memory is asked for than the weights in the file have
+    # the model must not need more memory than the weights in the file have
     if config["n_layer"] > len(weights):
         return f"it has {len(weights)} weights, too few for {config['n_layer']} layers"
     for name, rows in (("transformer.wte.weight", "vocab_size"), ("transformer.wpe.weight", "block_size")):
@@ -199,7 +199,7 @@ def is_stored_whole(tensor):
 
 
 def describe(value):
-    """What a value in a checkpoint is: its type and, for a tensor, dtype and shape. Only numbers that make sense."""
+    """What a value in a checkpoint is: its type, a tensor's dtype and shape, or a number that is not plausible."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {describe_shape(value)}"
     if isinstance(value, (list, tuple)):
@@ -219,7 +219,7 @@ def describe_shape(value):
 
 
 def describe_difference(value, template, place=""):
-    """Where `value` has another structure, type, dtype or shape than `template`, in words; "" if it has not."""
+    """Say how `value` differs from `template` in structure, type, dtype or shape; "" if it does not."""
     if describe(value) != describe(template):
         return f"{place or 'it'} is {describe(value)} instead of {describe(template)}"
     if isinstance(template, dict):
@@ -242,12 +242,12 @@ def describe_difference(value, template, place=""):
 
 
 def check_values(tensors):
-    """What is wrong with the numbers in {name: tensor}, all of a form that `describe_difference` has checked, or ""."""
+    """What is wrong with the numbers in {name: tensor}, or "". `describe_difference` has checked their shapes."""
     storages = set()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
         if storage in storages or not is_stored_whole(tensor):
-            return f"{name} shares its numbers with others"
+            return f"{name} shares its memory with another tensor"
         storages.add(storage)
         if tensor.is_floating_point():
             least, largest = tensor.aminmax()
@@ -269,7 +269,7 @@ def check_averages(tensors, step):
 
 
 def check_weights(weights, template):
-    """Raise UserError unless the state dict `weights` is one of a model whose state dict is `template`."""
+    """Raise UserError unless the state dict `weights` fits a model whose state dict is `template`."""
     problem = describe_difference(weights, template)
     if not problem:
         separate = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
@@ -284,7 +284,7 @@ def check_weights(weights, template):
 def check_state(saved, state, optimizers):
     """Raise UserError unless the checkpoint's dict `saved` has what a run like this one would write.
 
-    state: what training_state() of train_gpt2.py returns, for `optimizers` that have not taken a step.
+    state: what training_state() of train_gpt2.py returns for `optimizers` that have not taken a step.
     """
     template = {name: value for name, value in state.items() if name != "model"}  # check_weights has checked those
     template["optimizer"] = [{"state": optimizer_template(optimizer)} for optimizer in optimizers]
@@ -331,7 +331,7 @@ def optimizer_template(optimizer):
 
 def model_state(checkpoint):
     """(shape, weights) of a checkpoint's dict: GPTConfig's fields and a state dict for GPT."""
-    weights = {name: weight.float() for name, weight in checkpoint["model"].items()}  # a record may keep bfloat16
+    weights = {name: weight.float() for name, weight in checkpoint["model"].items()}  # a file may store bfloat16
     return {name: checkpoint["config"][name] for name in SHAPE}, weights
 
 
@@ -364,16 +364,16 @@ def load_model_state(source):
         )
     raise UserError(
         f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, a folder in Hugging Face "
-        f"format, or a GPT-2. {suggest(str(source), OPENAI_MODELS)}"
+        f"format, or the name of a GPT-2. {suggest(str(source), OPENAI_MODELS)}"
     )
 
 
 class PeerConfig:
-    """Stands for the GPTConfig that build-nanogpt pickles into its checkpoints: a plain record of numbers."""
+    """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints: only its fields."""
 
 
 def allow_peer_config():
-    """Let torch.load read that one class; what it unpickles are PeerConfig objects, and no code is run."""
+    """Let torch.load read that one class. It unpickles PeerConfig objects, and no code is run."""
     return torch.serialization.safe_globals([(PeerConfig, name) for name in PEER_CONFIGS])
 
 
@@ -411,7 +411,7 @@ def peer_model_state(path, content):
 
 
 def strip_wrappers(name):
-    """A parameter's name without what torch.compile and DDP put before it: "module._orig_mod.x" -> "x"."""
+    """A parameter's name without the prefixes of torch.compile and DDP: "module._orig_mod.x" -> "x"."""
     while name.startswith(("_orig_mod.", "module.")):
         name = name.split(".", 1)[1]
     return name
@@ -422,7 +422,7 @@ def strip_wrappers(name):
 
 
 def check_tokenizer(model_enc, enc, data):
-    """Raise UserError unless the shards in `data`, of tokenizer `enc`, are of the model's tokenizer."""
+    """Raise UserError unless the shards in `data`, made with tokenizer `enc`, are of the model's tokenizer."""
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
         raise UserError(
             f"The shards in {data} were made with tokenizer {enc.name}, but the model uses {model_enc.name}. "
@@ -431,7 +431,7 @@ def check_tokenizer(model_enc, enc, data):
 
 
 def check_vocab_size(vocab_size, enc):
-    """Raise UserError if a model of vocab_size rows has no row for some id of the tokenizer."""
+    """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
         raise UserError(
             f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. "
@@ -440,7 +440,7 @@ def check_vocab_size(vocab_size, enc):
 
 
 def padded_vocab_size(enc):
-    """Rows of the embedding for a tokenizer: 50,257 tokens become 50,304 rows, even tiles for the matmuls."""
+    """Rows of the embedding for a tokenizer: 50,304 for 50,257 tokens, so that matmuls have even tiles."""
     return math.ceil(enc.n_vocab / 64) * 64
 
 
@@ -460,7 +460,7 @@ def resize(shape, weights, block_size, vocab_size):
 
 
 def load_initial_weights(config, preset, enc):
-    """The model of --init-from, fitted to the run's block size and to the tokenizer of its data, as `model_state` has it.
+    """{"config": shape, "model": weights} of --init-from, fitted to the run's block size and tokenizer.
 
     preset: the TrainConfig of --preset. A shape flag that differs from it was given by the user, and must agree.
     """
@@ -469,8 +469,9 @@ def load_initial_weights(config, preset, enc):
     for name in ("n_layer", "n_head", "n_embd"):
         given = getattr(config, name)
         if given not in (getattr(preset, name), shape[name]):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out.")
+            raise UserError(
+                f"{flag_of(name)} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out."
+            )
     if not {"transformer.wte.weight", "transformer.wpe.weight"} <= set(weights):
         raise UserError(f"{config.init_from} has no embeddings, so it is not a GPT-2. Use another model.")
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
@@ -511,7 +512,7 @@ def write_checkpoint(path, checkpoint):
 
 
 def delete_checkpoints(newest, keep, milestone_every):
-    """Delete the checkpoints before the path `newest`, but the last of them, `keep` in all, and the milestones."""
+    """Delete checkpoints older than the path `newest`, except milestones and the last ones, so that `keep` remain."""
     paths = list_checkpoints(newest.parent)
     older = paths[: paths.index(newest)]
     for path in older[: max(0, len(older) + 1 - keep)]:
@@ -535,7 +536,7 @@ class CheckpointWriter:
         self.pending.append(self.executor.submit(self.write_and_delete, path, self.copy(checkpoint)))
 
     def write_best(self, checkpoint):
-        """The same for the weights with the lowest validation loss so far."""
+        """Write the weights with the lowest validation loss so far, in the same way."""
         self.wait()
         self.pending.append(self.executor.submit(write_checkpoint, self.out_dir / BEST, self.copy(checkpoint)))
 
@@ -550,6 +551,6 @@ class CheckpointWriter:
         delete_checkpoints(path, self.keep, self.milestone_every)
 
     def wait(self):
-        """Wait until the pending checkpoints are on disk; re-raises any error from writing them."""
+        """Wait until the pending checkpoints are on disk; re-raise any error from writing them."""
         while self.pending:
             self.pending.pop().result()

@@ -1,4 +1,4 @@
-"""What all programs here share: flags from a dataclass, one-line errors, a console that may fail, atomic file writes.
+"""What all programs here share: flags from a dataclass, one-line errors, a console that may fail.
 
 A program declares its options as a dataclass, one line per field, and ends in
 
@@ -6,11 +6,10 @@ A program declares its options as a dataclass, one line per field, and ends in
         cli.run(main)
 
 --help prints the program's docstring and the flags. A flag's help text is the comment at the end of its field's
-line, or the lines of comment above a field that has none. Any other line of comment heads the fields below it.
+line or, if there is none, the comment above it. Any other comment is a heading for the fields below it.
 
 A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
-exits with status 2. Any other exception keeps its traceback. `atomic_write` opens files that must never be
-seen half-written.
+exits with status 2. Any other exception keeps its traceback.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ import tyro
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The message says in whole sentences what is wrong, what is right, what to do."""
+    """A mistake that the user can fix. Its message says in whole sentences what is wrong and what to do."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -49,10 +48,10 @@ SEE_HELP = "Run with --help to see all flags."
 def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     """Parse the command line into the dataclass `config_class`; `default`, an instance, holds the defaults.
 
-    presets: instead of `default`, {name: an instance}, of which --preset chooses one; the first if it is left out.
+    presets: {name: an instance}, in place of `default`; --preset chooses one of them, by default the first.
+    synonyms: other names for the flags, as in OTHER_TRAINERS.
 
-    synonyms: other names for the flags, as in OTHER_TRAINERS. Raises one UserError with every unknown flag and
-    every bad value.
+    Raises one UserError with every unknown flag and every bad value.
     """
     args = list(sys.argv[1:] if args is None else args)
     if presets:
@@ -79,7 +78,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
 
 
 def choose_preset(args, presets):
-    """The preset that --preset names; the first if that is left out, or unknown, which is refused with all else."""
+    """The preset that --preset names; the first one if it is left out, or unknown, which `parse` reports."""
     name = ""
     for word, following in zip(args, args[1:] + [""]):
         flag, equals, value = word.partition("=")
@@ -89,7 +88,7 @@ def choose_preset(args, presets):
 
 
 def try_parse(config_class, args, default):
-    """(the config, the words that nobody expected, tyro's complaint); --help is printed and exits."""
+    """Return (config, unexpected words, tyro's complaint); --help prints the help and exits."""
     output, errors = io.StringIO(), io.StringIO()
     defaults = {} if default is None else {"default": default}
     try:
@@ -108,8 +107,7 @@ def try_parse(config_class, args, default):
 def help_text(config_class, tyro_text):
     """The module's docstring and tyro's list of flags, with a heading above each group of flags.
 
-    Headings are the comments in the dataclass that stand on a line of their own, where tyro has no use for them:
-    above a field that has a comment at the end of its line.
+    A heading is a comment above a field that also has one at the end of its line; tyro ignores the first of the two.
     """
     lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
     flags = "\n".join(lines)
@@ -120,7 +118,7 @@ def help_text(config_class, tyro_text):
     width = shutil.get_terminal_size().columns
     docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
     paragraphs = docstring.strip().split("\n\n")
-    # examples and tables are indented, and stay as they are
+    # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
     return "\n\n".join([*paragraphs, flags])
 
@@ -140,7 +138,7 @@ def is_flag(word):
     return re.match("--?[A-Za-z]", word) is not None
 
 
-# what tyro says of a mistake, and how it is said here
+# tyro's messages, and ours for the same mistakes
 PLAIN_ENGLISH = [
     (r"Error parsing (\S+): invalid literal for int.+: (.+)", r"\1 is \2, but it must be a whole number."),
     (r"Error parsing (\S+): could not convert string to float: (.+)", r"\1 is \2, but it must be a number."),
@@ -190,7 +188,7 @@ def closest(name, meanings):
     return f"Did you mean {meanings[matches[0]]}?" if matches else ""
 
 
-# the trainer's flags, and the words of nanoGPT, llm.c, transformers and others for the same settings
+# the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
 OTHER_TRAINERS = {
     "--data": "dataset dataset-name data-dir data-path input-bin train-file",
     "--out-dir": "output-dir save-dir log-dir",
@@ -243,7 +241,7 @@ def flag_of(name):
 
 
 def check_numbers(config, positive):
-    """A sentence for each number of a dataclass that is infinite or negative, or 0 where it is named in `positive`."""
+    """A sentence for each number of a dataclass that is infinite, negative, or 0 although `positive` has its name."""
     errors = []
     for name, value in dataclasses.asdict(config).items():
         if name in positive and not 0 < value < math.inf:
@@ -254,20 +252,20 @@ def check_numbers(config, positive):
 
 
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
-CLOSED_PIPE = 141  # what a shell shows for a program whose reader has gone: 128 + SIGPIPE
+CLOSED_PIPE = 141  # the status that a shell shows after a broken pipe: 128 + SIGPIPE
 INTERRUPTED = 130  # 128 + SIGINT
 
 
 def run(main, output_is_product=False):
     """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
 
-    Nothing that goes wrong with the console ends the program: what cannot be printed is dropped. If its output is
-    what it is run for, a closed pipe ends it silently instead, and a full disk is an error.
+    A console that fails does not end the program: what cannot be printed is dropped. But if the output is what the
+    program is run for (`output_is_product`), a closed pipe ends it silently, and a full disk is an error.
     """
     protect_console(output_is_product)
     try:
         main()
-        sys.stdout.flush()  # the last line may lack its end
+        sys.stdout.flush()  # the last line may have no newline
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -281,7 +279,7 @@ def run(main, output_is_product=False):
         fail(f"Could not open or write {error.filename}: {error.strerror}. {REFUSALS[error.errno]}")
 
 
-REFUSALS = {  # what the operating system may refuse through no fault of the program, and what to do about it
+REFUSALS = {  # the operating system's errors that a user can do something about, and what
     errno.EACCES: "Check its permissions.",
     errno.EPERM: "Check its permissions.",
     errno.EROFS: "Choose a place that can be written to.",
@@ -326,10 +324,10 @@ if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
 
 
 class Console(io.RawIOBase):
-    """The bytes under stdout or stderr: what cannot be written is dropped, or ends a program that is run for it."""
+    """The raw stream under stdout or stderr: what cannot be written is dropped or, if it is the product, an error."""
 
     def __init__(self, stream, is_product):
-        self.stream = stream  # kept, since it closes the file when it is deleted
+        self.stream = stream  # kept, because deleting it would close the file
         self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
         self.is_product = is_product
 
@@ -365,10 +363,3 @@ def protect_console(output_is_product):
             continue
         buffer = io.BufferedWriter(Console(stream, is_product))
         setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=True))
-
-
-def atomic_write(*args, **kwargs):
-    """plumbing.files.atomic_write, for callers that have not moved yet."""
-    from plumbing import files  # imports this file
-
-    return files.atomic_write(*args, **kwargs)

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from plumbing import mirror
-from plumbing.cli import UserError, flag_of, suggest
+from plumbing.cli import UserError, flag_of, is_rank_0, suggest
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
 
 
 def choose_device(name):
-    """The device called `name`, or for "auto" the best of this machine. Raises UserError if there is none such."""
+    """The device called `name`, or for "auto" the best of this machine. Raises UserError if there is none."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -34,8 +34,10 @@ def choose_device(name):
     if device_type not in available or (colon and not re.fullmatch("[0-9]{1,4}", index)):
         raise UserError(f"There is no device called {name!r}. {suggest(device_type, available, {'gpu': 'cuda'})}")
     if not available[device_type]:
-        here = ", ".join(device for device in available if available[device])
-        raise UserError(f"PyTorch finds no {device_type} device on this machine. Leave --device out, or choose {here}.")
+        choices = " or ".join(device for device in available if available[device])
+        raise UserError(
+            f"PyTorch finds no {device_type} device on this machine. Leave --device out, or choose {choices}."
+        )
     gpus = torch.cuda.device_count()
     if device_type == "cuda" and index and int(index) >= gpus:
         raise UserError(
@@ -52,8 +54,8 @@ def choose_dtype(name, device, n_embd):
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
         # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
-        pays = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
-        name = "bfloat16" if pays else "float32"
+        is_faster = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if is_faster else "float32"
     if name == "bfloat16" and not has_bfloat16:
         raise UserError(
             "This GPU does not support --dtype bfloat16, which needs the Ampere generation or newer. "
@@ -81,10 +83,7 @@ def check_machine(config):
     uneven = [name for name in ("sequence_length", "n_embd", "vocab_size") if getattr(config, name) % 16]
     if config.dtype == "fp8" and uneven:
         flags = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in uneven)
-        errors.append(f"--dtype fp8 needs multiples of 16, but there is {flags}. Change that, or leave --dtype out.")
-    lack_of_memory = describe_lack_of_memory(config)
-    if lack_of_memory:
-        errors.append(lack_of_memory)
+        errors.append(f"--dtype fp8 needs multiples of 16, unlike {flags}. Change that, or leave --dtype out.")
     local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         errors.append(
@@ -93,7 +92,8 @@ def check_machine(config):
         )
     if config.wandb and not mirror.is_installed():
         errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
-    return errors
+    lack_of_memory = "" if errors else describe_lack_of_memory(config)  # of a device that is known to be there
+    return errors + [lack_of_memory] if lack_of_memory else errors
 
 
 def flops_per_token(c, T):
@@ -137,12 +137,12 @@ def enable_fused_attention(enabled):
     torch.backends.cuda.enable_mem_efficient_sdp(enabled)
 
 
-BYTES_PER_PARAMETER = 16  # float32: the weight, its gradient and Adam's two averages
-BYTES_PER_BLOCK = 2**16  # what Python keeps for a block's modules and tensors, whatever their size
+BYTES_PER_PARAMETER = 16  # float32: the weight, its gradient and Adam's two moments
+BYTES_PER_BLOCK = 2**16  # what Python's objects for a block take, whatever its size
 
 
 def describe_lack_of_memory(config):
-    """Why a model of this config cannot be trained on this machine, as a sentence, or ""; takes no memory itself.
+    """A sentence that says why a model of this config needs more memory than this machine has; "" if it does not.
 
     Activations are left out, so that only what could never fit is refused.
     """
@@ -187,11 +187,11 @@ class World:
 
     @property
     def shows_progress(self):
-        """Whether this rank shows progress bars: rank 0, on a terminal; a log file would be full of them."""
+        """Whether this rank shows progress bars: only rank 0, and only on a terminal, as they would fill a log file."""
         return self.is_master and sys.stderr.isatty()
 
     def progress_bar(self, steps, description):
-        """The steps one by one, with a bar for as long as they last, if that is more than a few seconds."""
+        """Iterate over `steps`, with a progress bar if that takes more than a few seconds."""
         return tqdm(steps, description, leave=False, delay=3, disable=not self.shows_progress)
 
     def no_sync(self, model):
@@ -245,7 +245,7 @@ class World:
                 result = action(*args)
             except UserError as user_error:
                 error = user_error
-        # tensors are broadcast as such, one by one; only what is around them is pickled
+        # tensors are broadcast one by one, and only the structure that holds them is pickled
         skeleton = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
         dist.broadcast_object_list(skeleton)
         if skeleton[1]:
@@ -274,7 +274,7 @@ def create_store(rank, world_size):
         store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
         shared.set("port", str(store.port))
         return store
-    while True:  # until rank 0 has published its port: on one from before a restart nobody listens
+    while True:  # until rank 0 has published its port: nobody listens on one from before a restart
         with contextlib.suppress(dist.DistNetworkError):
             timeout = datetime.timedelta(seconds=2)
             store = dist.TCPStore(host, int(shared.get("port")), world_size, timeout=timeout, wait_for_workers=False)
@@ -298,18 +298,18 @@ def launch_time():
 
 
 def environment_number(name, default):
-    """The whole number of at least `default` in an environment variable that torchrun sets; UserError if it is none."""
+    """The number in an environment variable that torchrun sets. UserError unless it is whole and `default` or more."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < default:
         raise UserError(
-            f"The environment variable {name} is {text!r}, but it must be a whole number of at least {default}. "
+            f"The environment variable {name} is {text!r}, but it must be a whole number, {default} or more. "
             "Unset it, or start the ranks with torchrun, which sets it."
         )
     return int(text)
 
 
 def get_world_size():
-    """The number of ranks, as torchrun says, before they are connected."""
+    """The number of ranks that torchrun has started; they need not be connected yet."""
     return environment_number("WORLD_SIZE", 1)
 
 
@@ -347,5 +347,5 @@ def cleanup_distributed():
 
 def print0(*args):
     """Print on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         print(*args, flush=True)

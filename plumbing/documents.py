@@ -64,7 +64,7 @@ def list_inputs(patterns):
             if os.path.isdir(name):
                 raise UserError(f"{name} is a folder, not a file. Give the files in it, for example '{name}/*.txt'.")
             file_type(name)
-            with explain_errors(name):  # a link to nowhere
+            with explain_errors(name):  # a broken link
                 sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
     return sources
 
@@ -74,7 +74,7 @@ def is_url(name):
 
 
 def file_type(name):
-    """"a/b.jsonl.gz" -> ".jsonl"; a .json file is taken for JSON lines, as in C4."""
+    """"a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
     match = re.search(r"\.(parquet|(?:(jsonl?)|(txt))(?:\.gz|\.zst)?)$", path)
     if not match:
@@ -106,7 +106,7 @@ def read_pieces(path, name, text_column, skip=0, separator=""):
 
 @contextlib.contextmanager
 def explain_errors(name):
-    """Turn what goes wrong while the file that the user calls `name` is read into a UserError."""
+    """Turn an error while the file that the user calls `name` is read into a UserError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -148,7 +148,7 @@ def read_parquet(path, name, text_column):
 
 
 def is_string(column_type):
-    """Whether a parquet column holds plain strings; lists and maps of strings are no text."""
+    """Whether a parquet column holds plain strings; lists and maps of strings are not text."""
     from pyarrow import types
 
     if types.is_dictionary(column_type):
@@ -340,8 +340,8 @@ def run_in_background(function, *args):
 def retry(name, advice, function, attempts=3):
     """Call `function()`, retrying after 1, 2, 4 ... seconds on network errors; `name` is what it fetches.
 
-    The first download gives up after 3 seconds, so that a user without a network is told soon; later
-    ones make 9 attempts, which rides out an outage of 4 minutes.
+    The first download gives up after 3 seconds, so that a user without a network learns it soon; later
+    ones make 9 attempts, which survives an outage of 4 minutes.
     """
     for attempt in range(attempts):
         try:
@@ -425,7 +425,7 @@ def fetch(source, folder, attempts=9):
 def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
     """Batches of BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
 
-    While a file is read the next one is downloaded into `folder`; a download is removed once it is read.
+    While a file is read, the next one is downloaded into `folder`; a download is removed once it is read.
     """
     next_download = None
     for number in range(first_source, len(sources)):

@@ -1,4 +1,4 @@
-"""Files and folders that survive whatever ends the program."""
+"""Atomic writes of files, and locks of folders; both hold however the program ends."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ class FolderInUse(UserError):
 
 
 class FolderLock:
-    """A folder that belongs to this process until it closes the lock or ends, however it ends."""
+    """A lock on a folder, which this process holds until it closes the lock or ends."""
 
     def __init__(self, folder, name, descriptor, created):
         self.path, self.descriptor, self.created = Path(folder) / name, descriptor, created
@@ -70,11 +70,11 @@ class FolderLock:
 
 
 def lock_folder(folder, name=".lock"):
-    """Lock `folder`, creating it, so that two processes cannot write to it at once; FolderInUse if another has it.
+    """Lock `folder`, creating it, so that two processes cannot write to it at once. FolderInUse if another has it.
 
-    The kernel holds the lock (flock on the file `name`), so that it ends with the process; the file says who
-    has it. Close the lock, or use it in a `with` statement. If there is no such lock, as on Windows and some
-    network file systems, a note says so and the folder is not protected.
+    The kernel holds the lock (flock on the file `name`), so it ends with the process; the file says which process
+    has it. Close the lock, or use it in a `with` statement. On Windows and some network file systems there is no
+    such lock: a note says so, and the folder is not protected.
     """
     folder = Path(folder)
     path = folder / name
@@ -93,17 +93,17 @@ def lock_folder(folder, name=".lock"):
             owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             raise FolderInUse(
-                f"{folder} is in use by {owner}. Wait until that has ended, or choose another folder."
+                f"{folder} is in use by {owner}. Wait until it has ended, or choose another folder."
             ) from None
         except OSError as error:
-            print(f"note: {folder} cannot be locked ({error}): do not start a second program that writes to it.")
+            print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
             break
         # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
         if is_same_file(descriptor, path):
             break
         os.close(descriptor)
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with contextlib.suppress(OSError):  # a full disk: locked all the same
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without this
         os.truncate(descriptor, 0)
         os.write(descriptor, owner.encode())
     return FolderLock(folder, name, descriptor, created)

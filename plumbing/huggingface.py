@@ -1,8 +1,8 @@
 """Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
 
-The format keeps the parameter names of OpenAI's checkpoint, as we do. Two things differ: OpenAI's Conv1D stores a
-block's four matrices as (in, out), nn.Linear as (out, in); and our vocabulary is padded. llama.cpp reads the format,
-too, but converts a model only if its tokenizer is GPT-2's own: it knows tokenizers by a list.
+The format keeps the parameter names of OpenAI's checkpoint, as GPT does. Two things differ: OpenAI's Conv1D stores a
+block's four matrices as (in, out), nn.Linear as (out, in); and GPT's vocabulary is padded. llama.cpp reads the format,
+too, but only converts models with GPT-2's own tokenizer, as it recognizes tokenizers by a list.
 """
 
 import json
@@ -50,7 +50,7 @@ def load_huggingface(name_or_directory):
 
 
 def download(name):
-    """Download a model from the hub, unless it is in the cache; the folder that it is in."""
+    """Download a model from the hub, unless it is in the cache; return its folder."""
     from huggingface_hub import hf_hub_download  # slow to import
 
     try:
@@ -58,7 +58,7 @@ def download(name):
         return Path(hf_hub_download(name, "config.json")).parent
     except (OSError, ValueError) as error:  # the hub's own exceptions are among these
         raise UserError(
-            f"Could not download {name}: {tokenizer.first_line(error)} "
+            f"Could not download {name}: {tokenizer.first_line(error).rstrip('.')}. "
             "Check the network and run the same command again, or give a folder in Hugging Face format."
         ) from None
 
@@ -88,7 +88,7 @@ def read_config(directory):
 
 
 def check_variant(config, path):
-    """Raise UserError if config.json describes a model that GPT does not compute."""
+    """Raise UserError if config.json describes a model that GPT does not implement."""
     allowed = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -117,15 +117,15 @@ def check_variant(config, path):
 
 
 def show(value):
-    """Return a value as it stands in a message: not longer than a line."""
+    """Return a value's repr for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."
 
 
 def read_weights(directory, config):
-    """Return the weights of a model, in float32, once all their names, shapes and dtypes are what they must be.
+    """Return the weights of a model, in float32, after checking all their names, shapes and dtypes.
 
-    Only the headers of the files are read before that, so that a config.json of any size asks for no memory.
+    The checks read only the headers of the files, so that absurd sizes in config.json take no memory.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -237,7 +237,7 @@ def expected_shapes(config):
 def load_tokenizer(name_or_directory):
     """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
 
-    Raises UserError if it is of a kind that tiktoken cannot do, or has more ids than the model.
+    Raises UserError if it is of a kind that tiktoken does not support, or has more ids than the model.
     """
     directory = Path(name_or_directory)
     if not directory.is_dir():
@@ -251,7 +251,7 @@ def load_tokenizer(name_or_directory):
     elif vocab_size in (50257, 50304):  # GPT-2's, and that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
-        raise UserError(f"{directory} has no tokenizer.json, nor vocab.json and merges.txt. Copy them there.")
+        raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
     if enc.n_vocab > vocab_size:
         raise UserError(
             f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}. "
@@ -272,8 +272,8 @@ EXPORTED_FILES = (
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; replaces an older export, and nothing else.
 
-    With the folder of the run that trained it, also a model card: after `step` updates, None for all that the run made,
-    and with `sample`, a text that it has written.
+    run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
+    after all of them) and with `sample`, a text that the model has written.
 
     GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
     dropped; every other weight is exported bit for bit. With a tokenizer of conversations it has a chat template
@@ -318,8 +318,10 @@ def check_export_folder(directory):
     for path in (directory, part):
         foreign = foreign_file(path)
         if foreign:
+            is_folder = path.is_dir() and not path.is_symlink()
+            reason = f"holds {foreign}, which no export has" if is_folder else "is not a folder"
             raise UserError(
-                f"{path} cannot be replaced, because it holds {foreign}, which no export has. "
+                f"{path} cannot be replaced by an export, because it {reason}. "
                 "Move it elsewhere and run the same command again."
             )
     has_files = directory.is_dir() and any(directory.iterdir())
@@ -331,7 +333,7 @@ def check_export_folder(directory):
 
 
 def foreign_file(path):
-    """Return what at `path` no export has written: a file's name, the path itself, or None."""
+    """Return what at `path` is not an export's: the name of a file in it, the path itself, or None."""
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         return str(path)
@@ -374,7 +376,7 @@ def huggingface_config(config, enc):
 
 
 def generation_config(enc):
-    """Return generation_config.json's fields: where a text begins and ends."""
+    """Return generation_config.json's fields: the ids that begin and end a text."""
     ends = [enc.eot_token]
     if tokenizer.has_chat_tokens(enc):
         ends.append(enc.encode_single_token("<|end|>"))

@@ -12,7 +12,7 @@ from plumbing.files import atomic_write
 
 # digest of GPT-2's tokenizer, by which a copy of it is recognized
 GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
-# what smoltalk.py makes of a conversation, for apply_chat_template
+# for apply_chat_template: a conversation as smoltalk.py renders it
 CHAT_TEMPLATE = (
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
@@ -151,4 +151,4 @@ def check_same_ids(enc, theirs):
     sample = tokens[:: len(tokens) // 5000 + 1]
     text = tokenizer.PROBE + b"".join(sample).decode("utf-8", "replace")
     if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
-        raise ValueError("tiktoken gives a text other ids than it does")
+        raise ValueError("tiktoken gives the same text other ids")

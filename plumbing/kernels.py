@@ -1,22 +1,22 @@
 """The output layer and its loss as one function, for GPUs: matmuls in float8, the loss from a Triton kernel.
 
-A third of a GPT-2 124M's step is spent here. The logits take 100 KB per token, so what counts is how often they are
-read and written. Their gradient, softmax - one_hot, is known as soon as they are, so the forward pass computes it
-together with the loss, while a row is in the cache, and leaves only matmuls to the backward pass.
+A step of GPT-2 124M spends a third of its time here. The logits take 100 KB per token, so what counts is how often
+they are read and written. Their gradient, softmax - one_hot, can be computed as soon as they are, so the forward pass
+computes it together with the loss, while a row is in the cache, and leaves only matmuls to the backward pass.
 """
 
 import torch
 
-# A logit's gradient lies between -1 and 1. So a constant scale moves it into float8's range, and no pass over it has to
-# find its largest value. The format e5m2, with 5 bits of exponent and 2 of mantissa, ends at 57,344
+# A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
+# finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344
 GRADIENT_SCALE = 2.0**15
 
 
 def linear_cross_entropy(x, weight, targets, float8=False, triton=False, ignore_index=-100):
     """The sum of the cross-entropy losses of the logits x @ weight.T, in float32.
 
-    x is (N, C), weight (V, C) and targets (N,), of which those equal to ignore_index don't count. As in
-    F.cross_entropy, all V ids belong to the softmax, padding included. The logits are bfloat16. With `float8` the
+    x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in
+    F.cross_entropy, the softmax is over all V ids, padding included. The logits are bfloat16. With `float8` the
     matmuls are in float8, at twice the bfloat16 rate (Ada, Hopper and newer; N, C and V must be multiples of 16).
     With `triton` a Triton kernel computes losses and gradient; it needs CUDA.
     """
@@ -45,12 +45,12 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, x_scale, weight, weight_scale, gradient = ctx.saved_tensors
-        # grad_output, the share of this loss in the step's, multiplies small tensors, not the large gradient
+        # multiply small tensors by grad_output, the weight of this loss in the step's, and not the large gradient
         if x_scale is None:
             grad_x, grad_weight = (gradient @ weight) * grad_output, (gradient.T @ x) * grad_output
         else:
             scale = grad_output / GRADIENT_SCALE
-            # the hardware wants the first operand row-major and the second column-major
+            # the hardware requires a row-major first operand and a column-major second one
             weight, x = weight.T.contiguous().T, x.T.contiguous().T
             grad_x = torch._scaled_mm(gradient, weight, scale, weight_scale, out_dtype=torch.bfloat16)
             gradient = gradient.T.contiguous()
@@ -86,7 +86,7 @@ def cross_entropy_triton(logits, targets, float8, ignore_index):
     return cross_entropy_in_place(logits, targets, ignore_index), logits
 
 
-# Custom operators, so that torch.compile calls the kernel as it is. triton is imported late, as a CPU does not have it
+# Custom operators, so that torch.compile calls the kernel as it is. They import triton, which a CPU does not have
 
 
 @torch.library.custom_op("train_gpt2::cross_entropy_in_place", mutates_args=["logits"])

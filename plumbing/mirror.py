@@ -9,12 +9,12 @@ from pathlib import Path
 
 from plumbing.files import atomic_write
 
-INIT_SECONDS = 8  # after which the server counts as out of reach
-FINISH_SECONDS = 20  # that the end of the program waits for the last lines to arrive
+INIT_SECONDS = 8  # how long to wait for the server before the run is offline
+FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive
 
 
 def is_installed():
-    """Whether the package wandb is there. A mere folder of that name, as wandb leaves one, has no origin."""
+    """Whether the package wandb is installed. A folder of that name, which wandb leaves behind, has no origin."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
@@ -29,7 +29,7 @@ def read_rows(log_lines):
 
 
 def kept_id(folder):
-    """The run's id at Weights & Biases, which is kept in `folder` so that a resumed run has the same one."""
+    """The run's id at Weights & Biases, stored in `folder` so that a resumed run has the same one."""
     path = folder / "run_id.txt"
     if not path.exists():
         folder.mkdir(exist_ok=True)
@@ -43,11 +43,11 @@ def start_wandb(project, out_dir, config):
     import wandb  # optional, and slow to import
 
     settings = wandb.Settings(
-        silent=True,  # training's output stays what it is
+        silent=True,  # print nothing into the trainer's output
         console="off",
         init_timeout=INIT_SECONDS,
         finish_timeout=FINISH_SECONDS / 2,
-        stop_fn=lambda: None,  # nothing that is pressed or deleted on their page ends the training
+        stop_fn=lambda: None,  # stopping or deleting the run on their page does not stop the training
     )
     wandb.setup(settings)
     options = dict(
@@ -66,7 +66,7 @@ def start_wandb(project, out_dir, config):
     try:
         run = wandb.init(mode=mode, **options)
     except wandb.errors.CommError:
-        wandb.teardown()  # lets go of the id
+        wandb.teardown()  # frees the id
         run = wandb.init(mode="offline", **options)
     if run.offline:
         folder = Path(run.dir).parent
@@ -78,7 +78,7 @@ def start_wandb(project, out_dir, config):
 
 
 class Mirror:
-    """Sends a run's log to Weights & Biases, in a thread of its own: training waits for none of it."""
+    """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
 
     def __init__(self, project, out_dir, config, log_lines):
         """log_lines: what log.txt has already, from before a resume or from a branch's parent."""
@@ -86,7 +86,7 @@ class Mirror:
         self.queue = queue.SimpleQueue()  # of (step, {stream: value}), and None at the end
         for row in read_rows(log_lines).items():
             self.queue.put(row)
-        # subtle: a daemon, because Python would wait without end for another thread that hangs
+        # subtle: a daemon, because at exit Python would wait forever for any other thread that hangs
         self.thread = threading.Thread(target=self.work, args=(project, Path(out_dir), config), daemon=True)
         self.thread.start()
 
@@ -94,17 +94,17 @@ class Mirror:
         try:
             run = start_wandb(project, out_dir, config)
             for step, values in iter(self.queue.get, None):
-                # After a resume the server has the steps that follow the checkpoint, too, and takes each only once. An
-                # offline run has none and gets the whole log: its upload replaces what the server has.
+                # After a resume the server may already have steps after the checkpoint, and it takes each step only
+                # once. An offline run gets the whole log: its upload replaces what the server has.
                 if step >= run.starting_step:
                     run.log(values, step=step)
             run.finish(exit_code=self.status)
         except Exception as error:
-            # every kind: anything may fail in a large package that talks to a server, and none of it is worth a run
+            # anything may fail in a large package that talks to a server, and none of it should end the run
             reason = (str(error).splitlines() or [""])[0]
             if not self.given_up:
                 print(f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {reason}). "
-                      "Training goes on without it; log.txt has everything.", flush=True)  # fmt: skip
+                      "Training continues without it; log.txt has everything.", flush=True)  # fmt: skip
 
     def log(self, step, values):
         if self.thread.is_alive():
@@ -117,5 +117,5 @@ class Mirror:
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
             self.given_up = True
-            print(f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the last "
-                  "lines; log.txt has everything.", flush=True)  # fmt: skip
+            print(f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the "
+                  "last lines; log.txt has everything.", flush=True)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The model card of a run: hf/README.md in the form that the Hugging Face hub shows, and the loss curve beside it.
+"""The model card of a run: hf/README.md in the form that the Hugging Face hub shows, and the loss curve.
 
 Everything in it comes from the files that the run wrote: run.txt, log.txt, the exported config.json and
 model.safetensors, and the meta.json of its shards. What the run did not measure is left out.
@@ -17,8 +17,8 @@ DATASETS = {
     "kjj0/finewebedu10B-gpt2": ("FineWeb-Edu", "kjj0/finewebedu10B-gpt2", "en"),
     "HuggingFaceTB/smoltalk": ("SmolTalk", "HuggingFaceTB/smoltalk", "en"),
     "python-docs": ("the documentation that comes with Python", "", "en"),
-    "input": ("text of the author's own", "", ""),
-    "conversations": ("conversations of the author's own", "", ""),
+    "input": ("the author's own text", "", ""),
+    "conversations": ("the author's own conversations", "", ""),
 }
 # settings that say where files are on the author's machine, or how the run was watched
 NOT_OF_THE_MODEL = {
@@ -29,13 +29,13 @@ NOT_OF_THE_MODEL = {
 def write_model_card(directory, run_folder, step=None, sample=""):
     """Write README.md and curve.png to an export.
 
-    directory: the export. run_folder: the run's, with run.txt and log.txt. step: the updates after which the model was
-    exported; None for all of the run. sample: a text that the model has written.
+    run_folder: the folder of the run, with run.txt and log.txt. step: the number of updates after which the model was
+    exported; None: after all of the run's. sample: a text that the model has written.
     """
     starts = read_starts(Path(run_folder, "run.txt"))
     if not starts:
         return
-    streams = read_streams(Path(run_folder, "log.txt"), step)
+    streams = logged_streams(Path(run_folder, "log.txt"), step)
     facts = collect_facts(directory, starts, streams, step)
     has_curve = write_curve(Path(directory, "curve.png"), streams)
     with atomic_write(Path(directory, "README.md"), "w", encoding="utf-8") as file:
@@ -47,7 +47,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
 
 
 def read_starts(path):
-    """Return the starts of a run that run.txt describes, each a dict of strings, "config" a dict."""
+    """Return the starts of a run that run.txt describes: dicts of strings, except that "config" is a dict."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -62,7 +62,7 @@ def read_starts(path):
 
 
 def parse_object(text):
-    """Return the JSON object in `text`, {} if there is none."""
+    """Return the JSON object in `text`, or {} if there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -71,14 +71,14 @@ def parse_object(text):
 
 
 def read_object(path):
-    """Return the JSON object in a file, {} if there is none."""
+    """Return the JSON object in a file, or {} if there is none."""
     try:
         return parse_object(Path(path).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return {}
 
 
-def read_streams(path, step=None):
+def logged_streams(path, step=None):
     """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
     streams = {}
     try:
@@ -99,7 +99,7 @@ def read_streams(path, step=None):
 
 
 def collect_facts(directory, starts, streams, step):
-    """Return what the card says, in a dict; a fact that is not known is missing or None."""
+    """Return what the card says, in a dict; a fact that is not known is None or empty."""
     config, first = starts[-1]["config"], starts[0]
     meta = read_object(Path(str(config.get("data", "")), "meta.json"))
     branched = parse_object(first.get("branched", ""))
@@ -251,8 +251,8 @@ def usage(facts):
     """Return how to load the model."""
     inputs = 'tokenizer("The ", return_tensors="pt")'
     if facts["chats"]:
-        inputs = f"""tokenizer.apply_chat_template(
-    [{{"role": "user", "content": "Hello!"}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        inputs = """tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Hello!"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )"""
     return f"""## How to load it
 
@@ -268,7 +268,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 
 
 def training(facts):
-    """Return the list of what was done, on what and where."""
+    """Return the list of how the model was trained: data, updates, machine, software."""
     starts = facts["starts"]
     items = [describe_data(facts), describe_updates(facts)]
     if facts["branched"]:
@@ -288,7 +288,7 @@ def training(facts):
 
 
 def describe_data(facts):
-    """Return what the run was trained on, "" if that is not known."""
+    """Return what the model was trained on, or "" if that is not known."""
     name, hub_name, _ = facts["dataset"]
     if not name:
         return ""
@@ -339,7 +339,7 @@ def in_time(seconds):
 
 
 def write_curve(path, streams):
-    """Draw the losses, and HellaSwag where it was measured more than once; whether there is a picture."""
+    """Draw the losses, and HellaSwag if it was measured more than once. Returns whether there is a picture."""
     train, val, hella = (streams.get(name, {}) for name in ("train", "val", "hella"))
     if len(train) < 2:
         return False
@@ -365,7 +365,7 @@ def write_curve(path, streams):
 
 
 def draw_losses(axes, train, val):
-    """Draw the training loss, each update's and their average, and the validation loss."""
+    """Draw the training loss, of each update and averaged, and the validation loss."""
     steps, losses = list(train), list(train.values())
     width = max(1, len(losses) // 100)  # average to 100 points
     if width > 1:
@@ -377,7 +377,7 @@ def draw_losses(axes, train, val):
         axes.plot(steps, losses, color="tab:blue", linewidth=1.8, label="training")
     if val:
         axes.plot(list(val), list(val.values()), "o-", color="tab:orange", markersize=4, label="validation")
-    # the first losses are far above the rest and would flatten it
+    # the first losses are far above the rest and would flatten the curve
     shown = losses[len(losses) // 50 :] + list(val.values())[1:]
     margin = 0.05 * (max(shown) - min(shown)) or 0.1
     axes.set_ylim(min(shown) - margin, max(shown) + margin)

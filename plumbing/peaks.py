@@ -1,10 +1,10 @@
-"""How fast GPUs can be at best, for the MFU: model FLOPs utilization, the share of that peak which training reaches."""
+"""Peak FLOP/s of GPUs, for the MFU (model FLOPs utilization): the share of that peak which training reaches."""
 
 import re
 
-# FLOP/s of dense matrix products on tensor cores, in bfloat16 (V100 and T4, which lack it: float16) and summed in
-# float32, by the name that PyTorch gives the GPU, without the brand before it. NVIDIA prints twice as much where it
-# counts sparse matrices, and for GeForce cards where it counts sums in float16.
+# FLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
+# accumulation, by PyTorch's name of the GPU without the brand. Datasheets print twice as much when they count sparse
+# matrices or, for GeForce cards, accumulation in float16.
 PEAK_FLOPS = {
     # "NVIDIA V100 Tensor Core GPU" datasheet, deep learning: 125 for SXM2, 112 for PCIe; V100S: 130
     "V100-SXM2-16GB": 125e12,
@@ -49,6 +49,7 @@ PEAK_FLOPS = {
 def peak_flops(device_name):
     """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known.
 
-    Only whole names count: an L40 is not an L4, a laptop's RTX 4090 not a desktop's, and a MIG slice is a part.
+    Names must match exactly: an L40 is not an L4, a laptop's RTX 4090 is not a desktop's, and a MIG slice is only
+    a part of a GPU.
     """
     return PEAK_FLOPS.get(re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name))

@@ -1,4 +1,4 @@
-"""The folder of a run: found, refused or started; run.txt, log.txt and checkpoints; and the signals that end a run."""
+"""The folder of a run, from its start or resumption to its export, and the signals that stop a run."""
 
 import contextlib
 import dataclasses
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from plumbing.checkpoint import (
-    BEST, CHECKPOINT_NAME, SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights, model_tokenizer,
-    newest_checkpoint,
+    BEST, CHECKPOINT_NAME, SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights,
+    model_tokenizer, newest_checkpoint,
 )  # fmt: skip
 from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
@@ -38,7 +38,7 @@ MAY_CHANGE_ON_RESUME = {
     "checkpoint_every", "keep_checkpoints", "keep_best", "milestone_every", "wandb",
 }  # fmt: skip
 
-# settings that each node may have for itself: where its files are, and its devices
+# settings that may differ from node to node: where its files are, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
@@ -51,13 +51,13 @@ SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed",
 def find_start(config, preset, enc, fingerprint):
     """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
-    That is the newest intact checkpoint in out_dir; or, for the first start of a branch, the one of --branch-from,
-    which then has "branched", what run.txt says of it; or the weights of --init-from. Refuses a folder with a
-    different run, and says what differs. preset: the TrainConfig of --preset.
+    That is the newest intact checkpoint in out_dir; or, when a branch first starts, the one of --branch-from, with
+    the entry "branched" for run.txt; or the weights of --init-from. Refuses a folder with a different run, and says
+    what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
     if out_dir.is_dir():
-        read_text(out_dir / "run.txt")  # an unreadable one is reported now, not after the model was made
+        read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
     if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
@@ -69,7 +69,7 @@ def find_start(config, preset, enc, fingerprint):
             )
     else:
         checkpoint = None
-    if not (checkpoint and checkpoint["step"] == config.max_steps):  # a finished run exports nothing any more
+    if not (checkpoint and checkpoint["step"] == config.max_steps):  # a finished run is not exported again
         check_export_folder(out_dir / "hf")
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
@@ -81,7 +81,7 @@ def find_start(config, preset, enc, fingerprint):
 
 
 def check_settings(config, checkpoint, place):
-    """Raise UserError unless the config of a checkpoint from `place` has only settings like those of `config`."""
+    """Raise UserError unless all settings in a checkpoint from `place` exist in `config`, with the same type."""
     for name, then in checkpoint["config"].items():
         now = getattr(config, name, None) if isinstance(name, str) else None
         if now is None:
@@ -100,7 +100,7 @@ def check_settings(config, checkpoint, place):
 def settings_that_differ(config, checkpoint):
     """{name: (in the checkpoint, now)} of the settings in which `config` differs from a checkpoint's.
 
-    A setting that did not exist when the checkpoint was written then had the value that is TrainConfig's default.
+    A setting that did not exist yet when the checkpoint was written counts as TrainConfig's default.
     """
     different = {}
     for field in dataclasses.fields(config):
@@ -117,7 +117,7 @@ def settings_that_differ(config, checkpoint):
 
 
 def say(different):
-    """What `settings_that_differ` returns, in words: "seed was 1, now 7, init_from was not given, now gpt2"."""
+    """Say what `settings_that_differ` returns: "seed was 1, now 7, init_from was not given, now gpt2"."""
     words = {name: ["not given" if value == "" else value for value in pair] for name, pair in different.items()}
     return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in words.items())
 
@@ -129,11 +129,11 @@ def check_resume(config, checkpoint, out_dir):
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it with "
-            f"the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another --out-dir, "
-            "or move the old run aside with --no-resume."
+            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it "
+            f"with the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another "
+            "--out-dir, or move the old run aside with --no-resume."
         )
-    # a run from elsewhere with the same settings is not taken for the branch; to resume one, the flag may be left out
+    # a run that started elsewhere is not taken for this branch; a branch may also be resumed without the flag
     if config.branch_from and Path(config.branch_from) != Path(checkpoint["config"].get("branch_from", "")):
         raise UserError(
             f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
@@ -147,7 +147,7 @@ def check_resume(config, checkpoint, out_dir):
 
 
 def check_data(checkpoint, fingerprint, config):
-    """Raise UserError if the shards of --data are not those that the checkpoint's run has read."""
+    """Raise UserError if the shards of --data are not those of the checkpoint's run."""
     then = checkpoint["loader"].get("fingerprint", fingerprint)  # older checkpoints have none
     if not isinstance(then, str) or then != fingerprint:
         raise UserError(
@@ -157,7 +157,7 @@ def check_data(checkpoint, fingerprint, config):
 
 
 def find_parent(config):
-    """The checkpoint of --branch-from, with "branched": its place, its step, and the settings that change."""
+    """The checkpoint of --branch-from, with "branched": the parent's folder, the step, and the settings that change."""
     parent = Path(config.branch_from)
     folder = parent.parent if parent.is_file() else parent
     if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
@@ -191,7 +191,7 @@ def find_parent(config):
 
 
 def is_finished(config, start_step):
-    """Whether the run has done its last step and been exported; says so."""
+    """Whether the run has done its last step and has been exported; if so, prints that."""
     exported = Path(config.out_dir) / "hf"
     finished = start_step == config.max_steps and exported.exists()
     if finished:
@@ -201,7 +201,7 @@ def is_finished(config, start_step):
 
 
 def resumes(config):
-    """Whether the run in out_dir is continued: --no-resume is for the first start of a launch by torchrun only."""
+    """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
     return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
 
 
@@ -221,7 +221,7 @@ def belongs_to_this_launch(out_dir):
 
 
 def is_ours(path):
-    """Whether a file or folder in a run's folder has a name that this program gives."""
+    """Whether a file or folder in a run's folder has one of the names that this program uses."""
     return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
@@ -251,7 +251,7 @@ def start_run(config, start_step, branched):
 
 
 def move_aside(out_dir):
-    """Move the files of the run in out_dir to a new folder beside it; other files stay where they are."""
+    """Move the files of the run in out_dir to a new folder next to it; other files stay where they are."""
     ours = sorted(filter(is_ours, out_dir.iterdir()), key=lambda path: path.name != "run.txt")  # run.txt first
     if not ours:
         return
@@ -269,7 +269,7 @@ def read_text(path):
     """The text of a file that people may have edited; "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise UserError(
@@ -297,7 +297,7 @@ def describe_run(config, start_step, branched):
 
 
 def facts_for_all_ranks(config):
-    """What every rank must have in common with the others: settings, and versions of this program and of torch."""
+    """What must be the same on all ranks: settings, and the versions of this program and of torch."""
     settings = dataclasses.asdict(config)
     facts = {name: value for name, value in settings.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
     source = Path(__file__).parents[1] / "train_gpt2.py"
@@ -306,13 +306,13 @@ def facts_for_all_ranks(config):
 
 
 def facts_of_data(enc, train_loader, val_loader):
-    """What every rank must have in common with the others: the tokenizer and the data."""
+    """What must be the same on all ranks: the tokenizer and the data."""
     fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
     return {"the tokenizer": enc.name, **fingerprints}
 
 
 def dtype_of(config, saved, device):
-    """The name of the dtype that --dtype asks for; a run that continues keeps the one that "auto" was when it began."""
+    """The name of the dtype to use: with "auto", a run that continues keeps the one that it began with."""
     if not saved or config.dtype != "auto":
         return config.dtype
     name = saved["config"]["dtype"]
@@ -321,7 +321,7 @@ def dtype_of(config, saved, device):
 
 
 def describe_command():
-    """The command that started this process, such that it can be pasted into a shell."""
+    """The command that started this process, quoted for a shell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(["python", *sys.argv])
     local_ranks, ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
@@ -332,8 +332,8 @@ def describe_command():
 LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d\d)?)\n", re.ASCII)
 
 
-def read_log(path, before):
-    """The intact lines of a log.txt of steps before `before`. Says how many are damaged, if any but the last are."""
+def intact_log_lines(path, before):
+    """The intact lines of a log.txt for steps before `before`. Warns of damaged lines, except a cut last one."""
     lines = read_text(path).splitlines(keepends=True)
     matches = [LOG_LINE.fullmatch(line) for line in lines]
     damaged = len(lines) - len(list(filter(None, matches)))
@@ -343,12 +343,12 @@ def read_log(path, before):
 
 
 def open_log(out_dir, step, parent=None):
-    """Open log.txt for appending, after dropping lines from `step` on and damaged ones.
+    """Open log.txt for appending, after dropping damaged lines and those from `step` on.
 
     A branch begins with the lines of its parent's log.
     """
     path = Path(out_dir) / "log.txt"
-    lines = read_log(Path(parent) / "log.txt" if parent else path, step)
+    lines = intact_log_lines(Path(parent) / "log.txt" if parent else path, step)
     with atomic_write(path, "w") as file:
         file.writelines(lines)
     return open(path, "a")
@@ -377,10 +377,10 @@ def install_signal_handlers():
 
 
 class Run:
-    """What a run writes to its folder and to the console. On ranks other than 0 it writes nothing."""
+    """Writes a run's files and its lines on the console; on ranks other than 0, nothing."""
 
     def __init__(self, config, world, start_step, saved, metadata):
-        """saved: the checkpoint that the run begins with, or None; `metadata` goes into each checkpoint."""
+        """saved: the checkpoint that the run begins with, or None. metadata: what every checkpoint also contains."""
         self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
@@ -400,7 +400,7 @@ class Run:
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
         self.mirror = None
         if self.config.wandb:
-            log_lines = read_log(self.out_dir / "log.txt", self.start_step)
+            log_lines = intact_log_lines(self.out_dir / "log.txt", self.start_step)
             self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
@@ -410,18 +410,19 @@ class Run:
         return self
 
     def __exit__(self, *exception):
-        """Whatever ends the run: its newest checkpoint is on disk, and the folder is free for another process."""
+        """However the run ends, wait until its newest checkpoint is on disk, and release the folder."""
         if self.world.is_master:
             try:
                 self.writer.wait()
             finally:
                 if self.mirror:
                     self.mirror.finish(status=1 if exception[0] else 0)
-                self.log.close()
+                with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
+                    self.log.close()
                 self.lock.close()
 
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
-        """Print what is about to run, in numbers that can be checked: model, data, batch, optimizer."""
+        """Print the sizes of the model, the data, the batch and the optimizer's groups."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
         self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
@@ -474,15 +475,16 @@ class Run:
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
 
     def log_step(self, step, loss, lr, norm, tokens, seconds):
-        """The update from `step` to the next took `seconds` for `tokens` tokens over all ranks."""
+        """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / seconds
         mfu = f" | {rate * self.flops_per_token / self.peak:5.1%} MFU" if self.peak else ""
-        left = datetime.timedelta(seconds=round(min(self.seconds_left(step, seconds), 1e12)))  # it has a maximum
+        seconds_left = min(self.seconds_left(step, seconds), 1e12)  # a timedelta has a maximum
+        left = datetime.timedelta(seconds=round(seconds_left))
         text = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {rate:9,.0f} tok/s"
         self.report(step, f"{text}{mfu} | {left} left", **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
     def seconds_left(self, step, seconds):
-        """How long the remaining steps will take, at the average so far with evaluations and checkpoints.
+        """How long the remaining steps will take at the average so far, evaluations and checkpoints included.
 
         The first step, which compiles, does not count.
         """
@@ -493,7 +495,7 @@ class Run:
         return seconds * (self.max_steps - step - 1)
 
     def save(self, step, state):
-        """Write a checkpoint of `state`, what train_gpt2.py's training_state returns, in the background."""
+        """Write a checkpoint of `state`, as training_state of train_gpt2.py returns it, in the background."""
         if self.world.is_master and step > self.start_step:
             start = time.perf_counter()
             losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
@@ -501,9 +503,9 @@ class Run:
             self.checkpoint_seconds += time.perf_counter() - start
 
     def finish(self, step, stopped, raw_model, enc):
-        """End the run after `step` steps: checkpoint on disk and, unless it was stopped, model exported.
+        """End the run after `step` steps: wait for the checkpoint and, unless the run was stopped, export the model.
 
-        Returns the exit status. A run stopped in its last step still lacks its last evaluations, too.
+        Returns the exit status. A run that was stopped in its last step is not exported: it lacks its evaluations.
         """
         if self.world.is_master:
             self.writer.wait()

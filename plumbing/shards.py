@@ -2,9 +2,9 @@
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
 is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
-counts as a target. Read as well: llm.c's .bin shards (256 int32 of header: 20240520, version 1, number of
-tokens; then uint16), also under its names without a number (tiny_shakespeare_train.bin), and nanoGPT's
-train.bin and val.bin, which are uint16 and nothing else.
+counts as a target. Shards of two other programs are read, too: llm.c's .bin (a header of 256 int32:
+20240520, version 1, number of tokens; then uint16), also without a number in the name
+(tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ BIN_HEADER = 256  # int32
 LLAMA3_MAGIC = 20240801  # llm.c's shards of Llama 3's tokens, which are uint32
 NANOGPT_NAMES = ("train.bin", "val.bin")
 MASK_BLOCK = 2**24  # entries of a mask that are checked at a time
-SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # bytes per block, and blocks of each file, that a fingerprint reads
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
 # -----------------------------------------------------------------------------
 # Reading
@@ -119,7 +119,7 @@ def open_npy(path):
                 shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         except OSError:
             raise
-        except Exception as error:  # numpy parses a header as Python, with whatever errors that has
+        except Exception as error:  # numpy parses the header as Python, which may raise anything
             raise ValueError("its header cannot be read") from error
         offset, num_bytes = file.tell(), os.fstat(file.fileno()).st_size
     expected = offset + math.prod(shape) * dtype.itemsize
@@ -151,7 +151,7 @@ def open_bin(path):
 
 
 def open_masks(shards):
-    """The masks beside the shards; an empty list if there are none at all."""
+    """The masks next to the shards; an empty list if there are none at all."""
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
@@ -159,7 +159,7 @@ def open_masks(shards):
 
 
 def check_size(folder, num_tokens, tokens_per_step):
-    """Raise UserError if the training shards have not even the tokens of one step."""
+    """Raise UserError if the training shards have fewer tokens than one step takes."""
     if num_tokens < tokens_per_step:
         raise UserError(
             f"{folder} has {num_tokens:,} training tokens, but one step takes {tokens_per_step:,}. "
@@ -168,7 +168,7 @@ def check_size(folder, num_tokens, tokens_per_step):
 
 
 def check_same_data(then, now):
-    """Raise UserError if a loader's state, of a checkpoint, was counted on other data than its state now."""
+    """Raise UserError if `then`, a loader's state in a checkpoint, is of other data than `now`, its state."""
     for name in ("num_windows", "T"):
         if then[name] != now[name]:
             raise UserError(
@@ -188,10 +188,10 @@ def check_not_empty(num_windows, folder, split, T):
 
 
 def check_folder(folder, train_loader, val_loader, enc):
-    """Raise UserError unless the loaders' shards are what meta.json says, of tokenizer `enc`, with good masks."""
+    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks."""
     shards = train_loader.shards + val_loader.shards
-    check_meta(folder, [shard.path for shard in shards])
     check_token_ids(shards, enc.name, enc.n_vocab)
+    check_meta(folder, [shard.path for shard in shards])
     check_masks(train_loader.masks)
     check_masks(val_loader.masks)
 
@@ -227,7 +227,7 @@ def split_of(name):
 def check_masks(masks):
     """Raise UserError unless the masks of a split are all 0 or 1, and 1 somewhere.
 
-    Reads them whole, as a wrong value is silent: SmolTalk's 0.8 GB take about half a second.
+    Reads all of them, because a wrong value would go unnoticed: SmolTalk's 0.8 GB take about half a second.
     """
     num_targets = 0
     for mask in masks:
@@ -248,9 +248,9 @@ def check_masks(masks):
 
 
 def fingerprint(paths):
-    """A hash of shards and their masks, in order: of each, its size and a fixed sample of blocks.
+    """A hash of shards and their masks, in order: of each file, its size and a fixed sample of blocks.
 
-    Other data of the same length have another fingerprint. Names do not count: a folder may be moved. 100
+    Other data of the same length have another fingerprint. Names do not count, so a folder may be moved. 100
     shards of 200 MB take a few hundredths of a second.
     """
     digest = hashlib.sha256()
@@ -285,9 +285,9 @@ def shard_name(prefix, number):
 
 
 def write_shard(path, array):
-    """Write tokens (uint16) or a mask (uint8) to `path`, to the byte what np.save writes, atomically."""
+    """Write tokens (uint16) or a mask (uint8) to `path` atomically, byte for byte as np.save does."""
     with atomic_write(path) as file:
-        # np.save in two steps, because numpy's own write hides why the disk refused it
+        # header and data in two steps, because np.save would hide why a write failed
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
@@ -306,7 +306,7 @@ class ShardWriter:
         return self.meta["complete"] and all(is_whole(self.path(file), files[file]) for file in files)
 
     def resume(self):
-        """Resume after the last intact shard: returns its end position in the input."""
+        """Keep the shards up to the last intact one; return the position in the input at which that ends."""
         meta, kept = self.meta, {}
         end, meta["documents"] = [0, 0, 0, 0], 0
         for file, num_tokens in meta["shards"].items():
@@ -335,7 +335,7 @@ class ShardWriter:
         return os.path.join(self.folder, file)
 
     def next_name(self):
-        """The file name of the next shard; no two parts have a number in common."""
+        """The file name of the next shard; no two parts share a number."""
         return shard_name(self.prefix, len(self.meta["shards"]) * self.num_parts + self.part)
 
     def write(self, tokens, end):
@@ -392,10 +392,10 @@ def num_parts_of(path):
 
 
 def new_meta(dataset, enc, made_from):
-    """An initial meta.json.
+    """The contents of a new meta.json.
 
     `ends`: for each shard, the position in the input at which it ends (source, piece, token; with a sampled
-    validation split, that one's tokens), and the number of documents so far.
+    validation split, also the tokens sampled so far), and the number of documents so far.
     """
     meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
     return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
@@ -405,7 +405,7 @@ META_TYPES = {
     "dataset": str, "tokenizer": str, "vocab_size": int, "documents": int, "tokens": int, "targets": int,
     "shards": dict, "complete": bool, "made_from": dict, "ends": dict, "validation_every": int,
 }  # fmt: skip
-META_KEYS = ("tokenizer",)  # what every meta.json has; people write short ones by hand
+META_KEYS = ("tokenizer",)  # the keys without a default: people write short ones by hand
 
 
 def read_meta(path):
@@ -419,7 +419,7 @@ def read_meta(path):
         check_meta_form(meta)
     except OSError as error:
         raise could_not_open("file", path, error) from None
-    except (ValueError, RecursionError) as error:  # the second: brackets nested without end
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path} is damaged, or was not written by fineweb.py or smoltalk.py: {reason}. Move its folder away, "
@@ -439,7 +439,7 @@ def check_meta_form(meta):
         if key in meta and type(meta[key]) is not expected_type:
             raise ValueError(f"its {key} is not of type {expected_type.__name__}")
     for name in (*meta["shards"], meta["tokenizer"]):
-        if not name or os.path.basename(name) != name or "\\" in name:  # files of this folder and of no other
+        if not name or os.path.basename(name) != name or "\\" in name:  # only files of this folder
             raise ValueError(f"it names {name!r}, which is not the name of a file in its folder")
     for key in ("shards", "ends"):
         numbers = meta.get(key, {}).values()
@@ -468,8 +468,8 @@ def check_meta(folder, paths):
     """
     if (Path(folder) / "meta.pkl").exists():
         raise UserError(
-            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, which have no tokenizer here. Make "
-            "shards of the text with fineweb.py --input."
+            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
+            "Make shards of the text with fineweb.py --input."
         )
     listed = {}
     for path in sorted(Path(folder).glob("meta*.json")):
@@ -477,7 +477,7 @@ def check_meta(folder, paths):
         if not meta["complete"]:
             raise UserError(
                 f"The shards in {folder} are not complete, as {path.name} says. Run the command that makes them "
-                "again; it continues where it was stopped."
+                "again; it continues where it stopped."
             )
         listed |= meta["shards"]
     if not listed:
@@ -496,7 +496,7 @@ def describe(num_tokens):
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder that cannot be ours."""
+    """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder of other origin."""
     try:
         files = os.listdir(folder)
     except FileNotFoundError:
@@ -538,11 +538,11 @@ def check_same_dataset(folder, metas, path, meta):
                     f"{folder} has shards of other data: {key} was {str(was.get(key))[:90]} and is now "
                     f"{str(now[key])[:90]}. Move the folder away, or choose another output folder."
                 )
-    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # of a fixed file, the size that it has now
+    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
 
 
 def identity(meta, old):
-    """What must not differ between `meta` and the run `old` that it continues.
+    """What must be the same in `meta` and in `old`, the meta.json of the run that it continues.
 
     Only the name of a file that `old` has not fully read counts: its bad lines may since have been fixed.
     """
@@ -552,5 +552,5 @@ def identity(meta, old):
     for i, (name, size) in enumerate(meta["made_from"]["sources"]):
         is_read = old["complete"] or i < num_read
         sources.append([name, size if is_read else 0])
-    made_from = {"separator": ""} | meta["made_from"]  # the default of a flag that older runs did not have
+    made_from = {"separator": ""} | meta["made_from"]  # older runs did not have this flag
     return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **made_from, "sources": sources}

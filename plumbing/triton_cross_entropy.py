@@ -1,6 +1,6 @@
 """Cross-entropy as a Triton kernel: one program per row, which reads its logits twice and writes their gradient.
 
-Imported by `kernels.py`, and only where the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
+`kernels.py` imports it only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
 environment the kernel runs on a CPU, for tests.
 """
 
@@ -22,7 +22,7 @@ def cross_entropy_kernel(
     logits, targets, losses, gradient, log2_scale, V: tl.constexpr, IGNORE_INDEX: tl.constexpr,
     THREADS: tl.constexpr, PER_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """losses[row] = logsumexp(logits[row]) - logits[row, target];
+    """losses[row] = logsumexp(logits[row]) - logits[row, target],
 
     gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is IGNORE_INDEX.
     """
@@ -36,7 +36,7 @@ def cross_entropy_kernel(
     columns = tl.arange(0, THREADS)[:, None] * PER_THREAD + tl.arange(0, PER_THREAD)[None, :]
 
     # 1) each thread's maximum, and its sum of exponentials relative to that, rescaled when the maximum grows.
-    # Exponentials have base 2, as the hardware's instruction
+    # Exponentials have base 2, for which the hardware has an instruction
     maximum = tl.full((THREADS,), -1e30, tl.float32)  # finite, because inf - inf is not a number
     total = tl.zeros((THREADS,), tl.float32)
     for first in range(0, V, THREADS * PER_THREAD):
@@ -50,7 +50,7 @@ def cross_entropy_kernel(
     log2_sum = row_maximum * LOG2_E + tl.log2(row_total)
     tl.store(losses + row, tl.where(is_target, log2_sum * LOG_2 - target_logit, 0.0))
 
-    # 2) the softmax. `gradient` may be `logits`: a thread writes only where it has read itself
+    # 2) the softmax. `gradient` may be `logits`, because a thread writes only what it has read itself
     shift = tl.where(is_target, log2_scale - log2_sum, -float("inf"))  # 2**-inf is 0
     for first in range(0, V, THREADS * PER_THREAD):
         x = tl.load(logits + first + columns, mask=first + columns < V, other=0.0).to(tl.float32)

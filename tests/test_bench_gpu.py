@@ -204,3 +204,15 @@ def test_hellaswags_length_is_imitated():
     read = [len(example.context) + sum(map(len, example.endings)) - 4 for example in examples]
     assert torch.tensor(read).float().mean() == pytest.approx(157.6, rel=0.03)
     assert torch.tensor(predicted).float().mean() == pytest.approx(116.4, rel=0.03)
+
+
+def test_the_trainers_peak_memory_is_read_from_its_last_lines(data, tmp_path, monkeypatch):
+    def run_child(b, name, command, output, cwd=None):
+        (tmp_path / "short").mkdir()
+        (tmp_path / "short" / "log.txt").write_text("0 train 5.5\n0 tok/s 1000\n1 train 5.4\n1 tok/s 2000\n")
+        output.write_text("Done in 1.2 minutes, at most 34.5 GiB, 0.6 s of it for checkpoints.\n")
+
+    monkeypatch.setattr(bench_gpu.Bench, "run_child", run_child)
+    options = bench_gpu.Options(out=str(tmp_path), shards=str(data))
+    benchmarks = bench_gpu.Bench(options, bench_gpu.PRESETS["gpt2"], place=None, deadline=0)
+    assert benchmarks.run_trainer("short", max_steps=2)["peak_gib"] == 34.5

@@ -272,7 +272,7 @@ def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys
     assert said.out == "ok\nok\nok\n" and said.err == ""
     said = chat(monkeypatch, capsys, parrot, "x" * 60 + "\nhi", "--max-new-tokens", "5")
     assert said.out == ("(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
-                        "Write less; the conversation begins anew.)\nok\n")
+                        "Write less; the conversation starts over.)\nok\n")
 
 
 def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
