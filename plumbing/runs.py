@@ -56,7 +56,8 @@ def find_start(config, preset, enc, fingerprint):
     what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
-    read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
+    if out_dir.is_dir():
+        read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
     if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
