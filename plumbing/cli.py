@@ -249,11 +249,11 @@ def check_numbers(config, positive, below_1=()):
         if not isinstance(value, (int, float)):
             continue
         if name in positive and not 0 < value < 2**63:
-            errors.append(f"{flag_of(name)} is {value}, but it must be greater than 0, and below 2**63.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be a finite number greater than 0, below 2**63.")
         elif name in below_1 and not 0 <= value < 1:
             errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and below 1.")
         elif not 0 <= value < 2**63:
-            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and below 2**63.")
+            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, finite and below 2**63.")
     return errors
 
 
