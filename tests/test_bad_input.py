@@ -245,7 +245,7 @@ def without_tokenizer(folder):
     return from_state(folder, {name: state[name] for name in ("model", "config", "step", "tokenizer")})
 
 
-@case("checkpoints", "--init-from a checkpoint whose config is not whole", "bad.pt", "its block_size is None")
+@case("checkpoints", "--init-from a checkpoint whose config is not whole", "bad.pt", "its config has no block_size")
 def without_config(folder):
     return from_state(folder, checkpoint_of(folder) | {"config": {"n_layer": 2}})
 
