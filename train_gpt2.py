@@ -47,7 +47,6 @@ import hellaswag
 import tokenizer
 from plumbing import checkpoint, distributed, kernels, runs, shards
 from plumbing.cli import UserError
-from plumbing.distributed import print0
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -120,12 +119,11 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
-    # gpt2 on half of its tokens, with the Muon settings of modded-nanogpt's benchmark: records/2026-11-21-speedrun-sweep
+    # Muon's settings are tuned ones of modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": dict(
-        optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05, schedule="wsd", max_steps=9536, warmup_steps=250,
-        max_lr=1.8e-3,
+        max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
+        optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05,
     ),
-    # a tiny GPT on the documentation that every Python ships
     "quickstart": dict(
         data="python_docs", out_dir="log/quickstart", compile=False,
         n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
@@ -133,7 +131,6 @@ PRESETS = {
         optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, sample_prompt="The ", checkpoint_every=200, keep_best=True,
     ),
-    # fine-tune a trained model (--init-from) on conversations, which smoltalk.py makes into shards
     "chat": dict(
         data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17,
         max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True,
@@ -404,11 +401,7 @@ class DataLoaderLite:
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
-        if not self.num_windows:
-            raise UserError(
-                f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "
-                "Lower --sequence-length, or make the shards from more text."
-            )
+        shards.check_not_empty(self.num_windows, folder, split, T)
         self.position = 0  # in windows of the global order
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = None, None  # (position, B) and the future of that batch
@@ -480,7 +473,7 @@ class DataLoaderLite:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Schedules
+# Schedules and optimizers
 
 
 def get_lr(step, config):
@@ -506,10 +499,6 @@ def get_batch_size(tokens_seen, config):
         return config.total_batch_size
     grown = config.total_batch_size * tokens_seen / config.batch_ramp
     return max(1, int(grown / 2**15)) * 2**15
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Optimizers
 
 
 @torch.no_grad()
@@ -645,8 +634,8 @@ FITS, FAILED, OUT_OF_MEMORY = range(3)  # of a trial step; all ranks act on the 
 def fit_to_machine(raw_model, config, dtype, autocast, world):
     """Move the model to the device, try one micro-step, and fall back from whatever fails on this machine.
 
-    Out of memory: B is halved, which does not affect the losses. A failing compiler or attention kernel: one warning,
-    then on without it. All ranks decide alike. Returns the model to train (compiled and in DDP, as need be) and B.
+    Out of memory: B is halved. A failing compiler or attention kernel: one warning, then on without it. All ranks
+    decide alike. Returns the model to train (compiled and in DDP, as need be) and B.
     """
     raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
@@ -672,19 +661,17 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
             return model, B
         model = None  # frees DDP's buckets as well
         gc.collect()
-        if world.device_type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a shorter sequence, a "
-                                "smaller model, or --activation-checkpointing.")  # fmt: skip
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Try --activation-checkpointing.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
-            print0(f"warning: Out of memory. Continuing with --batch-size {B}, which does not affect the losses.")
+            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}; the losses stay the same.")
         elif compiled:
-            print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
             compiled = False
         else:
-            print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
             fused_attention = False
             distributed.enable_fused_attention(False)
 
@@ -742,9 +729,8 @@ def is_due(step, every, max_steps):
 def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, signals, autocast, world):
     """One optimizer step on the next num_windows windows, in micro-batches of at most B windows per rank.
 
-    Returns (loss, gradient norm, stopping), the same on all ranks: `stopping` is whether a signal has reached any
-    of them. The loss is the mean over all targets of the step, however they are split over micro-steps and ranks.
-    Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
+    Returns (loss, gradient norm, whether a signal has reached any rank). The loss is the mean over all targets of the
+    step. Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
     """
     position, num_targets = loader.position, loader.count_targets(num_windows)
     B = largest_divisor(num_windows // world.size, B)  # during the batch ramp, a rank may have fewer windows than B
@@ -803,8 +789,7 @@ def load_data(config, world):
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     enc = tokenizer.folder_encoding(config.data)
-    both = (train_loader.shards + val_loader.shards, train_loader.masks + val_loader.masks)
-    shards.check_folder(config.data, *both, enc)
+    shards.check_folder(config.data, train_loader, val_loader, enc)
     shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
     return train_loader, val_loader, enc
 
@@ -857,12 +842,11 @@ def train(config, world):
     if runs.is_finished(config, start_step):
         return 0
     # the shape and the dtype are the run's, wherever it continues
-    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved), world.device, config.n_embd)
+    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved, world.device), world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
         examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
-
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
     # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
     model, B = fit_to_machine(raw_model, config, dtype, autocast, world)
@@ -940,8 +924,8 @@ def check_config(config, world_size):
         errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
                       f"{world_size} ranks. {remedy} --total-batch-size {nearest}.")  # fmt: skip
     if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
-        errors.append(f"--batch-ramp starts at 32,768 tokens: --sequence-length x ranks ({tokens}) must divide that, "
-                      f"and that must divide --total-batch-size ({total}). Change these, or set --batch-ramp 0.")  # fmt: skip
+        errors.append(f"--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
+                      f"({tokens}) and divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:

@@ -159,7 +159,10 @@ def check_types(content, types):
 
 
 def check_shape(config, weights):
-    """What is wrong with the shape in a checkpoint's config, or "". No model of that shape exists yet."""
+    """What is wrong with a checkpoint's shape and weights, or "". No model of that shape exists yet."""
+    for name, weight in weights.items():
+        if not is_weight(name, weight):
+            return f"its weight {name!r:.60} is {describe(weight)}"
     for name in SHAPE:
         if type(config.get(name)) is not int or config[name] < 1:
             return f"its {name} is {config.get(name)!r:.60}"
@@ -172,7 +175,21 @@ def check_shape(config, weights):
         shape, expected = describe_shape(weights.get(name)), str((config[rows], config["n_embd"]))
         if shape != expected:
             return f"its {name} has the shape {shape} instead of {expected}"
+    embedding, output = weights["transformer.wte.weight"], weights.get("lm_head.weight")
+    if describe(output) != describe(embedding) or not torch.equal(output, embedding):
+        return "its lm_head.weight is not its transformer.wte.weight"
     return ""
+
+
+def is_weight(name, value):
+    """Whether an entry of a state dict is a name and a floating-point tensor, with all its numbers in the file."""
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+    return isinstance(name, str) and is_floating and is_stored_whole(value)
+
+
+def is_stored_whole(tensor):
+    """Whether a tensor has memory for each of its entries, as every tensor that a run saves does."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def describe(value):
@@ -220,16 +237,26 @@ def check_values(tensors):
     """What is wrong with the numbers in {name: tensor}, or "". `describe_difference` has checked their shapes."""
     storages = set()
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < tensor.nbytes or storage.data_ptr() in storages:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages or not is_stored_whole(tensor):
             return f"{name} shares its memory with another tensor"
-        storages.add(storage.data_ptr())
+        storages.add(storage)
         if tensor.is_floating_point():
             least, largest = tensor.aminmax()
             if not (least.isfinite() and largest.isfinite()):
                 return f"{name} has numbers that are not finite"
-            if least < 0 and name.endswith(("step", "exp_avg_sq")):  # counts and squares
-                return f"{name} has negative numbers"
+    return ""
+
+
+def check_averages(tensors, step):
+    """What is wrong with the tensors that optimizers keep, {name: tensor}, after `step` steps of the run, or ""."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():  # the fused optimizers read them in the order of memory
+            return f"{name} is not contiguous"
+        if name.endswith((".step", ".exp_avg_sq")) and tensor.min() < 0:  # counts and squares
+            return f"{name} has negative numbers"
+        if name.endswith(".step") and tensor > step:
+            return f"{name} is {tensor:.0f}"
     return ""
 
 
@@ -239,8 +266,6 @@ def check_weights(weights, template):
     if not problem:
         separate = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
         problem = check_values(separate)
-    if not problem and not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
-        problem = "lm_head.weight is not transformer.wte.weight"
     if problem:
         raise UserError(
             f"The model's weights do not fit its own settings: {problem}. They were probably changed after they were "
@@ -268,9 +293,7 @@ def check_state(saved, state, optimizers):
             for number, state in part["state"].items()
             for name, tensor in state.items()
         }
-        too_far = [name for name, tensor in tensors.items() if name.endswith(".step") and tensor > saved["step"]]
-        problem = check_values(tensors) or check_rng(content["rng"])
-        problem = problem or (f"{too_far[0]} is a later step" if too_far else "")
+        problem = check_values(tensors) or check_averages(tensors, saved["step"]) or check_rng(content["rng"])
     if problem:
         raise UserError(
             f"The checkpoint of step {saved['step']} does not fit the run: {problem}. It was probably changed after it "
@@ -377,11 +400,6 @@ def peer_model_state(path, content):
         print("note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
               "losses are slightly different here.", flush=True)  # fmt: skip
     return {name: config[name] for name in SHAPE}, weights, tokenizer.get_encoding("gpt2")
-
-
-def is_weight(name, value):
-    """Whether an entry of a state dict is a name and a floating-point tensor with at least one dimension."""
-    return isinstance(name, str) and isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def strip_wrappers(name):

@@ -310,9 +310,13 @@ def facts_of_data(enc, train_loader, val_loader):
     return {"the tokenizer": enc.name, **fingerprints}
 
 
-def dtype_of(config, saved):
+def dtype_of(config, saved, device):
     """The name of the dtype to use: with "auto", a run that continues keeps the one that it began with."""
-    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
+    if not saved or config.dtype != "auto":
+        return config.dtype
+    name = saved["config"]["dtype"]
+    # the first version saved "auto" itself, which was float32 for small models on a CPU
+    return "float32" if name == "auto" and device == "cpu" and config.n_embd < 512 else name
 
 
 def describe_command():
@@ -324,7 +328,7 @@ def describe_command():
     return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
 
 
-LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]?\d{1,3})?)\n", re.ASCII)
+LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d\d)?)\n", re.ASCII)
 
 
 def read_log(path, before):

@@ -178,11 +178,22 @@ def check_same_data(then, now):
             )
 
 
-def check_folder(folder, shards, masks, enc):
-    """Raise UserError unless a folder's shards are those in its meta.json, with ids of `enc` and valid masks."""
+def check_not_empty(num_windows, folder, split, T):
+    """Raise UserError if a split has no window of T + 1 tokens, inputs and targets."""
+    if not num_windows:
+        raise UserError(
+            f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "
+            "Lower --sequence-length, or make the shards from more text."
+        )
+
+
+def check_folder(folder, train_loader, val_loader, enc):
+    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks."""
+    shards = train_loader.shards + val_loader.shards
     check_meta(folder, [shard.path for shard in shards])
-    check_masks(masks)
     check_token_ids(shards, enc.name, enc.n_vocab)
+    check_masks(train_loader.masks)
+    check_masks(val_loader.masks)
 
 
 def check_token_ids(shards, tokenizer, n_vocab):

@@ -489,7 +489,7 @@ def test_a_peers_checkpoint_is_read(name, tmp_path, monkeypatch):
         lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}),
         lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.tensor(3.0)}),
         lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(32, dtype=torch.int32)}),
-        lambda c: c["model"].popitem(),
+        lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"),
     ],
 )
 def test_a_malformed_checkpoint_of_a_peer_is_one_line(change, tmp_path, monkeypatch, capsys):
