@@ -597,7 +597,7 @@ def error_of_limited_run(args, num_bytes, tmp_path):
 
 
 def test_a_full_disk_while_a_checkpoint_is_written_costs_one_line_and_no_file(good, straight, tmp_path):
-    """The first checkpoint does not fit: nothing of it stays. With room the same command goes on."""
+    """The first checkpoint does not fit: nothing of it stays. With free space the same command continues."""
     args = tiny_flags(good / "data", tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     line = error_of_limited_run(args, 100_000, tmp_path)
