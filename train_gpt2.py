@@ -929,7 +929,7 @@ def check_config(config, world_size):
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:
-        errors.append(f"--decay-fraction is {config.decay_fraction}, but a share of --max-steps is from 0 to 1.")
+        errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1.")
     if errors:
         raise UserError(" ".join(errors))
 

@@ -31,6 +31,8 @@ NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT
 TENSOR_CLASSES = ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict")
 PEER_CONFIGS = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")  # as build-nanogpt pickles it
 
+OUT_OF_RANGE = "a number out of range"  # of an int that is negative, or larger than any count
+
 # what Adam and Muon keep for each parameter
 OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}
 
@@ -153,7 +155,8 @@ def check_types(content, types):
     for name, expected in types.items():
         if name not in content:
             return f"it has no {name}"
-        if not isinstance(content[name], expected) or isinstance(content[name], bool):
+        is_odd = describe(content[name]) in ("a bool", OUT_OF_RANGE)
+        if is_odd or not isinstance(content[name], expected):
             return f"its {name} is {describe(content[name])} instead of a {expected.__name__}"
     return ""
 
@@ -201,7 +204,7 @@ def describe(value):
     if isinstance(value, dict):
         return "a dict"
     if type(value) is int:
-        return "a whole number" if 0 <= value < 2**48 else f"{value:.3g}"
+        return "a whole number" if 0 <= value < 2**48 else OUT_OF_RANGE
     if type(value) is float:
         return "a number" if math.isfinite(value) else str(value)
     return "missing" if value is None else f"a {type(value).__name__}"
@@ -218,10 +221,12 @@ def describe_difference(value, template, place=""):
         return f"{place or 'it'} is {describe(value)} instead of {describe(template)}"
     if isinstance(template, dict):
         names = list(template)
-        for name in [name for name in value if name not in template]:
-            return f"{place or 'it'} has {name!r:.60}, which does not belong there"
-        for name in [name for name in template if name not in value]:
-            return f"{place or 'it'} has no {name}"
+        for name in names:
+            if name not in value:
+                return f"{place or 'it'} has no {name}"
+        for name in value:
+            if name not in template:
+                return f"{place or 'it'} has {name!r:.60}, which does not belong there"
     elif isinstance(template, (list, tuple)):
         names = range(len(template))
     else:

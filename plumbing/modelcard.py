@@ -35,7 +35,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
     starts = read_starts(Path(run_folder, "run.txt"))
     if not starts:
         return
-    streams = read_streams(Path(run_folder, "log.txt"), step)
+    streams = logged_streams(Path(run_folder, "log.txt"), step)
     facts = collect_facts(directory, starts, streams, step)
     has_curve = write_curve(Path(directory, "curve.png"), streams)
     with atomic_write(Path(directory, "README.md"), "w", encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def read_object(path):
         return {}
 
 
-def read_streams(path, step=None):
+def logged_streams(path, step=None):
     """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
     streams = {}
     try:

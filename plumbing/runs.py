@@ -268,7 +268,7 @@ def read_text(path):
     """The text of a file that people may have edited; "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise UserError(
@@ -331,7 +331,7 @@ def describe_command():
 LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d\d)?)\n", re.ASCII)
 
 
-def read_log(path, before):
+def intact_log_lines(path, before):
     """The intact lines of a log.txt for steps before `before`. Warns of damaged lines, except a cut last one."""
     lines = read_text(path).splitlines(keepends=True)
     matches = [LOG_LINE.fullmatch(line) for line in lines]
@@ -347,7 +347,7 @@ def open_log(out_dir, step, parent=None):
     A branch begins with the lines of its parent's log.
     """
     path = Path(out_dir) / "log.txt"
-    lines = read_log(Path(parent) / "log.txt" if parent else path, step)
+    lines = intact_log_lines(Path(parent) / "log.txt" if parent else path, step)
     with atomic_write(path, "w") as file:
         file.writelines(lines)
     return open(path, "a")
@@ -399,7 +399,7 @@ class Run:
         self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
         self.mirror = None
         if self.config.wandb:
-            log_lines = read_log(self.out_dir / "log.txt", self.start_step)
+            log_lines = intact_log_lines(self.out_dir / "log.txt", self.start_step)
             self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             state = {name: value for name, value in saved.items() if name != "branched"}
@@ -416,7 +416,8 @@ class Run:
             finally:
                 if self.mirror:
                     self.mirror.finish(status=1 if exception[0] else 0)
-                self.log.close()
+                with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
+                    self.log.close()
                 self.lock.close()
 
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):

@@ -190,8 +190,8 @@ def check_not_empty(num_windows, folder, split, T):
 def check_folder(folder, train_loader, val_loader, enc):
     """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks."""
     shards = train_loader.shards + val_loader.shards
-    check_meta(folder, [shard.path for shard in shards])
     check_token_ids(shards, enc.name, enc.n_vocab)
+    check_meta(folder, [shard.path for shard in shards])
     check_masks(train_loader.masks)
     check_masks(val_loader.masks)
 

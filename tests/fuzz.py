@@ -170,6 +170,7 @@ DAMAGES |= {
     "a loader without its position": lambda c: c["loader"].pop("position") and None,
     "a negative position": set_item("loader", "position", -8),
     "a position of 2**62": set_item("loader", "position", 2**62),
+    "a position of 600 digits": set_item("loader", "position", 10**600),
     "a position of text": set_item("loader", "position", "32"),
     "other data": set_item("loader", "num_windows", 7),
     "a fingerprint that is a number": set_item("loader", "fingerprint", 5),

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,7 +245,7 @@ def without_tokenizer(folder):
     return from_state(folder, {name: state[name] for name in ("model", "config", "step", "tokenizer")})
 
 
-@case("checkpoints", "--init-from a checkpoint whose config is not whole", "bad.pt", "n_embd")
+@case("checkpoints", "--init-from a checkpoint whose config is not whole", "bad.pt", "its block_size is None")
 def without_config(folder):
     return from_state(folder, checkpoint_of(folder) | {"config": {"n_layer": 2}})
 
@@ -324,16 +325,10 @@ def different_run(folder):
     return dict(out_dir=folder / "run", max_lr=0.1)
 
 
-@case("checkpoints", "a run whose data has changed", "293 sequences of 16", "355 of 16", "--data")
+@case("checkpoints", "a run whose data has changed", "not those that the run was started on", "original shards", "--data")
 def other_data(folder):
     (folder / "run" / "model_00004.pt").unlink()
     return dict(out_dir=folder / "run", data=make_shards(folder / "more", lengths=(2000, 3000, 2700)))
-
-
-@case("checkpoints", "a run.txt that is not ours", "run.txt", "--out-dir", "--no-resume")
-def torn_run_txt(folder):
-    (folder / "run" / "run.txt").write_text("command: something else\n")
-    return dict(out_dir=folder / "run")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -484,6 +479,7 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(total_memory=80 * 2**30))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(train_gpt2.UserError, match="2 processes on this machine.* 1 GPU.*--nproc_per_node=1"):
@@ -498,12 +494,12 @@ def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypatch):
-    """On a CPU auto is float32 for small models, whatever its instructions."""
+    """On a CPU auto is float32 for tiny models, whatever its instructions."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: False)
     with pytest.raises(train_gpt2.UserError, match="--dtype bfloat16.* Use --dtype float16"):
         distributed.choose_dtype("bfloat16", "cuda", 768)
     assert distributed.choose_dtype("auto", "cuda", 768) == (torch.float16, "float16")
-    assert distributed.choose_dtype("auto", "cpu", 128) == (torch.float32, "float32")
+    assert distributed.choose_dtype("auto", "cpu", 64) == (torch.float32, "float32")
 
 
 def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
