@@ -432,7 +432,7 @@ def check_vocab_size(vocab_size, enc):
     if vocab_size < enc.n_vocab:
         raise UserError(
             f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. "
-            f"Leave --vocab-size out, or set it to at least {enc.n_vocab}."
+            f"Leave --vocab-size out, or set it to {enc.n_vocab} or more."
         )
 
 
