@@ -93,7 +93,7 @@ for name, flags, *expected in [
     ("fewer validation tokens than a window", dict(val_tokens=15), "--val-tokens is 15", "at least 16"),
     (
         "a vocabulary below the tokenizer's", dict(vocab_size=200),
-        "room for 200 token ids", "--vocab-size", "at least 257",
+        "room for 200 token ids", "--vocab-size", "to 257 or more",
     ),
     ("a ramp whose steps do not divide", dict(batch_ramp=10**6), "--batch-ramp", "32,768"),
     ("a device that does not exist", dict(device="gpu"), "device called 'gpu'"),
