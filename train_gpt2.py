@@ -30,7 +30,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from plumbing import cli  # before torch: sets how OpenMP threads wait
@@ -842,7 +841,8 @@ def train(config, world):
     if runs.is_finished(config, start_step):
         return 0
     # the shape and the dtype are the run's, wherever it continues
-    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved, world.device), world.device, config.n_embd)
+    asked = runs.dtype_of(config, saved, world.device)
+    dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     examples = []
     if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
@@ -906,9 +906,10 @@ def parse_args(args=None):
 
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
-    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
-    errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
-    errors += distributed.check_machine(config)
+    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr " \
+               "val_tokens keep_checkpoints"
+    errors = cli.check_numbers(config, positive.split(), below_1=["beta1", "beta2", "muon_momentum"])
+    errors += distributed.check_machine(config) + runs.check_names(config)
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1
@@ -916,8 +917,7 @@ def check_config(config, world_size):
         nearest = n_head * max(1, round(config.n_embd / n_head))
         errors.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {n_head}. Try --n-embd {nearest}.")
     if T > config.block_size:
-        errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. "
-                      "Lower the first or raise the second.")  # fmt: skip
+        errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. Lower it or raise that.")
     if total % tokens:
         remedy = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
         nearest = tokens * max(1, round(total / tokens))

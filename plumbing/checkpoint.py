@@ -166,9 +166,12 @@ def check_shape(config, weights):
     for name, weight in weights.items():
         if not is_weight(name, weight):
             return f"its weight {name!r:.60} is {describe(weight)}"
+    missing = [name for name in SHAPE if name not in config]
+    if missing:
+        return f"its config has no {', '.join(missing)}"
     for name in SHAPE:
-        if type(config.get(name)) is not int or config[name] < 1:
-            return f"its {name} is {config.get(name)!r:.60}"
+        if describe(config[name]) != "a whole number" or config[name] < 1:
+            return f"its {name} is {config[name]!r:.60}"
     if config["n_embd"] % config["n_head"]:
         return f"its n_embd {config['n_embd']} is not a multiple of its n_head {config['n_head']}"
     # the model must not need more memory than the weights in the file have

@@ -84,9 +84,6 @@ def check_machine(config):
     if config.dtype == "fp8" and uneven:
         flags = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in uneven)
         errors.append(f"--dtype fp8 needs multiples of 16, unlike {flags}. Change that, or leave --dtype out.")
-    lack_of_memory = describe_lack_of_memory(config)
-    if lack_of_memory:
-        errors.append(lack_of_memory)
     local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
         errors.append(
@@ -95,7 +92,8 @@ def check_machine(config):
         )
     if config.wandb and not mirror.is_installed():
         errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
-    return errors
+    lack_of_memory = "" if errors else describe_lack_of_memory(config)  # of a device that is known to be there
+    return errors + [lack_of_memory] if lack_of_memory else errors
 
 
 def flops_per_token(c, T):

@@ -56,7 +56,8 @@ def find_start(config, preset, enc, fingerprint):
     what differs. preset: the TrainConfig of --preset.
     """
     out_dir = Path(config.out_dir)
-    read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
+    if out_dir.is_dir():
+        read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
     if resumes(config) and out_dir.exists():
         checkpoint = newest_checkpoint(out_dir)
         if checkpoint:
@@ -217,6 +218,11 @@ def belongs_to_this_launch(out_dir):
 
 # ----------------------------------------------------------------------------------------------------------
 # Starting a run
+
+
+def check_names(config):
+    """A sentence for each folder of the run that has no name."""
+    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
 
 
 def is_ours(path):
