@@ -180,7 +180,7 @@ def check_same_data(then, now):
 
 
 def check_not_empty(num_windows, folder, split, T):
-    """Raise UserError if a split has no window of T tokens and the target of the last."""
+    """Raise UserError if a split has no window of T + 1 tokens, inputs and targets."""
     if not num_windows:
         raise UserError(
             f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "

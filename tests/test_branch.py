@@ -169,7 +169,7 @@ def train_until(moment, args):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_with_checkpoint(step):
-        def wait_and_die(*args):  # checkpoints are written while training goes on
+        def wait_and_die(*args):  # checkpoints are written while training continues
             while not (out_dir / f"model_{step:05d}.pt").exists():
                 time.sleep(0.01)
             die()
@@ -513,7 +513,7 @@ def test_a_finished_run_is_extended_as_the_refusal_says(folder, tmp_path, capsys
     assert train(folder, tmp_path / "short", **CONSTANT) == 0
     assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 16}) == 0
     capsys.readouterr()
-    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how it goes on
+    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
     assert f"--branch-from {tmp_path / 'short'}" in capsys.readouterr().out
     told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
     assert_refused(capsys, folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})

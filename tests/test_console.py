@@ -82,7 +82,7 @@ class Terminal(io.StringIO):
 
 
 def clock(monkeypatch, seconds):
-    """A clock for the bars, which goes on by so many seconds whenever they look at it."""
+    """A clock for the bars, which advances by so many seconds whenever they look at it."""
     now = 0.0
 
     def time():

@@ -1,4 +1,4 @@
-"""Learning rate, batch size and momentum beside values worked by hand."""
+"""Learning rate, batch size and momentum compared with values worked by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole runs: beside a plain loop with transformers' GPT-2, on one process and two, and where things go wrong."""
+"""Whole runs: compared with a plain loop with transformers' GPT-2, on one process and two, and when things go wrong."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def losses(out_dir, stream="train"):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Beside a plain loop
+# Compared with a plain loop
 
 
 def windows_of(folder, split, T, masks):
@@ -179,7 +179,7 @@ def test_two_processes_equal_one_with_muon(data, tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, batch_size, tmp_path):
-    """37 windows, which no B here divides, of the validation split; beside one batch of 37 rows."""
+    """37 windows, which no B here divides, of the validation split, compared with one batch of 37 rows."""
     folder, start, _ = plain
     masks = any(folder.glob("*.mask"))
     more = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
@@ -633,7 +633,7 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     assert (tmp_path / "output.1").read_text() == errors[0] + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
-    # without the poison the same command goes on to the end
+    # without the poison the same command continues to the end
     assert train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9) == 0
     assert train(data, tmp_path / "straight", shuffle=False, batch_size=2) == 0
     assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
