@@ -405,10 +405,10 @@ MUTANTS = [
         "tests/test_data.py -k beyond_the_vocabulary",
     ),
     Mutant(
-        "a conversation that just fits is cut",
+        "a conversation is cut before the last answer that just fits",
         "smoltalk.py",
-        "if len(ids) > max_length:",
-        "if len(ids) >= max_length:",
+        "for i in range(max_length) if",
+        "for i in range(max_length - 1) if",
         "tests/test_smoltalk.py",
     ),
     Mutant(
