@@ -538,7 +538,7 @@ def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp
 # The best stays
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
-SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # of two that are the same, the first is the best
+SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
 BRANCH_SCRIPT = {4: 3.5, 6: 3.2, 8: 3.4, 10: 3.1, 12: 3.3}
 BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, keep_best=True)
 
