@@ -299,6 +299,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [300]), "train", 2, 4)
     with pytest.raises(UserError, match="count_train_000001.npy contains token id 299.* bytes has only 257 ids"):
         check_token_ids(loader.shards, "bytes", 257)
+    with pytest.raises(UserError, match="token id 299.* has only 299 ids"):
+        check_token_ids(loader.shards, "bytes", 299)
+    check_token_ids(loader.shards, "bytes", 300)
 
 
 def test_damaged_masks_are_refused(tmp_path):

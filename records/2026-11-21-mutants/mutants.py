@@ -3,21 +3,24 @@
     python records/2026-11-21-mutants/mutants.py                 # all of them
     python records/2026-11-21-mutants/mutants.py milestone mask  # those with one of these words in their names
 
-A mutant is one small mistake in the code. First the tests are run without any, and all of them must pass; then, for
-each mutant, those that should notice it, up to the first that fails.
+A mutant is one small mistake in the code. For each, the tests that should notice it are run, up to the first that
+fails. In the end those that have failed are run on the tree as it is, where all of them must pass.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+JOBS = 3  # mutants at a time, each in a copy of its own
 
 
 @dataclass
@@ -405,10 +408,10 @@ MUTANTS = [
         "tests/test_data.py -k beyond_the_vocabulary",
     ),
     Mutant(
-        "a conversation that just fits is cut",
+        "a conversation is cut before the last answer that just fits",
         "smoltalk.py",
-        "if len(ids) > max_length:",
-        "if len(ids) >= max_length:",
+        "for i in range(max_length) if",
+        "for i in range(max_length - 1) if",
         "tests/test_smoltalk.py",
     ),
     Mutant(
@@ -433,12 +436,12 @@ def copy_tree(place):
     return place / "tree"
 
 
-def run_tests(tree, tests):
+def run_tests(tree, *tests):
     """(exit status of pytest, the tests that failed, seconds)."""
     start = time.perf_counter()
-    pytest = f"{sys.executable} -m pytest -q -x -rfE -p no:cacheprovider {tests}"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(pytest, shell=True, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(pytest, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return done.returncode, failed, time.perf_counter() - start
 
@@ -448,30 +451,29 @@ def apply(mutant, tree):
     text = path.read_text(encoding="utf-8")
     assert text.count(mutant.before) == 1, f"{mutant.name}: {text.count(mutant.before)} places in {mutant.path}"
     path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-    return path, text
+
+
+def try_mutant(mutant):
+    """The first test that fails under the mutant, or None."""
+    with tempfile.TemporaryDirectory() as place:
+        tree = copy_tree(Path(place))
+        apply(mutant, tree)
+        status, failed, seconds = run_tests(tree, "-x", *shlex.split(mutant.tests))
+    killer = failed[0] if status == 1 and failed else None
+    print(f"{mutant.name} | {killer or 'SURVIVED'} | {seconds:.0f} s", flush=True)
+    return killer
 
 
 def main(words):
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
-    survived = 0
+    with ThreadPoolExecutor(JOBS) as executor:
+        killers = list(executor.map(try_mutant, chosen))
     with tempfile.TemporaryDirectory() as place:
-        tree = copy_tree(Path(place))
-        for mutant in chosen:  # each can be applied
-            path, text = apply(mutant, tree)
-            path.write_text(text, encoding="utf-8")
-        for tests in dict.fromkeys(mutant.tests for mutant in chosen):
-            status, failed, seconds = run_tests(tree, tests)
-            print(f"without a mutant | {'passes' if status == 0 else failed or 'NO TEST'} | {tests} | {seconds:.0f} s",
-                  flush=True)  # fmt: skip
-        for mutant in chosen:
-            path, text = apply(mutant, tree)
-            status, failed, seconds = run_tests(tree, mutant.tests)
-            path.write_text(text, encoding="utf-8")
-            killed = status == 1 and failed
-            survived += not killed
-            print(f"{mutant.name} | {'killed by ' + failed[0] if killed else 'SURVIVED'} | {seconds:.0f} s", flush=True)
-    print(f"{len(chosen)} mutants, {survived} survived")
-    return survived > 0
+        names = dict.fromkeys(filter(None, killers))
+        status, failed, seconds = run_tests(copy_tree(Path(place)), *names)
+    print(f"without a mutant: {len(names)} tests, {len(failed)} fail {failed or ''} | {seconds:.0f} s")
+    print(f"{len(chosen)} mutants, {killers.count(None)} survived")
+    return status != 0 or None in killers
 
 
 if __name__ == "__main__":
