@@ -40,7 +40,7 @@ class Options:
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "log"
     num_samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1  # continuations to generate, all in one batch
     max_new_tokens: int = 256  # maximum length of a continuation, which also ends at <|endoftext|>
-    temperature: float = 1.0  # below 1 favours likely tokens; 0: always the most likely token
+    temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
     top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
     seed: int = 42  # the same seed gives the same text

@@ -60,7 +60,7 @@ class Options:
 
 
 def read_hub():
-    """SmolTalk's conversations, shuffled with a fixed seed, since the dataset is ordered by source."""
+    """SmolTalk's conversations, shuffled with a fixed seed, since the data set is ordered by source."""
     import datasets  # slow to import, and only needed here
 
     try:

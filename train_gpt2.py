@@ -30,7 +30,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from plumbing import cli  # before torch: sets how OpenMP threads wait
@@ -59,58 +58,58 @@ class TrainConfig:
     # the defaults of all other flags, as listed above
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "chat"] = "gpt2"
     # the run
-    data: str = "edu_fineweb10B"  # folder of token shards, as fineweb.py and smoltalk.py write them
+    data: str = "edu_fineweb10B"  # folder of token shards
     out_dir: str = "log"  # folder of the run
-    init_from: str = ""  # initial weights: a GPT-2 name, a Hugging Face folder, a checkpoint or a run's folder
-    branch_from: str = ""  # a run or a checkpoint to continue in another out_dir with other settings, optimizer and all
-    resume: bool = True  # resume the run in out_dir; --no-resume moves it aside and starts from scratch
-    seed: int = 1337  # random seed for the initial weights, the data order and the samples
+    init_from: str = ""  # initial weights: a GPT-2 name, a folder or a checkpoint
+    branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
+    resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
+    seed: int = 1337  # seed of the weights, data order and samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     # compute dtype; fp8: bfloat16, and float8 in the output layer. Only in float32 do losses agree to 1e-5 on any ranks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
     # the model
     n_layer: int = 12  # number of blocks
-    n_head: int = 12  # attention heads per block; n_embd must be a multiple of it
+    n_head: int = 12  # attention heads per block
     n_embd: int = 768  # channels of the residual stream
-    block_size: int = 1024  # longest sequence that the model can read: the number of position embeddings
-    vocab_size: int = 0  # rows of the token embedding; 0: the tokenizer's size rounded up to a multiple of 64
-    activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
+    block_size: int = 1024  # longest sequence: the number of position embeddings
+    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's, in multiples of 64
+    activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    batch_size: int = 64  # B, sequences per rank and micro-step, at most: lowered until it divides the step and fits
-    sequence_length: int = 1024  # T, tokens per sequence; at most block_size
+    batch_size: int = 64  # B, sequences per rank and micro-step, at most: lowered until they fit
+    sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
-    batch_ramp: int = 0  # tokens over which the batch grows linearly from 32K to full size (GPT-3: 4e9); 0: no ramp
-    shuffle: bool = True  # visit the training windows in a seeded random order; --no-shuffle: in file order
+    batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
+    shuffle: bool = True  # visit the windows in random order; --no-shuffle: in file order
     # the schedule
-    max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step, one epoch of FineWeb-Edu 10B)
-    warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens / 0.5M per step)
-    max_lr: float = 6e-4  # peak learning rate, except of Muon's matrices (gpt2: GPT-3 Small's)
-    min_lr: float = 6e-5  # final learning rate of the cosine (gpt2: a tenth of the peak); wsd ignores it
-    schedule: Literal["cosine", "wsd"] = "cosine"  # after the warmup; wsd: constant, then linear decay to zero
-    decay_fraction: float = 0.7  # wsd: fraction of max_steps spent decaying; cosine ignores it
+    max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step)
+    warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
+    max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's)
+    min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay to 0
+    decay_fraction: float = 0.7  # wsd: share of max_steps that decays; 0: constant
     # the optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
-    weight_decay: float = 0.1  # AdamW: decay of tensors with 2 or more dimensions, so not of Muon's matrices
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices only
+    weight_decay: float = 0.1  # AdamW: on tensors with 2 or more dimensions
     beta1: float = 0.9  # AdamW: decay rate of the first moment
     beta2: float = 0.95  # AdamW: decay rate of the second moment
     grad_clip: float = 1.0  # clip the gradient norm to this; 0: no clipping
-    muon_lr: float = 0.02  # Muon: peak learning rate, which follows the same schedule as max_lr
-    muon_momentum: float = 0.95  # Muon: momentum, warmed up from 0.85 over the first 300 steps
+    muon_lr: float = 0.02  # Muon: peak learning rate
+    muon_momentum: float = 0.95  # Muon: warmed up from 0.85 over 300 steps
     muon_weight_decay: float = 0.01  # Muon: weight decay
     # evaluation and output, every so many steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
-    val_tokens: int = 10 * 2**20  # validation tokens per evaluation, the same ones every time
+    val_tokens: int = 10 * 2**20  # validation tokens, the same ones every time
     hellaswag_every: int = 250  # steps between HellaSwag scores
-    hellaswag_limit: int = 0  # number of examples to score; 0: all
-    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # file of examples, downloaded if it does not exist
+    hellaswag_limit: int = 0  # examples to score; 0: all
+    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # downloaded if it does not exist
     sample_every: int = 250  # steps between samples
     sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
-    checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end, or when the run is stopped
-    keep_checkpoints: int = 2  # number of most recent checkpoints to keep
-    milestone_every: int = 0  # keep the checkpoints of every so many steps for good, too; 0: none
-    keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
-    wandb: str = ""  # project of Weights & Biases in which to mirror the log (pip install wandb)
+    checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # newest checkpoints to keep
+    milestone_every: int = 0  # steps between checkpoints that are kept for good
+    keep_best: bool = False  # keep the weights of the best validation as model_best.pt
+    wandb: str = ""  # Weights & Biases project in which to mirror the log
 
 
 PRESETS = {
@@ -147,7 +146,7 @@ class GPTConfig:
     """The five numbers that make a GPT-2."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens padded to a multiple of 128: even tiles for the largest matmul
+    vocab_size: int = 50304  # 50,257 tokens, padded: even tiles for the largest matmul
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -210,7 +209,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-IGNORE_INDEX = -100  # target id that is excluded from the loss: cross_entropy's default ignore_index
+IGNORE_INDEX = -100  # targets that are excluded from the loss
 
 
 class GPT(nn.Module):
@@ -222,7 +221,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = False
         self.residual_dtype = torch.float32  # dtype of the residual stream
         self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
-        self.fused_loss = ""  # "torch" or "triton": compute the gradient of the logits together with the loss
+        self.fused_loss = ""  # or "torch" or "triton": compute the loss with its gradient
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -232,7 +231,8 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # weight tying: input embedding and output layer share one
+        # weight tying: input embedding and output layer share one
+        self.lm_head.weight = self.transformer.wte.weight
 
         # GPT-2's initialisation, except that its position embeddings had std 0.01; 0.02 for both is now standard
         for name, parameter in self.named_parameters():
@@ -297,7 +297,7 @@ class GPT(nn.Module):
             with distributed.disable_cudnn_attention():  # the number of keys grows with every token
                 if idx.size(1) <= block_size:
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
-                else:  # every token has shifted to a new position, which invalidates the whole cache
+                else:  # every token has a new position: nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
             if temperature == 0:
@@ -310,7 +310,7 @@ class GPT(nn.Module):
                 probs = logits.softmax(-1)
                 if top_p < 1:
                     ordered, order = probs.sort(descending=True)
-                    before = ordered.cumsum(1) - ordered  # the probability of all that is more likely
+                    before = ordered.cumsum(1) - ordered  # of all that is more likely
                     probs.scatter_(1, order, ordered.where(before < top_p, 0))
                 next_ids = torch.multinomial(probs, 1, generator=generator)[:, 0]
             idx = torch.cat([idx, next_ids[:, None]], 1)
@@ -375,7 +375,8 @@ def permute(index, n, keys):
     while outside.any():
         left, right = index[outside] >> half, index[outside] & mask
         for key in keys:
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the high bits are well mixed
+            # Fibonacci hashing: the high bits are well mixed
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
             mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(32)
             left, right = right, left ^ (mixed & mask)
         index[outside] = left << half | right
@@ -398,7 +399,8 @@ class DataLoaderLite:
         self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
-        windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # a window has T targets, so T + 1 tokens
+        # a window has T targets, so T + 1 tokens
+        windows = [max(0, len(shard) - 1) // T for shard in self.shards]
         self.first_window = np.cumsum([0, *windows])  # of each shard
         self.num_windows = int(self.first_window[-1])
         shards.check_not_empty(self.num_windows, folder, split, T)
@@ -429,7 +431,8 @@ class DataLoaderLite:
         if self.masks:
             batch.append(self.gather(self.masks, positions))
         batch = [torch.from_numpy(rows) for rows in batch]
-        if self.device.startswith("cuda"):  # pinned memory lets the copy to the GPU overlap with computation
+        # pinned memory lets the copy to the GPU overlap with computation
+        if self.device.startswith("cuda"):
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
@@ -593,7 +596,8 @@ def apply_schedules(optimizers, step, config):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["peak_lr"] / config.max_lr
-            if "momentum" in group:  # momentum warmup: early on there are few gradients to average over
+            # momentum warmup: early on there are few gradients to average over
+            if "momentum" in group:
                 group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / 300)
     return lr
 
@@ -666,12 +670,12 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
             if B == 1:
                 raise UserError(f"Not even one sequence of {T} tokens fits in memory. Try --activation-checkpointing.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
-            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}; the losses stay the same.")
+            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
         elif compiled:
-            distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it.")
             compiled = False
         else:
-            distributed.print0(f"warning: Fused attention failed ({reason}). Continuing without it, which is slower.")
+            distributed.print0(f"warning: Fused attention failed ({reason}). Continuing without it.")
             fused_attention = False
             distributed.enable_fused_attention(False)
 
@@ -733,7 +737,8 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
     step. Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
     """
     position, num_targets = loader.position, loader.count_targets(num_windows)
-    B = largest_divisor(num_windows // world.size, B)  # during the batch ramp, a rank may have fewer windows than B
+    # during the batch ramp, a rank may have fewer windows than B
+    B = largest_divisor(num_windows // world.size, B)
     grad_accum_steps = num_windows // (B * world.size)
     losses = []
     for micro_step in range(grad_accum_steps):
@@ -748,7 +753,6 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
             loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
-
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
@@ -756,7 +760,8 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
     signalled = torch.full_like(norm, len(signals))
     loss_sum, signalled = world.all_reduce_sum(torch.stack([torch.stack(losses).sum(), signalled]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    overflow = scaler.is_enabled() and scaler.get_scale() > 1  # float16: the scaler skips the step and lowers its scale
+    # float16: the scaler skips the step and lowers its scale
+    overflow = scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
         # flattened, this (micro-step, rank) table of non-finite losses is in the global order of the windows
         bad = torch.zeros(grad_accum_steps, world.size, device=world.device)
@@ -764,11 +769,8 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
         bad = world.all_reduce_sum(bad).flatten().tolist()
         suspects = [i for i, is_bad in enumerate(bad) if is_bad] or range(len(bad))
         windows = [position + i * B + row for i in suspects for row in range(B)]
-        raise UserError(
-            f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm} in a batch with "
-            f"{loader.describe(windows[:4])}, ... Start again with a lower --max-lr and another --out-dir; "
-            f"--init-from {config.out_dir} begins with the newest checkpoint, if there is one."
-        )
+        where = loader.describe(windows[:4])
+        raise runs.diverged(step, loss, norm, where, config.out_dir)
     for optimizer in optimizers:
         scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -779,18 +781,18 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
 
 def load_data(config, world):
     """Load and check a run's (train_loader, val_loader, tokenizer)."""
-    T = config.sequence_length
     if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
         import fineweb  # only this preset makes its own data; existing shards are reused
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
         world.run_on_master(fineweb.prepare, corpus)
-    layout = dict(B=config.batch_size, T=T, rank=world.rank, world_size=world.size, device=world.device)
+    layout = dict(B=config.batch_size, T=config.sequence_length)
+    layout |= dict(rank=world.rank, world_size=world.size, device=world.device)
     train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
     val_loader = DataLoaderLite(config.data, "val", **layout)
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc)
-    shards.check_size(config.data, train_loader.num_windows * T, config.total_batch_size)
+    shards.check_size(config.data, train_loader, config.total_batch_size)
     return train_loader, val_loader, enc
 
 
@@ -833,7 +835,7 @@ def train(config, world):
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
-    # everything is loaded and checked; nothing is written yet
+    # everything is loaded and checked; nothing is written before the `with` below
     world.check_agreement(runs.facts_for_all_ranks(config))
     train_loader, val_loader, enc = load_data(config, world)
     world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
@@ -842,10 +844,12 @@ def train(config, world):
     if runs.is_finished(config, start_step):
         return 0
     # the shape and the dtype are the run's, wherever it continues
-    dtype, dtype_name = distributed.choose_dtype(runs.dtype_of(config, saved, world.device), world.device, config.n_embd)
+    asked = runs.dtype_of(config, saved, world.device)
+    dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     examples = []
-    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
+    # a missing file is downloaded now, rather than in the middle of a run
+    if config.hellaswag_every:
         examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
     autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
     # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
@@ -854,7 +858,8 @@ def train(config, world):
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        checkpoint.check_state(saved, training_state(raw_model, optimizers, scaler, train_loader), optimizers)
+        state = training_state(raw_model, optimizers, scaler, train_loader)
+        checkpoint.check_state(saved, state, optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
@@ -862,15 +867,17 @@ def train(config, world):
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     stopping = False
-    with runs.Run(config, world, start_step, saved, metadata) as run:  # only now is the run's folder touched
+    with runs.Run(config, world, start_step, saved, metadata) as run:
         saved = None  # frees gigabytes
         run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
         gc.collect()
-        gc.freeze()  # everything allocated so far lives to the end of the run: exclude it from garbage collection
+        # everything allocated so far lives to the end of the run: exclude it from garbage collection
+        gc.freeze()
 
         for step in range(start_step, max_steps + 1):
             last_step = step == max_steps
-            if not stopping:  # evaluations at step N see the weights after N updates, the last update included
+            # evaluations at step N see the weights after N updates, the last update included
+            if not stopping:
                 if is_due(step, config.val_every, max_steps):
                     loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
                     run.log_val_loss(step, loss, raw_model)
@@ -906,26 +913,19 @@ def parse_args(args=None):
 
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
-    positive = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size max_steps max_lr"
-    errors = cli.check_numbers(config, [*positive.split(), "val_tokens", "keep_checkpoints"])
-    errors += distributed.check_machine(config)
+    above_0 = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size"
+    above_0 += " max_steps max_lr val_tokens keep_checkpoints"
+    errors = cli.check_numbers(config, above_0.split(), below_1=["beta1", "beta2", "muon_momentum"])
+    errors += distributed.check_machine(config) + runs.check_names(config)
     # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
     T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
-    tokens = T * world_size  # of the smallest possible micro-step, with B = 1
     if config.n_embd % n_head:
         nearest = n_head * max(1, round(config.n_embd / n_head))
         errors.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {n_head}. Try --n-embd {nearest}.")
     if T > config.block_size:
         errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. "
                       "Lower the first or raise the second.")  # fmt: skip
-    if total % tokens:
-        remedy = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
-        nearest = tokens * max(1, round(total / tokens))
-        errors.append(f"--total-batch-size {total} is not a multiple of {tokens}, which is --sequence-length {T} x "
-                      f"{world_size} ranks. {remedy} --total-batch-size {nearest}.")  # fmt: skip
-    if config.batch_ramp and (total % 2**15 or 2**15 % tokens):
-        errors.append(f"--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
-                      f"({tokens}) and divide --total-batch-size ({total}). Change these, or use --batch-ramp 0.")
+    errors += distributed.check_batch(total, T, world_size, config.batch_ramp)
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
     if config.decay_fraction > 1:

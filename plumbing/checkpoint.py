@@ -162,7 +162,7 @@ def check_types(content, types):
 
 
 def check_shape(config, weights):
-    """What is wrong with a checkpoint's shape and weights, or ""; before a model of that shape is made."""
+    """What is wrong with a checkpoint's shape and weights, or "". No model of that shape exists yet."""
     for name, weight in weights.items():
         if not is_weight(name, weight):
             return f"its weight {name!r:.60} is {describe(weight)}"
@@ -188,13 +188,13 @@ def check_shape(config, weights):
 
 
 def is_weight(name, value):
-    """Whether an entry of a state dict is a name and a tensor of floating-point numbers, all of them in the file."""
+    """Whether an entry of a state dict is a name and a floating-point tensor, with all its numbers in the file."""
     is_floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
     return isinstance(name, str) and is_floating and is_stored_whole(value)
 
 
 def is_stored_whole(tensor):
-    """Whether a tensor has a number in memory for each of its entries, as all have that a run has saved."""
+    """Whether a tensor has memory for each of its entries, as every tensor that a run saves does."""
     return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
@@ -435,7 +435,7 @@ def check_vocab_size(vocab_size, enc):
     if vocab_size < enc.n_vocab:
         raise UserError(
             f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. "
-            f"Leave --vocab-size out, or set it to at least {enc.n_vocab}."
+            f"Leave --vocab-size out, or set it to {enc.n_vocab} or more."
         )
 
 

@@ -19,7 +19,6 @@ import errno
 import inspect
 import io
 import itertools
-import math
 import os
 import re
 import shutil
@@ -240,14 +239,21 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def check_numbers(config, positive):
-    """A sentence for each number of a dataclass that is infinite, negative, or 0 although `positive` has its name."""
+def check_numbers(config, above_0, below_1=()):
+    """A sentence for each number of a dataclass that is out of its range.
+
+    All must be 0 or more and below 2**63, those named in `above_0` more than 0, those in `below_1` below 1.
+    """
     errors = []
     for name, value in dataclasses.asdict(config).items():
-        if name in positive and not 0 < value < math.inf:
-            errors.append(f"{flag_of(name)} is {value}, but it must be a finite number greater than 0.")
-        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and finite.")
+        if not isinstance(value, (int, float)):
+            continue
+        if name in above_0 and not 0 < value < 2**63:
+            errors.append(f"{flag_of(name)} is {value}, but it must be a finite number greater than 0, below 2**63.")
+        elif name in below_1 and not 0 <= value < 1:
+            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, and below 1.")
+        elif not 0 <= value < 2**63:
+            errors.append(f"{flag_of(name)} is {value}, but it must be 0 or more, finite and below 2**63.")
     return errors
 
 

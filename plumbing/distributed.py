@@ -96,6 +96,25 @@ def check_machine(config):
     return errors + [lack_of_memory] if lack_of_memory else errors
 
 
+def check_batch(total_batch_size, T, world_size, batch_ramp):
+    """A sentence for each way in which a step of so many tokens cannot be split over the ranks."""
+    errors = []
+    tokens = T * world_size  # of the smallest possible micro-step, with B = 1
+    if total_batch_size % tokens:
+        windows, nearest = total_batch_size // T, tokens * max(1, round(total_batch_size / tokens))
+        remedy = "Try" if total_batch_size % T else f"Start a number of ranks that divides {windows}, or try"
+        errors.append(
+            f"--total-batch-size {total_batch_size} is not a multiple of {tokens}, which is --sequence-length {T} x "
+            f"{world_size} ranks. {remedy} --total-batch-size {nearest}."
+        )
+    if batch_ramp and (total_batch_size % 2**15 or 2**15 % tokens):
+        errors.append(
+            "--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
+            f"({tokens}) and divide --total-batch-size ({total_batch_size}). Change these, or use --batch-ramp 0."
+        )
+    return errors
+
+
 def flops_per_token(c, T):
     """Training FLOPs per token of a GPTConfig: 6 per weight of every matmul, and 12 * L * T * C for attention.
 

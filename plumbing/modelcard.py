@@ -174,7 +174,7 @@ def card_text(facts, has_curve, sample):
 
 
 def metadata(facts):
-    """Return the YAML block at the top. The licence is the author's to choose."""
+    """Return the YAML block at the top. The license is the author's to choose."""
     _, hub_name, language = facts["dataset"]
     lines = ["---"]
     if language:

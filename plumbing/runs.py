@@ -220,6 +220,11 @@ def belongs_to_this_launch(out_dir):
 # Starting a run
 
 
+def check_names(config):
+    """A sentence for each folder of the run that has no name."""
+    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
+
+
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
     return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
@@ -370,6 +375,14 @@ def install_signal_handlers():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), record)
     return received
+
+
+def diverged(step, loss, norm, where, out_dir):
+    """The UserError for a loss or gradient norm that is not finite; `where` is what the batch read."""
+    return UserError(
+        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm} in a batch with {where}, ... "
+        f"Continue from an earlier checkpoint with a lower rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------

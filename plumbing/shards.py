@@ -158,8 +158,9 @@ def open_masks(shards):
     return [open_mask(path, len(shard)) for path, shard in zip(paths, shards)]
 
 
-def check_size(folder, num_tokens, tokens_per_step):
+def check_size(folder, train_loader, tokens_per_step):
     """Raise UserError if the training shards have fewer tokens than one step takes."""
+    num_tokens = train_loader.num_windows * train_loader.T
     if num_tokens < tokens_per_step:
         raise UserError(
             f"{folder} has {num_tokens:,} training tokens, but one step takes {tokens_per_step:,}. "
@@ -179,7 +180,7 @@ def check_same_data(then, now):
 
 
 def check_not_empty(num_windows, folder, split, T):
-    """Raise UserError if a split has no window of T tokens and the target of the last."""
+    """Raise UserError if a split has no window of T + 1 tokens, inputs and targets."""
     if not num_windows:
         raise UserError(
             f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "

@@ -93,7 +93,7 @@ for name, flags, *expected in [
     ("fewer validation tokens than a window", dict(val_tokens=15), "--val-tokens is 15", "at least 16"),
     (
         "a vocabulary below the tokenizer's", dict(vocab_size=200),
-        "room for 200 token ids", "--vocab-size", "at least 257",
+        "room for 200 token ids", "--vocab-size", "to 257 or more",
     ),
     ("a ramp whose steps do not divide", dict(batch_ramp=10**6), "--batch-ramp", "32,768"),
     ("a device that does not exist", dict(device="gpu"), "device called 'gpu'"),
@@ -593,7 +593,7 @@ def error_of_limited_run(args, num_bytes, tmp_path):
 
 
 def test_a_full_disk_while_a_checkpoint_is_written_costs_one_line_and_no_file(good, straight, tmp_path):
-    """The first checkpoint does not fit: nothing of it stays. With room the same command goes on."""
+    """The first checkpoint does not fit: nothing of it stays. With free space the same command continues."""
     args = tiny_flags(good / "data", tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     line = error_of_limited_run(args, 100_000, tmp_path)

@@ -50,7 +50,7 @@ def measure(tmp_path, what, **options):
     return numbers
 
 
-def test_train_stands_beside_transformers_and_a_peer(tmp_path, capsys):
+def test_train_is_compared_with_transformers_and_a_peer(tmp_path, capsys):
     (tmp_path / "model.py").write_text(PEER)
     numbers = measure(tmp_path, "train", peer=tmp_path, steps=1, variants="batch_size=4", **TINY)
     names = ["train_gpt2", "transformers", "transformers, fused AdamW", "nanoGPT", "train_gpt2 batch_size=4"]

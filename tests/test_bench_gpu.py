@@ -1,4 +1,4 @@
-"""bench_gpu.py as far as a CPU goes: every benchmark runs, and a run that was cut short goes on."""
+"""bench_gpu.py as far as a CPU goes: every benchmark runs, and a run that was cut short continues."""
 
 import functools
 import json

@@ -169,7 +169,7 @@ def train_until(moment, args):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_with_checkpoint(step):
-        def wait_and_die(*args):  # checkpoints are written while training goes on
+        def wait_and_die(*args):  # checkpoints are written while training continues
             while not (out_dir / f"model_{step:05d}.pt").exists():
                 time.sleep(0.01)
             die()
@@ -513,7 +513,7 @@ def test_a_finished_run_is_extended_as_the_refusal_says(folder, tmp_path, capsys
     assert train(folder, tmp_path / "short", **CONSTANT) == 0
     assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 16}) == 0
     capsys.readouterr()
-    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how it goes on
+    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
     assert f"--branch-from {tmp_path / 'short'}" in capsys.readouterr().out
     told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
     assert_refused(capsys, folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})
@@ -538,7 +538,7 @@ def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp
 # The best stays
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
-SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.7, 12: 2.6}
+SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
 BRANCH_SCRIPT = {4: 3.5, 6: 3.2, 8: 3.4, 10: 3.1, 12: 3.3}
 BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, keep_best=True)
 
@@ -612,7 +612,7 @@ def test_keep_best_may_be_switched_on_when_a_run_is_resumed(folder, tmp_path):
     args = tiny_flags(folder, out, **BEST | {"keep_best": False})
     there = out / "model_00004.pt"
     assert run(train_with, SCRIPT, args, 5, there, output=output) == [-signal.SIGKILL]
-    assert run(train_with, SCRIPT | {8: 3.4}, tiny_flags(folder, out, **BEST), output=output) == [0]
+    assert run(train_with, SCRIPT | {8: 3.4, 10: 2.7}, tiny_flags(folder, out, **BEST), output=output) == [0]
     assert_best_is(out, 12, 2.6)
 
 

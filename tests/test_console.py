@@ -2,14 +2,17 @@
 
 import io
 import json
+import shlex
 import sys
 
 import pytest
 import tqdm.std
 
-from conftest import train
+import torch
+from conftest import tiny_model, train
 from plumbing import runs
 from plumbing.distributed import World
+from train_gpt2 import DataLoaderLite, TrainConfig
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
@@ -39,13 +42,47 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
 
 
+def test_mfu_is_the_share_of_the_peak_of_all_gpus(data, monkeypatch):
+    """28,311,552 FLOPs in a second, on two GPUs that can do 100 million each.
+
+    6 * (2 blocks of 12 * 32^2 weights + 320 * 32 of the output layer) + 12 * 2 layers * 16 tokens * 32 channels are
+    221,184 for each of 128 tokens.
+    """
+    monkeypatch.setattr(runs, "peak_flops", lambda device: 1e8)
+    run, said = object.__new__(runs.Run), []
+    run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
+    run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, 0, 10
+    run.print_summary(tiny_model(), torch.float32, DataLoaderLite(data, "train", 4, 16), 8, 4, [])
+    run.report = lambda step, text, **streams: said.append(text)
+    run.log_step(0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=1.0)
+    assert " 14.2% MFU | " in said[0]
+
+
+@pytest.mark.parametrize(
+    "local_ranks, ranks, launcher",
+    [
+        (None, None, "python"),
+        (8, 8, "torchrun --standalone --nproc_per_node=8"),
+        (8, 16, "torchrun --nnodes=2 --nproc_per_node=8"),
+    ],
+)
+def test_run_txt_has_the_command_for_a_shell(monkeypatch, local_ranks, ranks, launcher):
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
+    if ranks:
+        for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks), ("TORCHELASTIC_RUN_ID", "none")):
+            monkeypatch.setenv(name, str(value))
+    command = runs.describe_command()
+    assert command.startswith(f"{launcher} train_gpt2.py ")
+    assert shlex.split(command)[-2:] == ["--sample-prompt", "It's"]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
 def clock(monkeypatch, seconds):
-    """A clock for the bars, which goes on by so many seconds whenever they look at it."""
+    """A clock for the bars, which advances by so many seconds whenever they look at it."""
     now = 0.0
 
     def time():

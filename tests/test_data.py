@@ -215,7 +215,7 @@ def test_a_state_of_other_data_or_another_length_is_refused(tmp_path):
 
 
 def test_masked_targets_are_ignored_and_counted(tmp_path):
-    """Beside a loop over the windows: target i + 1 of a window counts where the mask at i + 1 is 1."""
+    """Compared with a loop over the windows: target i + 1 of a window counts where the mask at i + 1 is 1."""
     folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
     shards = [np.load(path) for path in sorted(folder.glob("*_train_*.npy"))]
     masks = [np.load(path) for path in sorted(folder.glob("*_train_*.mask"))]
@@ -299,6 +299,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [300]), "train", 2, 4)
     with pytest.raises(UserError, match="count_train_000001.npy contains token id 299.* bytes has only 257 ids"):
         check_token_ids(loader.shards, "bytes", 257)
+    with pytest.raises(UserError, match="token id 299.* has only 299 ids"):
+        check_token_ids(loader.shards, "bytes", 299)
+    check_token_ids(loader.shards, "bytes", 300)
 
 
 def test_damaged_masks_are_refused(tmp_path):
@@ -320,7 +323,7 @@ def test_damaged_masks_are_refused(tmp_path):
 
 
 def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
-    """Documents to shards to windows, beside a plain concatenation of the documents' bytes."""
+    """Documents to shards to windows, compared with a plain concatenation of the documents' bytes."""
     rng = random.Random(0)
     documents = ["".join(rng.choices("abc \u00e9\n", k=rng.randint(1, 300))) for _ in range(40)]
     stream = [token for text in documents for token in [256, *text.encode()]]

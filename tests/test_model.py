@@ -1,4 +1,4 @@
-"""The model beside transformers' GPT-2, a loop and numbers worked by hand."""
+"""The model compared with transformers' GPT-2, a loop and numbers worked by hand."""
 
 import dataclasses
 import math
@@ -11,7 +11,6 @@ from conftest import tiny_model
 
 import tokenizer
 import train_gpt2
-from plumbing import kernels
 from plumbing.checkpoint import resize
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig, KVCache
@@ -148,7 +147,7 @@ def test_importing_and_building_print_nothing(capsys):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Beside transformers
+# Compared with transformers
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +264,7 @@ def test_a_token_does_not_see_the_future():
 
 
 def test_the_loss_is_the_mean_over_the_targets_that_count():
-    """Beside a loop over positions in numpy."""
+    """Compared with a loop over positions in numpy."""
     model = tiny_model()
     idx, targets = torch.randint(320, (3, 9)), torch.randint(320, (3, 9))
     targets[torch.rand(3, 9) < 0.5] = IGNORE_INDEX

@@ -5,8 +5,12 @@ import json
 import os
 
 import nbformat
+import pytest
+import torch
 from conftest import ROOT, make_shards, train
 from nbclient import NotebookClient
+
+import train_gpt2
 
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
 
@@ -221,6 +225,40 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     assert names["read_run"](other.parent / "b").parent is None
 
 
+def function_of_a_lesson(name):
+    """A function that the notebook defines and that needs no other."""
+    trees = [ast.parse(cell.source) for cell in code_cells(read_notebook())]
+    node = next(node for tree in trees for node in tree.body if getattr(node, "name", "") == name)
+    names = {}
+    exec(ast.unparse(node), names)
+    return names[name]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
+    """Weights and gradients are those of the model; in the blocks, what autograd holds of as many elements as tokens.
+
+    16 per channel and token of a block, where a CPU, whose attention is in float32, has one more; with checkpointing,
+    a block's input, and while the backward pass is in it, all of that one.
+    """
+    config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
+    parts = function_of_a_lesson("memory_parts")(config, 2, checkpointing)
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
+    model.activation_checkpointing = checkpointing
+    assert parts["weights"] == parts["gradients"] == 4 * sum(p.numel() for p in model.parameters())
+    assert parts["optimizer"] == 2 * parts["weights"]
+    assert parts["logits"] == 2 * (2 * 80 * 50304) * 2  # bytes of bfloat16, twice
+
+    kept = {}
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
+    with keep, torch.autocast("cpu", torch.bfloat16):
+        model.hidden_states(torch.zeros(2, 80, dtype=torch.long))
+    weights = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.dim() == 2}
+    elements = sum(t.numel() for t in kept.values() if t.shape not in weights and t.numel() >= 2 * 80 * 64)
+    elements += 16 * 2 * 80 * 64 if checkpointing else 0
+    assert parts["blocks"] == pytest.approx(2 * elements, rel=0.1)
+
+
 def defined(tree):
     """The names of the functions, methods and classes in a module or cell."""
     return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -273,10 +311,6 @@ def test_it_is_committed_with_its_outputs_small_and_with_prose_before_every_step
 
 def test_the_recorded_run_is_whole_and_small():
     """Its log, run.txt and shards' meta.json are there; the model's file is under 1 MB and finite."""
-    import torch
-
-    import train_gpt2
-
     record = ROOT / "records" / "2026-11-20-quickstart-sample-run"
     for name in ("muon", "adamw"):
         streams = {line.split()[1] for line in (record / name / "log.txt").read_text().splitlines()}

@@ -80,7 +80,7 @@ def train_until(moment, args):
         file.flush()
 
     def wait_for(step):
-        def wait(*args_of_call):  # checkpoints are written while training goes on
+        def wait(*args_of_call):  # checkpoints are written while training continues
             while not (out_dir / f"model_{step:05d}.pt").exists():
                 time.sleep(0.01)
 

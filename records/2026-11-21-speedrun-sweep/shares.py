@@ -13,7 +13,7 @@ from sweep import LOGS, SIZES, TAILS, read_log
 
 HERE = Path(__file__).parent
 FULL = 800  # AdamW's steps
-PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568, "5M": 4_837_376}
+PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568}
 PLAIN = "muon-lr0.02-wd0.01-a0.008"
 VARIANTS = {
     PLAIN: ("0.02, 0.01 (the preset's)", "#7f7f7f", "o"),

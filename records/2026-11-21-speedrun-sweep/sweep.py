@@ -3,7 +3,7 @@
     python sweep.py --data edu_bytes NAME...     do these runs, one after the other; those with a log are skipped
     python sweep.py                            only print the table of the runs that are there
 
-A name is size/recipe/steps/seed, e.g. 2M/muon-lr0.02-wd0.01/128/1: see `flags` for what a recipe may say.
+A name is size/recipe/steps/seed, e.g. 2M/muon-lr0.02-wd0.01-a0.008/280/1: see `flags` for what a recipe may say.
 logs/<name>.txt keeps the run's `step stream value` lines, thinned: 16 of the training losses, the final validation
 loss (val), and those of the mean of the weights over the last 5% and 20% of the steps (val_tail0.05, val_tail0.2).
 """
@@ -24,7 +24,6 @@ SIZES = {  # layers, heads, channels; bytes, 64 positions
     "0.1M": (2, 2, 64),  # 124,672 parameters
     "0.4M": (3, 3, 96),  # 372,576 parameters
     "2M": (4, 6, 192),  # 1,853,568
-    "5M": (6, 8, 256),  # 4,837,376
 }
 # preset quickstart only lends its small defaults: every flag that matters is said here, so that later defaults
 # change nothing
@@ -52,11 +51,10 @@ def flags(name):
     line += f" --max-lr {max_lr:g} --min-lr {max_lr / 10:g}"
     if optimizer == "muon":
         line += f" --muon-lr {words['lr']} --muon-weight-decay {words['wd']}"
-        line += f" --muon-momentum-cooldown {words.get('cool', 0)}"
-    return line.split()
+    return [*line.split(), "--cooldown", words.get("cool", "0")]
 
 
-def run_one(arguments):
+def run_one(arguments, cooldown):
     """Be one run: train_gpt2's main, with what has no flag there put around its functions."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -69,13 +67,17 @@ def run_one(arguments):
     tail_steps = {share: max(1, round(share * max_steps)) for share in TAILS}
     sums, trained = {}, 0
     orthogonalize, train_step = train_gpt2.orthogonalize, train_gpt2.train_step
-    evaluate_val_loss = train_gpt2.evaluate_val_loss
+    evaluate_val_loss, set_schedules = train_gpt2.evaluate_val_loss, train_gpt2.set_schedules
 
-    def momentum(step, config):
+    def set_schedules_and_momentum(optimizers, step, config):
         # the warm-up takes a tenth of the run, as in the benchmark, not 300 steps: no run here has so many
-        cooldown_steps = max(1e-9, config.muon_momentum_cooldown * max_steps)
+        cooldown_steps = max(1e-9, cooldown * max_steps)
         share = min(1.0, step / (0.1 * max_steps), (max_steps - step) / cooldown_steps)
-        return 0.85 + (config.muon_momentum - 0.85) * share
+        lr = set_schedules(optimizers, step, config)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if "momentum" in group:
+                group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * share
+        return lr
 
     def train_step_and_average(model, *args):
         nonlocal trained
@@ -106,7 +108,7 @@ def run_one(arguments):
         return loss
 
     train_gpt2.orthogonalize = lambda G: orthogonalize(G.bfloat16())  # as on a GPU
-    train_gpt2.get_momentum = momentum
+    train_gpt2.set_schedules = set_schedules_and_momentum
     train_gpt2.train_step = train_step_and_average
     train_gpt2.evaluate_val_loss = evaluate_with_averages
     train_gpt2.main(arguments)
@@ -144,7 +146,8 @@ def print_table():
 
 def main():
     if "--out-dir" in sys.argv:
-        return run_one(sys.argv[1:])
+        i = sys.argv.index("--cooldown")
+        return run_one(sys.argv[1:i] + sys.argv[i + 2 :], float(sys.argv[i + 1]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--data", default="edu_bytes")
