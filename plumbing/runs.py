@@ -380,8 +380,9 @@ def install_signal_handlers():
 def diverged(step, loss, norm, where, out_dir):
     """The UserError for a loss or gradient norm that is not finite; `where` is what the batch read."""
     return UserError(
-        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm} in a batch with {where}, ... "
-        f"Continue from an earlier checkpoint with a lower rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm} in a batch with {where}, "
+        "... Continue from an earlier checkpoint with a lower rate: "
+        f"--branch-from {out_dir} --max-lr LOWER --out-dir NEW."
     )
 
 
