@@ -11,7 +11,7 @@ A preset holds the defaults of all other flags:
     gpt2-large    774M parameters
     gpt2-xl       1.6B parameters
     speedrun      gpt2's architecture on half as many tokens, with Muon and another schedule
-    quickstart    a small model of bytes, on the documentation that Python ships
+    quickstart    a small model of bytes, on the documentation that ships with Python
     chat          fine-tune the model of --init-from on conversations that smoltalk.py has prepared
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (what was run, and where),
@@ -65,7 +65,7 @@ class TrainConfig:
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     seed: int = 1337  # seed of the weights, data order and samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # compute dtype; fp8: bfloat16, and float8 in the output layer. Only in float32 do losses agree to 1e-5 on any ranks
+    # compute dtype; fp8: bfloat16, with float8 in the output layer. Only float32 losses agree to 1e-5 on any ranks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
     # the model
@@ -118,7 +118,7 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
-    # Muon's settings are tuned ones of modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
+    # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": dict(
         max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05,
@@ -143,7 +143,7 @@ PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRES
 
 @dataclass
 class GPTConfig:
-    """The five numbers that make a GPT-2."""
+    """The five numbers that define the shape of a GPT-2."""
 
     block_size: int = 1024  # longest sequence
     vocab_size: int = 50304  # 50,257 tokens, padded: even tiles for the largest matmul
@@ -174,7 +174,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
         options = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
-        if x.is_cpu:  # attention is faster in float32 there, even where matmuls are in bfloat16
+        if x.is_cpu:  # on a CPU attention is faster in float32, even if the matmuls are in bfloat16
             with torch.autocast("cpu", enabled=False):
                 y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
         else:
@@ -195,7 +195,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: GPT-2 moved LayerNorm to the input of each part."""
+    """Pre-norm residual block: GPT-2 moved LayerNorm to the input of each sub-block."""
 
     def __init__(self, config):
         super().__init__()
@@ -231,10 +231,10 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # weight tying: input embedding and output layer share one
+        # weight tying: one matrix for input and output
         self.lm_head.weight = self.transformer.wte.weight
 
-        # GPT-2's initialisation, except that its position embeddings had std 0.01; 0.02 for both is now standard
+        # GPT-2's initialization, except that its position embeddings had std 0.01; 0.02 for both is now standard
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -465,7 +465,7 @@ class DataLoaderLite:
         return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
 
     def state_dict(self):
-        """The position, and what it only makes sense with."""
+        """The position, and the data and T that it belongs to."""
         layout = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
         return {"position": self.position, **layout}
 
@@ -481,10 +481,10 @@ class DataLoaderLite:
 
 def get_lr(step, config):
     """The learning rate of a step: linear warmup, then either cosine decay or a constant phase and linear decay."""
-    # 1) up to max_lr; step 0 already learns
+    # 1) linear warmup to max_lr; step + 1, so that step 0 learns, too
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    # 2) past the end of the schedule, its final value
+    # 2) the final value, past the end of the schedule
     if step >= config.max_steps:
         return config.min_lr if config.schedule == "cosine" else 0.0
     if config.schedule == "wsd":
@@ -535,7 +535,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """One update; every rank must call it, since the orthogonalization is shared out."""
+        """One update; every rank must call it, because the ranks share the orthogonalization."""
         for group in self.param_groups:
             params = group["params"]
             for p in params:
@@ -632,14 +632,14 @@ def trial_step(model, raw_model, B, T, autocast, world):
     del reserved
 
 
-FITS, FAILED, OUT_OF_MEMORY = range(3)  # of a trial step; all ranks act on the worst of any
+FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial step; all ranks act on the worst one
 
 
 def fit_to_machine(raw_model, config, dtype, autocast, world):
     """Move the model to the device, try one micro-step, and fall back from whatever fails on this machine.
 
-    Out of memory: B is halved. A failing compiler or attention kernel: one warning, then on without it. All ranks
-    decide alike. Returns the model to train (compiled and in DDP, as need be) and B.
+    Out of memory: B is halved. If the compiler or an attention kernel fails, the run continues without
+    it, after a warning. All ranks decide alike. Returns (model to train, B).
     """
     raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
@@ -668,7 +668,7 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Try --activation-checkpointing.")
+                raise UserError(f"Not even one sequence of {T} tokens fits. Use a smaller model, or --activation-checkpointing.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
         elif compiled:
@@ -756,7 +756,7 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # the only host-device synchronization in a step; the ranks' signals ride on it
+    # the only host-device synchronization in a step, and the same all-reduce sums the ranks' signals
     signalled = torch.full_like(norm, len(signals))
     loss_sum, signalled = world.all_reduce_sum(torch.stack([torch.stack(losses).sum(), signalled]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
@@ -775,7 +775,7 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
         scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    # a single rank also sees the signals that came since
+    # a single rank also sees signals received since then
     return loss, norm, signalled > 0 or (world.size == 1 and len(signals) > 0)
 
 
@@ -824,7 +824,7 @@ def restore_state(saved, optimizers, scaler, loader):
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
         optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled() and saved["scaler"]:  # a branch may be the first of its line to use float16
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["rng"])
@@ -843,7 +843,7 @@ def train(config, world):
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, start_step):
         return 0
-    # the shape and the dtype are the run's, wherever it continues
+    # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved, world.device)
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
@@ -927,7 +927,7 @@ def check_config(config, world_size):
                       "Lower the first or raise the second.")  # fmt: skip
     errors += distributed.check_batch(total, T, world_size, config.batch_ramp)
     if config.val_tokens < T:
-        errors.append(f"--val-tokens is {config.val_tokens}, but it must be at least {T}, the length of one sequence.")
+        errors.append(f"--val-tokens is {config.val_tokens}, but it must be {T} or more, the length of one sequence.")
     if config.decay_fraction > 1:
         errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1.")
     if errors:
@@ -935,7 +935,7 @@ def check_config(config, world_size):
 
 
 def main(args=None):
-    """Parse the flags, set up the ranks, train; exits with train's status."""
+    """Parse the flags, set up the ranks, train, and exit with train's status."""
     config = parse_args(args)
     check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
