@@ -110,7 +110,7 @@ def read_pickle(path):
             f"Checkpoint {path} is damaged: {reason}. Use another one, or copy it again from where it came."
         ) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it holds a {type(content).__name__}. {NOT_OURS}")
+        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it holds a value of type {type(content).__name__}. {NOT_OURS}")
     return content
 
 
