@@ -11,6 +11,7 @@ import sys
 
 from conftest import ROOT, SHARED, flags, status_of
 
+import bench
 import contamination
 import fineweb
 import hellaswag
@@ -51,8 +52,10 @@ RUN = {
     "python train_gpt2.py --preset chat --init-from log": [*SHORT, *LENGTH],
     "python sample.py --chat -m log/chat": FEW,
     "python train_gpt2.py --branch-from log --out-dir log/longer --max-steps 30000": [*TINY, "--max-steps", "4"],
-    "python train_gpt2.py --branch-from log/model_10000.pt --out-dir log/decayed --schedule wsd --decay-fraction 0.2 "
-    "--max-steps 12500": [*TINY, "--max-steps", "4", "--branch-from", "log/model_00002.pt"],
+    "python train_gpt2.py --out-dir log/constant --schedule wsd --decay-fraction 0 --milestone-every 5000": TINY,
+    "python train_gpt2.py --branch-from log/constant/model_10000.pt --out-dir log/decayed --schedule wsd "
+    "--decay-fraction 0.2 --max-steps 12500":
+        [*TINY, "--max-steps", "4", "--branch-from", "log/constant/model_00002.pt"],
 }
 
 NOT_RUN = {
@@ -155,7 +158,7 @@ def test_the_slurm_script_is_a_shell_script(tmp_path):
 
 def test_every_flag_that_the_readme_names_is_one_of_a_program():
     """A flag that was renamed does not live on in the README."""
-    programs = (contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
+    programs = (bench, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
     options = [train_gpt2.TrainConfig, *(program.Options for program in programs)]
     known = {"--" + field.name.replace("_", "-") for config in options for field in dataclasses.fields(config)}
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
