@@ -668,7 +668,7 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                raise UserError(f"Not one sequence of {T} tokens fits. Use a smaller model, or --activation-checkpointing.")
+                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a smaller model or T.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
         elif compiled:
