@@ -290,7 +290,7 @@ def test_malformed_checkpoints_are_one_line_or_no_matter(good, tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda c: c["optimizer"][0]["state"][0].pop("exp_avg"), "optimizer.0.state.0 has no 'exp_avg'"),
+        (lambda c: c["optimizer"][0]["state"][0].pop("exp_avg"), "optimizer.0.state.0 has no exp_avg"),
         (lambda c: c["scaler"].update(scale="2"), "scaler.scale is a str instead of a number"),
     ],
 )
