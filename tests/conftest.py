@@ -5,6 +5,7 @@ where it is there (GPT-2's tokenizer tables); what needs it skips without it.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -158,7 +159,11 @@ def listing(folder):
 # Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
 # else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["pytest", "conftest", "torch._dynamo", "safetensors.torch", "tokenizers"])
+# What a run imports on its way is imported there, too; matplotlib alone, for the curve, takes longer than the training.
+# conftest comes last, since it freezes what is there: the garbage collection in each run then has little to look at.
+PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "matplotlib.figure",
+             "matplotlib.backends.backend_agg", "conftest"]  # fmt: skip
+forkserver.set_forkserver_preload(PRELOADED)
 
 
 def free_port():
@@ -219,3 +224,6 @@ def patched(owner, name, value):
         yield before
     finally:
         setattr(owner, name, before)
+
+
+gc.freeze()

@@ -287,6 +287,22 @@ def test_malformed_checkpoints_are_one_line_or_no_matter(good, tmp_path):
     assert not [one for one in found if "WRONG" in one[2]]
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda c: c["optimizer"][0]["state"][0].pop("exp_avg"), "optimizer.0.state.0 has no exp_avg"),
+        (lambda c: c["scaler"].update(scale="2"), "scaler.scale is a str instead of a number"),
+    ],
+)
+def test_a_state_of_another_structure_is_refused(change, words, data, tmp_path, capsys):
+    out, options = tmp_path / "out", dict(dtype="float16", max_steps=4)
+    assert train(data, out, **options) == 0
+    shutil.rmtree(out / "hf")  # the run is not finished yet
+    change_checkpoint(out / "model_00004.pt", change)
+    assert train(data, out, **options) == 2
+    assert words in error_of(capsys)
+
+
 def test_malformed_folders_are_one_line_or_no_matter(good, tmp_path):
     names = random.Random(0).sample(sorted(fuzz.folder_damages()), 12)
     found = [(name, said) for name, _, said, _ in fuzz.try_folders(good, tmp_path, names)]

@@ -189,7 +189,7 @@ MUTANTS = [
         "plumbing/checkpoint.py",
         'if not template["scaler"] or not saved["scaler"]:',
         "if True:",
-        "tests/test_attacks.py -k checkpoint",
+        "tests/test_attacks.py -k another_structure",
     ),
     Mutant(
         "the check of a checkpoint leaves out the optimizer's structure",
@@ -197,7 +197,7 @@ MUTANTS = [
         "    problem = describe_difference(content, template)\n    if not problem:\n        tensors = {",
         '    template["optimizer"] = content["optimizer"]\n    problem = describe_difference(content, template)\n'
         "    if not problem:\n        tensors = {",
-        "tests/test_attacks.py -k checkpoint",
+        "tests/test_attacks.py -k another_structure",
     ),
     Mutant(
         "the random state is not restored",
@@ -244,8 +244,8 @@ MUTANTS = [
     Mutant(
         "a branch's log lacks its parent's lines",
         "plumbing/runs.py",
-        'lines = read_log(Path(parent) / "log.txt" if parent else path, step)',
-        "lines = read_log(path, step)",
+        'lines = intact_log_lines(Path(parent) / "log.txt" if parent else path, step)',
+        "lines = intact_log_lines(path, step)",
         "tests/test_branch.py -k 'branch_of_a_branch or bit_for_bit'",
     ),
     Mutant(
@@ -446,10 +446,16 @@ def run_tests(tree, *tests):
     return done.returncode, failed, time.perf_counter() - start
 
 
+def check(mutant, tree):
+    """Before anything is run: the mutant can be applied."""
+    found = (tree / mutant.path).read_text(encoding="utf-8").count(mutant.before)
+    assert found == 1, f"{mutant.name}: {found} places in {mutant.path}"
+
+
 def apply(mutant, tree):
+    """Write the mutant's file into the tree."""
     path = tree / mutant.path
     text = path.read_text(encoding="utf-8")
-    assert text.count(mutant.before) == 1, f"{mutant.name}: {text.count(mutant.before)} places in {mutant.path}"
     path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
 
 
@@ -466,6 +472,8 @@ def try_mutant(mutant):
 
 def main(words):
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    for mutant in chosen:
+        check(mutant, ROOT)
     with ThreadPoolExecutor(JOBS) as executor:
         killers = list(executor.map(try_mutant, chosen))
     with tempfile.TemporaryDirectory() as place:
