@@ -90,7 +90,7 @@ for name, flags, *expected in [
         "fp8 at a width that it can't tile", dict(dtype="fp8", n_embd=40),
         "--dtype fp8", "multiples of 16", "--n-embd 40",
     ),
-    ("fewer validation tokens than a window", dict(val_tokens=15), "--val-tokens is 15", "at least 16"),
+    ("fewer validation tokens than a window", dict(val_tokens=15), "--val-tokens is 15", "16 or more"),
     (
         "a vocabulary below the tokenizer's", dict(vocab_size=200),
         "room for 200 token ids", "--vocab-size", "to 257 or more",
