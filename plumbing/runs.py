@@ -527,7 +527,6 @@ class Run:
             print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
             return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
         if self.world.is_master:
-            self.log.flush()
             export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
             minutes = (time.perf_counter() - self.started) / 60
             on_cuda = self.world.device_type == "cuda"
