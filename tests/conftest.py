@@ -7,6 +7,7 @@ where it is there (GPT-2's tokenizer tables); what needs it skips without it.
 import contextlib
 import gc
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -133,6 +134,13 @@ def status_of(main, *args):
     except SystemExit as leaving:
         return leaving.code or 0
     return 0
+
+
+def refusal_of(main, *args):
+    """(exit status, stdout, stderr) of a script's `main` in this process; in a new one, imports take a second."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
+        status = status_of(main, [str(arg) for arg in args])
+    return status, stdout.getvalue(), stderr.getvalue()
 
 
 def train(data, out_dir, **changes):

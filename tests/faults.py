@@ -263,9 +263,10 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
         trainer = [batch_size if before == "--batch-size" else word for before, word in zip(["", *TRAINER], TRAINER)]
         return ["--data", str(data), "--out-dir", str(out_dir), "--max-steps", str(steps), *trainer]
 
-    run_through([sys.executable, str(ROOT / "train_gpt2.py"), *args(folder / "straight")], folder / "straight.out")
+    trainer = [sys.executable, str(ROOT / "train_gpt2.py")]
+    straight = launch(trainer + args(folder / "straight"), folder / "straight.out")  # at the same time as the others
     out_dir = folder / "out"
-    process = launch([sys.executable, str(ROOT / "train_gpt2.py"), *args(out_dir)], folder / "one.out")
+    process = launch(trainer + args(out_dir), folder / "one.out")
     wait_for(lambda: logged_steps(out_dir) >= steps // 3 or process.poll() is not None)
     process.terminate()
     status, stopped = process.wait(60), logged_steps(out_dir)
@@ -288,6 +289,8 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
     say(f"2 ranks: one killed with -9 after {killed} steps, torchrun left with status {status}")
     if status:
         raise SystemExit((folder / "two.out").read_text()[-3000:])
+    if straight.wait(120):
+        raise SystemExit((folder / "straight.out").read_text()[-3000:])
     losses = []
     for run in (folder / "straight", out_dir):
         lines = [line.split() for line in values(run) if " train " in line]

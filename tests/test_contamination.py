@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import ROOT, SHARED
+from conftest import ROOT, SHARED, refusal_of
 
 import contamination
 from fineweb import Options, prepare
@@ -95,6 +95,6 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         (tmp_path, "missing.jsonl", "missing.jsonl"),
     ]
     for folder, name, words in cases:
-        done = script("--data", folder, "--eval", tmp_path / name)
-        assert (done.returncode, done.stdout) == (2, ""), done
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+        status, stdout, stderr = refusal_of(contamination.main, "--data", folder, "--eval", tmp_path / name)
+        assert (status, stdout) == (2, ""), stderr
+        assert stderr.startswith("error: ") and stderr.count("\n") == 1 and words in stderr, stderr

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 from tqdm import tqdm
-from conftest import ROOT, SHARED, listing, patched, run
+from conftest import ROOT, SHARED, listing, patched, refusal_of, run
 
 import fineweb
 import tokenizer
@@ -866,8 +866,7 @@ def refusals(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("bad")
     cases = bad_inputs(tmp_path)
     before = listing(tmp_path)
-    with ThreadPoolExecutor(4) as pool:  # each takes half a second, most of it imports
-        done = dict(zip(cases, pool.map(lambda case: script(*case[0]), cases.values())))
+    done = {name: refusal_of(fineweb.main, *args) for name, (args, _) in cases.items()}
     return cases, done, before == listing(tmp_path)
 
 
@@ -881,13 +880,20 @@ def refusals(tmp_path_factory):
     "no network for ready-made shards",
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(refusals, name):
-    cases, done, untouched = refusals
-    result = done[name]
-    assert result.returncode == 2, result
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    cases, done, _ = refusals
+    status, _, stderr = done[name]
+    assert status == 2, stderr
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), stderr
     assert all(word in lines[0] for word in cases[name][1]), lines[0]
 
 
 def test_bad_input_leaves_everything_as_it_was(refusals):
     assert refusals[2]
+
+
+def test_the_real_script_leaves_with_status_2_and_one_line(tmp_path):
+    done = script("--input", "none*.txt", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "none*.txt" in done.stderr
+    assert not any(tmp_path.iterdir())

@@ -127,7 +127,7 @@ def test_the_lines_that_load_the_model_work(tmp_path, name, capsys):
 def test_damaged_files_never_stop_an_export(card):
     rng = random.Random(0)
     whole_run, whole_log = start_text() + start_text(), LOG + EVALUATIONS
-    for _ in range(60):
+    for _ in range(15):  # each draws a curve
         run, log = list(whole_run), list(whole_log)
         for text in (run, log):
             for _ in range(rng.randrange(1, 6)):

@@ -78,6 +78,29 @@ def pictures(notebook):
     return [output for output in outputs if "image/png" in output.get("data", {})]
 
 
+def run_cells(cells, folder, monkeypatch):
+    """The names that these cells define, run in this process with `folder` current."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(plt, "show", lambda: None)  # the figures stay open, for a look at them
+    names = {}
+    with matplotlib.rc_context():
+        for cell in cells:
+            exec(cell.source, names)
+    plt.close("all")
+    return names
+
+
+def run_functions(folder, monkeypatch):
+    """The names of the cells before the lessons."""
+    return run_cells(code_cells(without_lessons())[:-1], folder, monkeypatch)
+
+
 def test_it_runs_through_on_a_fresh_run_whose_log_is_being_written(tmp_path, monkeypatch):
     """The run's own figures are printed and its own checkpoint is taken; a torn last line is left alone."""
     data = make_shards(tmp_path / "data")
@@ -98,44 +121,25 @@ def test_it_runs_through_on_a_fresh_run_whose_log_is_being_written(tmp_path, mon
     assert len(pictures(notebook)) == len(pictures(committed)) >= 16
 
 
-def test_without_a_run_it_looks_at_the_recorded_one(tmp_path, monkeypatch):
+def test_without_a_run_it_looks_at_the_recorded_one(tmp_path, monkeypatch, capsys):
     """In the pictures and where a model is wanted."""
-    notebook = without_lessons()
-    text = execute(notebook, tmp_path, monkeypatch)
+    run_cells(code_cells(without_lessons()), tmp_path, monkeypatch)
+    text = capsys.readouterr().out
     assert text.startswith("muon: 2 layers") and "\nmuon: 454,144 parameters" in text
 
 
-def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path, monkeypatch):
+def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path, monkeypatch, capsys):
     """Three streams, no run.txt: only what the log says is told, and the model is the recorded one."""
     folder = tmp_path / "log"
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
     (folder / "log.txt").write_text("".join(lines) + "300 tra")
-    notebook = without_lessons()
-    text = execute(notebook, tmp_path, monkeypatch)
+    run_cells(code_cells(without_lessons()), tmp_path, monkeypatch)
+    text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt") and "tokens\n" not in text.split("val:")[0]
     assert "hella: 0.2250 at step 250" in text
     assert "look at the recorded model" in text and "\nmuon: 454,144 parameters" in text
-
-
-def run_functions(folder, monkeypatch):
-    """The names that the notebook's cells before the lessons define, run in this process with `folder` current."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.close("all")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(plt, "show", lambda: None)  # the figures stay open, for a look at them
-    names = {}
-    with matplotlib.rc_context():
-        for cell in without_lessons().cells[:-1]:
-            if cell.cell_type == "code":
-                exec(cell.source, names)
-    plt.close("all")
-    return names
 
 
 def write_run(folder, losses, config=None, shards=None, branched=None, stream="val"):
