@@ -22,10 +22,13 @@ fourth input file.
 
 import collections
 import contextlib
+import functools
 import math
 import os
+import pickle
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import types
@@ -40,7 +43,7 @@ import tokenizer
 from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import (
-    PYTHON_DOCS, Batch, Source, explain_errors, fetch_hub, file_type, is_url, list_hub, list_inputs, num_cores,
+    PYTHON_DOCS, Source, explain_errors, fetch_hub, file_type, is_url, list_hub, list_inputs, load_pieces, num_cores,
     open_text, read_batches, run_in_background,
 )  # fmt: skip
 from plumbing.files import FolderInUse, lock_folder
@@ -74,6 +77,7 @@ DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("py
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
+MAX_THREADS = 8  # up to this many tokenize themselves; of more, each has a process for it
 SAMPLE_EVERY = 11  # of your own text, the pieces that validate: a little less than a tenth
 
 
@@ -115,45 +119,99 @@ def parse_part(part):
 # Tokens
 
 
-def encode_batch(enc, batch):
-    """Tokenize a batch to (tokens, ends): per document one <|endoftext|>, then the ids of its text.
+def encode_pieces(enc, pieces):
+    """Tokenize a batch's pieces to (tokens, ends): per document one <|endoftext|>, then the ids of its text.
 
     tokens (n,) uint16; ends (pieces,): the offset in tokens at which each piece ends.
     """
     eot = np.array([enc.eot_token], dtype=np.uint32)
-    arrays, lengths = [], []
-    for text, starts in batch.pieces:
+    arrays, lengths = [eot[:0]], []
+    for text, starts in load_pieces(pieces):
         ids = tokenizer.encode_text(enc, text)
         arrays += [eot, ids] if starts else [ids]
         lengths.append(len(ids) + starts)
-    return np.concatenate(arrays, dtype=np.uint16, casting="unsafe"), np.cumsum(lengths)
+    return np.concatenate(arrays, dtype=np.uint16, casting="unsafe"), np.cumsum(lengths, dtype=np.int64)
 
 
 def encode_all(enc, batches, num_proc):
     """(batch, tokens, ends) of each batch, in order, tokenized on `num_proc` cores.
 
-    Threads rather than processes: tiktoken releases the GIL and returns one buffer per text, and nothing
-    has to be pickled or forked. subtle: each thread has its own copy of the tokenizer, as sharing one
-    costs about a tenth more CPU time.
+    A few threads do it themselves, as tiktoken releases the interpreter's lock. What they do under the lock would
+    keep many of them waiting (records/2026-11-21-data-preparation), so then each has a process that does it.
     """
-    local = threading.local()
+    worker = threading.local()  # what each thread has for itself
 
-    def copy_tokenizer():
-        local.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
+    def encode(pieces):
+        if not hasattr(worker, "encode"):
+            # subtle: threads that share a tokenizer take a tenth more CPU time, and tiktoken pickles its own GPT-2
+            # by name, which takes a process a second to load; a copy has neither fault
+            own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
+            worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
+        return worker.encode(pieces)
 
-    def encode(batch):
-        return batch, *encode_batch(local.enc, batch)
+    def next_result():
+        batch, future = pending.popleft()
+        tokens, ends = future.result()
+        if batch.finished_download:
+            os.remove(batch.finished_download)
+        return batch, tokens, ends
 
-    executor, pending = ThreadPoolExecutor(num_proc, initializer=copy_tokenizer), collections.deque()
+    executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
         for batch in batches:
-            pending.append(executor.submit(encode, batch))
+            pending.append((batch, executor.submit(encode, batch.pieces)))
             if len(pending) > 4 * num_proc:  # enough to keep all cores busy while a shard is written
-                yield pending.popleft().result()
+                yield next_result()
         while pending:
-            yield pending.popleft().result()
+            yield next_result()
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def start_process(enc):
+    """A function that does what encode_pieces(enc, pieces) does, in a process of its own.
+
+    multiprocessing's processes are reached by Ctrl-C while they start, and then their parent waits for ever.
+    """
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+
+    def ask(question):
+        try:
+            pickle.dump(question, process.stdin)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            raise UserError(
+                "A process that tokenizes came to an end, perhaps because there was not enough memory. Run the same "
+                "command again with a smaller --num-proc."
+            ) from None
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    ask(enc)
+    return ask
+
+
+def serve():
+    """Be such a process: answer pieces with their tokens until the parent closes the pipe or is gone."""
+
+    def say(answer):
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        enc = pickle.load(sys.stdin.buffer)
+        say(None)
+        while True:
+            pieces = pickle.load(sys.stdin.buffer)
+            try:
+                say(encode_pieces(enc, pieces))
+            except UserError as error:
+                say(error)
 
 
 # -----------------------------------------------------------------------------
@@ -215,8 +273,7 @@ class ValidationSample:
 def cut_batch(batch, tokens, ends, first, stop):
     """(batch, tokens, ends) of the pieces from `first` to before `stop`."""
     start, end = (int(ends[i - 1]) if i else 0 for i in (first, stop))
-    part = Batch(batch.source, batch.first_piece + first, batch.pieces[first:stop])
-    return part, tokens[start:end], ends[first:stop] - start
+    return batch._replace(first_piece=batch.first_piece + first), tokens[start:end], ends[first:stop] - start
 
 
 def cut_into_shards(stream, shard_size, skip=0):
@@ -405,9 +462,10 @@ def write_last_shard(writer, enc, last, sample):
 def announce_download(options, writer, sources, limit, num_proc):
     """Print how much FineWeb-Edu is still to come and how long it takes. Raises UserError if the disk is too small."""
     tokens_left = min(limit, EDU_TOKENS // writer.num_parts - writer.meta["tokens"])
-    # besides the shards, one file is on disk while it is tokenized, and the next one as it is downloaded
+    # besides the shards, one file is on disk while it is read, the one before while its last rows are
+    # tokenized, and the next one as it is downloaded
     largest = max(source.size for source in sources)
-    check_disk_space(writer.folder, 2 * tokens_left + 2 * largest)
+    check_disk_space(writer.folder, 2 * tokens_left + 3 * largest)
     minutes = f"about {tokens_left / num_proc / 60e6:.0f} minutes on {num_proc} cores"
     download = sum(source.size for source in sources) / 1e9
     print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: {minutes} (a million tokens a second each), "

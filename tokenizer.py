@@ -400,7 +400,9 @@ def read_texts(patterns, text_column):
     sources = documents.list_inputs(patterns)
     with tempfile.TemporaryDirectory() as folder:
         for batch in documents.read_batches(sources, text_column, folder):
-            yield from (piece.text for piece in batch.pieces if piece.text)
+            yield from (piece.text for piece in documents.load_pieces(batch.pieces) if piece.text)
+            if batch.finished_download:
+                os.remove(batch.finished_download)
 
 
 def check_options(options):

@@ -28,6 +28,9 @@ PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
+# bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000 documents,
+# some 5 MB, into one
+MAX_ROW_GROUP = 2**26
 
 
 class Source(NamedTuple):
@@ -42,10 +45,22 @@ class Piece(NamedTuple):
     starts: bool  # whether a document starts here
 
 
+class RowGroup(NamedTuple):
+    """Rows of a parquet file that are read only by the core that tokenizes them, so that no core reads for all."""
+
+    path: str
+    name: str  # the user's name for the file
+    text_column: str
+    number: int
+    num_rows: int
+    skip: int = 0  # rows that are left out at its beginning
+
+
 class Batch(NamedTuple):
     source: int  # the number of the file it is from
     first_piece: int  # the number of its first piece in that file
-    pieces: list[Piece]
+    pieces: list[Piece] | RowGroup
+    finished_download: str = ""  # with the last batch of a file: what can be removed once all batches are read
 
 
 # -----------------------------------------------------------------------------
@@ -126,8 +141,8 @@ def explain_errors(name):
         ) from None
 
 
-def read_parquet(path, name, text_column):
-    """One Piece per row."""
+def open_parquet(path, name, text_column):
+    """Open a parquet file that has a column of text called `text_column`."""
     import pyarrow.parquet  # slow to import, and only needed here
 
     file = pyarrow.parquet.ParquetFile(path)
@@ -142,9 +157,32 @@ def read_parquet(path, name, text_column):
             f"Column {text_column!r} of {name} holds {columns[text_column]}, not text. Choose a column of text "
             f"with --text-column: {strings}."
         )
-    for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+    return file
+
+
+def read_parquet(path, name, text_column, row_groups=None):
+    """One Piece per row, of all row groups or of those with the numbers `row_groups`."""
+    file = open_parquet(path, name, text_column)
+    for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
         for text in batch.column(0).to_pylist():
             yield Piece(text or "", True)
+
+
+def list_row_groups(path, name, text_column):
+    """The row groups of a parquet file if each can be given to a core as a whole, otherwise [].
+
+    Smaller ones would be more work to find than to tokenize, and larger ones take too much memory.
+    """
+    if name == PYTHON_DOCS or file_type(name) != ".parquet":
+        return []
+    with explain_errors(name):
+        metadata = open_parquet(path, name, text_column).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_column)
+        sizes = [group.column(column).total_uncompressed_size for group in groups]
+    if not groups or sum(sizes) < BATCH_CHARS * len(sizes) or max(sizes) > MAX_ROW_GROUP:
+        return []
+    return [RowGroup(path, name, text_column, i, group.num_rows) for i, group in enumerate(groups)]
 
 
 def is_string(column_type):
@@ -423,9 +461,10 @@ def fetch(source, folder, attempts=9):
 
 
 def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
-    """Batches of BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
+    """Batches of about BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
 
-    While a file is read, the next one is downloaded into `folder`; a download is removed once it is read.
+    While a file is read, the next one is downloaded into `folder`. The caller reads each batch with
+    `load_pieces`, and removes its finished download once it has read this batch and those before it.
     """
     next_download = None
     for number in range(first_source, len(sources)):
@@ -434,19 +473,47 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
         path = next_download.result() if next_download else fetch(source, folder, attempts)
         if prefetch and number + 1 < len(sources):
             next_download = run_in_background(fetch, sources[number + 1], folder)
-        pieces, num_chars = [], 0
-        for piece in read_pieces(path, source.name, text_column, skip, separator):
-            pieces.append(piece)
-            num_chars += len(piece.text)
-            if num_chars >= BATCH_CHARS:
-                yield Batch(number, skip, pieces)
-                skip += len(pieces)
-                pieces, num_chars = [], 0
-        if pieces:
-            yield Batch(number, skip, pieces)
+        row_groups = list_row_groups(path, source.name, text_column)
+        if row_groups:
+            yield from batch_row_groups(number, row_groups, skip)
+        else:
+            yield from batch_pieces(number, read_pieces(path, source.name, text_column, skip, separator), skip)
         skip = 0
         if path != source.name:
-            os.remove(path)
+            yield Batch(number, 0, [], finished_download=path)
+
+
+def batch_row_groups(source, row_groups, skip):
+    """A batch per row group, without the first `skip` rows."""
+    first_row = 0
+    for group in row_groups:
+        skipped = min(max(0, skip - first_row), group.num_rows)
+        if skipped < group.num_rows:
+            yield Batch(source, first_row + skipped, group._replace(skip=skipped))
+        first_row += group.num_rows
+
+
+def batch_pieces(source, pieces, first_piece):
+    """Batches of about BATCH_CHARS from pieces, of which the first has the number `first_piece` in its file."""
+    held, num_chars = [], 0
+    for piece in pieces:
+        held.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS:
+            yield Batch(source, first_piece, held)
+            first_piece += len(held)
+            held, num_chars = [], 0
+    if held:
+        yield Batch(source, first_piece, held)
+
+
+def load_pieces(pieces):
+    """A batch's pieces: read now if they are still in a parquet file."""
+    if not isinstance(pieces, RowGroup):
+        return pieces
+    with explain_errors(pieces.name):
+        rows = read_parquet(pieces.path, pieces.name, pieces.text_column, [pieces.number])
+        return list(itertools.islice(rows, pieces.skip, None))
 
 
 # -----------------------------------------------------------------------------

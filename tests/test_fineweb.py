@@ -413,6 +413,88 @@ def test_neither_cores_nor_batches_nor_spawn_change_a_byte(tmp_path):
     assert listing(tmp_path / "two") == one and listing(tmp_path / "five") == one and listing(tmp_path / "spawn") == one
 
 
+def row_groups(tmp_path, monkeypatch):
+    """A parquet file whose row groups are read by the cores that tokenize them, and its documents."""
+    monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
+    texts = random_documents(200)
+    path = write_parquet(tmp_path / "a.parquet", texts)
+    assert len(documents.list_row_groups(path, path, "text")) == 29
+    return path, texts
+
+
+@pytest.mark.parametrize("max_threads", [8, 0])
+def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, monkeypatch, max_threads):
+    """By threads and by processes; also from the middle of a row group on, where a shard ended when it was killed."""
+    path, texts = row_groups(tmp_path, monkeypatch)
+    lines = write_jsonl(tmp_path / "b.jsonl", texts)
+    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
+    whole = listing(make(tmp_path, path, lines, name="whole/out", shard_size=9000, num_proc=2))
+    assert is_split(tmp_path / "whole" / "out", [texts, texts], [path, lines], shard_size=9000)
+    for renames in (9, 30):
+        options = Options(
+            input=(path, lines), out_dir=str(tmp_path / f"{renames}/out"), tokenizer="bytes", shard_size=9000
+        )
+        assert run(prepare_and_die, options, renames, True, output=tmp_path / "output") == [-signal.SIGKILL]
+        make(tmp_path, path, lines, name=f"{renames}/out", shard_size=9000, num_proc=2)
+        assert listing(tmp_path / f"{renames}" / "out") == whole
+
+
+@pytest.mark.parametrize("max_threads", [8, 0])
+def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, monkeypatch, max_threads):
+    path, _ = row_groups(tmp_path, monkeypatch)
+    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
+    content = bytearray(Path(path).read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(20).column(1).dictionary_page_offset
+    content[start : start + 200] = bytes(200)
+    Path(path).write_bytes(content)
+    with pytest.raises(UserError, match="a.parquet is damaged"):
+        make(tmp_path, path, shard_size=9000, num_proc=2)
+
+
+def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(20))
+    monkeypatch.setattr(fineweb, "MAX_THREADS", 0)
+
+    def start_and_kill(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        process.kill()
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
+    with pytest.raises(UserError, match="process that tokenizes came to an end.*smaller --num-proc"):
+        make(tmp_path, path, num_proc=2)
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGKILL, ""), (signal.SIGINT, "interrupted\n")])
+def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, said):
+    path = write_jsonl(tmp_path / "a.jsonl", random_documents(1500, longest=3000))
+    code = (
+        "import fineweb; from plumbing import cli; fineweb.MAX_THREADS = 0\n"
+        f"cli.run(lambda: fineweb.main(['--input', {path!r}, '--tokenizer', 'bytes', '--num-proc', '2', "
+        f"'--shard-size', '1000000', '--out-dir', {str(tmp_path / 'out')!r}]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    while not (tmp_path / "out" / "out_train_000001.npy").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+    children = [child for path in threads for child in path.read_text().split()]
+    if number == signal.SIGINT:  # a terminal sends it to all of them
+        os.killpg(process.pid, number)
+    else:
+        process.kill()
+    lines = process.communicate(timeout=60)[1].splitlines(keepends=True)
+    assert "".join(line for line in lines if "tok/s" not in line and line.strip()) == said
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end, f"still there: {children}"
+        time.sleep(0.05)
+    assert len(children) >= 2
+
+
 def prepare_and_die(options, renames, after):
     """Die by SIGKILL at the `renames`-th file that gets its name, before or after it has."""
     documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
