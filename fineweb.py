@@ -14,10 +14,8 @@ FineWeb-Edu it is the first shard, as published; of your own text it is a sample
 
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
 the shards and records where in the input each one ends: the same command resumes after the last complete
-shard and produces the same bytes, whenever it was killed and on any number of cores. One process
-reaches about 30M tokens a second, the work of 10 to 30 cores (records/2026-11-21-data-preparation). With
-more cores, or several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every
-fourth input file.
+shard and produces the same bytes, whenever it was killed and on any number of cores. On several machines,
+run parts at the same time, --part 0/4 to --part 3/4: each takes every fourth input file.
 """
 
 import collections
