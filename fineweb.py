@@ -8,9 +8,10 @@
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The documents' tokens, in input order, form one stream, which is cut into shards of
-`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16. Shard 0 is the validation split. Of
-FineWeb-Edu it is the first shard, as published; of your own text it is a sample over all of it, every
-11th document or piece of a long text, or fewer, so that it is less than a tenth and fits into a shard.
+`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; the last one has what is left. Shard 0
+is the validation split. Of FineWeb-Edu it is the first shard, as published; of your own text it is a
+sample over all of it, every 11th document or piece of a long text, or fewer, so that it is less than a
+tenth and fits into a shard.
 
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
 the shards and records where in the input each one ends: the same command resumes after the last complete

@@ -145,9 +145,12 @@ def check_example(example):
 
 
 def load_examples(path, enc, limit=0):
-    """Render the first `limit` examples of a JSON lines file (0: all); the validation file is downloaded if missing."""
+    """The first `limit` examples (0: all) of a JSON lines file, rendered, for a training run; downloaded if missing."""
     if not os.path.exists(path):
-        download(path)
+        try:
+            download(path)
+        except UserError as error:
+            raise UserError(f"{error} To train without HellaSwag's scores, add --hellaswag-every 0.") from None
     return [render_example(example, enc) for example in itertools.islice(iterate_examples(path), limit or None)]
 
 

@@ -533,4 +533,7 @@ class Run:
             memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
             print(f"Done in {minutes:.1f} minutes{memory}, {self.checkpoint_seconds:.1f} s of it for checkpoints.")
             print(f"The model is in {self.out_dir / 'hf'}.")
+            if self.config.keep_best and self.best_val_loss < math.inf:
+                print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in "
+                      f"{self.out_dir / 'model_best.pt'}.")  # fmt: skip
         return 0

@@ -374,8 +374,10 @@ class ShardWriter:
         counts = {"train": 0, "val": 0}
         for file, num_tokens in meta["shards"].items():
             counts[split_of(file)] += num_tokens
+        *others, last = meta["shards"].values()
+        shorter = ", the last one with what was left" if others and last < max(others) else ""
         print(f"{self.folder}: {counts['train']:,} tokens to train on and {counts['val']:,} to validate on, in "
-              f"{len(meta['shards'])} shards; {meta['documents']:,} documents")  # fmt: skip
+              f"{len(meta['shards'])} shards{shorter}; {meta['documents']:,} documents")  # fmt: skip
 
 
 # -----------------------------------------------------------------------------

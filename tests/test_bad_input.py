@@ -335,7 +335,7 @@ def other_data(folder):
 # Environment
 
 
-@case("environment", "HellaSwag is not there and there is no network", "hellaswag.jsonl")
+@case("environment", "HellaSwag is not there and there is no network", "hellaswag.jsonl", "--hellaswag-every 0")
 def no_hellaswag(folder):
     return dict(hellaswag_every=2, hellaswag_data=folder / "hellaswag.jsonl")
 

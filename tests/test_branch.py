@@ -580,6 +580,8 @@ def best(folder):
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
+    last_line = (best.parent / "output").read_text().splitlines()[-1]
+    assert last_line == f"The weights with the lowest validation loss, 2.5000, are in {best / 'model_best.pt'}."
 
 
 @pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (3, 2), (6, 4), (9, 8), (11, 10)])

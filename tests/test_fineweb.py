@@ -358,7 +358,9 @@ def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, kind, capsys):
     assert total // 20 < len(validation) <= total // 10
     numbers = [int(n) for n in bytes(validation[validation < 256].astype(np.uint8)).split()[1:-1]]
     assert np.histogram(numbers, 8, (0, 400))[0].all()  # some from every eighth of the text
-    assert f"{len(training):,} tokens to train on and {len(validation):,} to validate on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(training):,} tokens to train on and {len(validation):,} to validate on" in said
+    assert "shards, the last one with what was left; " in said
 
 
 def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it(tmp_path):

@@ -144,9 +144,10 @@ def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer(tmp_path, trained):
     assert tokenizer.get_encoding(f"{path}+chat").n_vocab == 1004
 
 
-def test_tiktokens_own_loader_reads_a_file(tmp_path, trained):
+def test_tiktokens_own_loader_reads_a_file(tmp_path, trained, monkeypatch):
     from tiktoken.load import load_tiktoken_bpe
 
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # it caches local files as well
     tokenizer.write_encoding(trained, tmp_path / "x.tiktoken")
     assert load_tiktoken_bpe(str(tmp_path / "x.tiktoken")) == trained._mergeable_ranks
 
