@@ -173,9 +173,8 @@ def start_process(enc):
     multiprocessing's processes are reached by Ctrl-C while they start, and then their parent waits for ever.
     """
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, "-P", "-c", code]  # -P: what lies in the current folder is not imported
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def ask(question):
         try:

@@ -476,8 +476,9 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, sa
         f"cli.run(lambda: fineweb.main(['--input', {path!r}, '--tokenizer', 'bytes', '--num-proc', '2', "
         f"'--shard-size', '1000000', '--out-dir', {str(tmp_path / 'out')!r}]))"
     )
+    (tmp_path / "pickle.py").write_text("raise ImportError('what lies in the current folder is not for fineweb.py')")
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     while not (tmp_path / "out" / "out_train_000001.npy").exists():
         assert process.poll() is None
