@@ -380,9 +380,9 @@ def check_options(options):
         raise UserError(" ".join(errors))
 
 
-def main():
+def main(args=None):
     """Score the model in both conventions; the last line is build-nanogpt's."""
-    options = cli.parse(Options)
+    options = cli.parse(Options, args)
     check_options(options)
     examples = list(iterate_examples(options.data or download()))
     if options.limit:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from conftest import refusal_of
 
 import hellaswag
 import tokenizer
@@ -350,9 +351,9 @@ def run(*args):
 @pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl")])
 def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
-    done = run(*[tmp_path / arg if arg == "bad.jsonl" else arg for arg in args])
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    status, stdout, stderr = refusal_of(hellaswag.main, *[tmp_path / arg if arg == "bad.jsonl" else arg for arg in args])
+    assert status == 2 and stdout == ""
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path):
