@@ -107,13 +107,13 @@ class Bench:
     def headline(self, steps):
         """train_gpt2.py itself, without evaluations: sustained speed, with the GPU's clocks and power."""
         off = dict(val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0)
-        with sampled_clocks(self.out / "headline.smi.csv") as clocks:
+        with sampled_clocks(self.out / "headline.smi.txt") as clocks:
             numbers = self.run_trainer("headline", max_steps=steps, **off)
         median = 1e3 * self.config.total_batch_size / numbers["tok_per_s"]
         return numbers | {"ms": median, "B": self.config.batch_size, "clocks": clocks}
 
     def ladder(self):
-        """bench.py ladder in a process of its own, as it holds a model per rung."""
+        """bench.py ladder in a process of its own, as it holds a model per rung; the seconds of each round, too."""
         c = self.config
         shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "sequence_length": c.sequence_length}
         flags = [bench.to_flag(name, value) for name, value in shape.items()]
@@ -123,7 +123,8 @@ class Bench:
         json_file = self.out / "ladder.json"
         command = [sys.executable, Path(__file__).parent / "bench.py", "ladder", f"--json={json_file}", *flags]
         self.run_child("bench.py ladder", command, self.out / "ladder.txt")
-        return {"rungs": json.loads(json_file.read_text())["rungs"]}
+        numbers = json.loads(json_file.read_text())
+        return {key: numbers[key] for key in ("rungs", "tokens", "seconds", "cpu_seconds", "peak_gib")}
 
     def profile(self):
         """The trainer's step, and where its time goes."""
@@ -282,12 +283,13 @@ class Bench:
         flags = [bench.to_flag(field, value) for field, value in dataclasses.asdict(config).items()]
         try:
             self.run_child("train_gpt2.py", [sys.executable, Path(__file__).parent / "train_gpt2.py", *flags], output)
-        finally:
-            shutil.rmtree(out_dir / "hf", ignore_errors=True)
-            for checkpoint in out_dir.glob("*.pt*"):  # gigabytes that are not needed
-                checkpoint.unlink()
+        finally:  # its logs stay, beside its output; its checkpoints, gigabytes, are not needed
+            for kept in ("log.txt", "run.txt"):
+                if (out_dir / kept).exists():
+                    (out_dir / kept).replace(self.out / f"{name}.{kept}")
+            shutil.rmtree(out_dir, ignore_errors=True)
         log = {}
-        for line in (out_dir / "log.txt").read_text().splitlines():
+        for line in (self.out / f"{name}.log.txt").read_text().splitlines():
             step, stream, value = line.split()
             log.setdefault(stream, {})[step] = float(value)
         text = output.read_text()
@@ -336,9 +338,9 @@ class Bench:
     def sampling(self, B):
         """Greedy GPT.generate, a loop without a cache and transformers' generate, at GPT-2's vocabulary."""
         shape = {name: getattr(self.config, name) for name in ("n_layer", "n_head", "n_embd")}
-        options = bench.Options("sample", batch_size=B, rounds=2, json=str(self.out / f"sample_{B}.json"), **shape)
+        options = bench.Options("sample", batch_size=B, rounds=2, **shape)
         numbers = bench.bench_sample(options, self.place.device)
-        return {"rates": numbers["rates"], "ratios": numbers["ratios"], "same_tokens": numbers["same_tokens"]}
+        return {key: numbers[key] for key in ("rates", "ratios", "same_tokens", "seconds", "cpu_seconds")}
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def measure(tmp_path, data):
 def test_every_benchmark_runs_as_far_as_a_cpu_goes(measure, tmp_path, capsys, monkeypatch):
     real, sampled = [], []
     monkeypatch.setattr(bench_gpu.Bench, "real_run", lambda b, *args, **changes: real.append((args, changes)) or {})
-    rates = dict(rates={}, ratios={}, same_tokens={})
+    rates = dict(rates={}, ratios={}, same_tokens={}, seconds={}, cpu_seconds={})
     monkeypatch.setattr(bench, "bench_sample", lambda options, device: sampled.append(options) or rates)
     monkeypatch.setattr(bench_gpu.Bench, "ladder", lambda b: {"rungs": {}})  # minutes of compiling
     results = measure()
@@ -161,9 +161,9 @@ def test_a_real_run_tells_its_losses_and_leaves_no_checkpoints(measure, tmp_path
     answer = measure()["run"]
     assert set(answer["val"]) == {"0", "1", "2", "3", "4"} and answer["tok_per_s"] > 0 and answer["hella"] == {}
     assert answer["val"]["4"] < answer["val"]["0"]
-    assert {path.name for path in (tmp_path / "out" / "run").iterdir()} == {"log.txt", "run.txt"}
-    assert "'bfloat16'" not in (tmp_path / "out" / "run" / "run.txt").read_text()
-    assert '"dtype": "bfloat16"' in (tmp_path / "out" / "run" / "run.txt").read_text()
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.glob("run*")) == ["run.log.txt", "run.run.txt", "run.txt"]
+    assert "4 val" in (out / "run.log.txt").read_text() and '"dtype": "bfloat16"' in (out / "run.run.txt").read_text()
     bad = lambda b: b.real_run("bad", 4, 2, max_lr=-1.0)  # noqa: E731
     monkeypatch.setattr(bench_gpu, "benchmarks", lambda b: {"bad": (1, lambda: bad(b))})
     error = measure()["bad"]["error"]
