@@ -13,12 +13,12 @@ from sweep import LOGS, SIZES, TAILS, read_log
 
 HERE = Path(__file__).parent
 FULL = 800  # AdamW's steps
-PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568}
+PARAMETERS = {"0.1M": 124_672, "0.4M": 372_576, "2M": 1_853_568, "8M": 7_521_280}
 PLAIN = "muon-lr0.02-wd0.01-a0.008"
 VARIANTS = {
-    PLAIN: ("0.02, 0.01 (the preset's)", "#7f7f7f", "o"),
-    "muon-lr0.025-wd0.05-a0.008": ("0.025, 0.05", "#d62728", "s"),
-    "muon-lr0.035-wd0.025-a0.008": ("0.035, 0.025", "#1f77b4", "^"),
+    PLAIN: ("Muon 0.02, 0.01", "#7f7f7f", "o"),
+    "muon-lr0.025-wd0.05-a0.008": ("Muon 0.025, 0.05 (the preset's)", "#d62728", "s"),
+    "muon-lr0.035-wd0.025-a0.008": ("Muon 0.035, 0.025", "#1f77b4", "^"),
 }
 # steps to a loss of 3.28 at 124M, of 5,625 with AdamW: modded-nanogpt, records/track_3_optimization, entries 1, 36, 12
 PUBLISHED = dict(zip(VARIANTS, (3600, 3250, 3325)))
@@ -31,7 +31,7 @@ def load_runs():
     for path in LOGS.glob("*/*/*/*.txt"):
         size, recipe, steps = path.relative_to(LOGS).parts[:3]
         log = read_log(path)
-        losses = {stream: log[stream][int(steps)] for stream in STREAMS}
+        losses = {stream: log[stream][int(steps)] for stream in [*STREAMS, "step_seconds", "optimizer_seconds"]}
         runs.setdefault((size, recipe, path.stem), {})[int(steps)] = losses
     return runs
 
@@ -74,7 +74,7 @@ def plot(runs):
     for offset, (recipe, (label, color, marker)) in enumerate(VARIANTS.items()):
         found = [(PARAMETERS[size], share(runs, size, recipe, seed)) for size, r, seed in runs if r == recipe]
         found = [(n, 100 * part) for n, part in found if part]
-        left.plot(*zip(*found), marker, color=color, label=f"Muon {label}")
+        left.plot(*zip(*found), marker, color=color, label=label)
         left.plot(124e6, 100 * PUBLISHED[recipe] / 5625, marker, color=color, fillstyle="none")
         if recipe == PLAIN:
             intercept, per_decade = fit(found)
@@ -98,16 +98,18 @@ def plot(runs):
 
 def main():
     runs = load_runs()
-    lines = ["| size | seed | recipe | steps | loss | mean of last 5% | of last 20% | share of AdamW's tokens |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| size | seed | recipe | steps | loss | mean of last 5% | of last 20% | share of AdamW's tokens "
+             "| processor ms per step | of them optimizer |",
+             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for size in SIZES:
         keys = sorted(key for key in runs if key[0] == size)
         for _, recipe, seed in sorted(keys, key=lambda key: (key[2], key[1])):
             for steps, losses in sorted(runs[size, recipe, seed].items()):
-                found = share(runs, size, recipe, seed) if recipe.startswith("muon") else None
+                found = None if recipe.startswith("adamw") else share(runs, size, recipe, seed)
                 cells = " | ".join(f"{losses[stream]:.4f}" for stream in STREAMS)
                 text = f"{100 * found:.1f}%" if found else ""
-                lines.append(f"| {size} | {seed} | {recipe} | {steps} | {cells} | {text} |")
+                times = " | ".join(f"{1000 * losses[clock + '_seconds'] / steps:.0f}" for clock in ("step", "optimizer"))
+                lines.append(f"| {size} | {seed} | {recipe} | {steps} | {cells} | {text} | {times} |")
     (HERE / "shares.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     plot(runs)
