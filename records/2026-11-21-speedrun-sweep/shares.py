@@ -1,8 +1,8 @@
 """shares.md and shares.png from logs/: which share of tuned AdamW's tokens each recipe needs for the same loss.
 
-A recipe that ran at two lengths is interpolated, its loss a straight line in the logarithm of the steps. One that ran at
-one length only borrows the slope of the plain Muon recipe at its size and, if that was run there, its seed. Seeds are
-compared with themselves.
+A recipe that ran at two lengths is interpolated, its loss a straight line in the logarithm of the steps. One that ran
+at one length only borrows the slope of the plain Muon recipe at its size and, if that was run there, its seed. Seeds
+are compared with themselves.
 """
 
 import math
@@ -76,27 +76,30 @@ def fit(points):
 def plot(runs):
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for recipe, (label, color, marker) in VARIANTS.items():
+    for number, (recipe, (label, color, marker)) in enumerate(VARIANTS.items()):
+        apart = 1.08 ** (number - 2)  # side by side where they would cover each other
         found = {(PARAMETERS[key[0]], key[3], 100 * share(runs, *key)) for key in runs
                  if key[1] == recipe and share(runs, *key)}  # fmt: skip
         short = sorted((n, percent) for n, budget, percent in found if budget == min(BUDGETS))
-        left.plot(*zip(*short), marker, color=color, label=label)
+        left.plot([n * apart for n, _ in short], [percent for _, percent in short], marker, color=color, label=label)
         for n, budget, percent in found:
             if budget != min(BUDGETS):
-                left.plot(n, percent, marker, color=color, fillstyle="left", markersize=9)
+                left.plot(n * apart, percent, marker, color=color, fillstyle="left", markersize=9)
         if recipe in PUBLISHED:
-            left.plot(124e6, 100 * PUBLISHED[recipe] / 5625, marker, color=color, fillstyle="none")
+            left.plot(124e6 * apart, 100 * PUBLISHED[recipe] / 5625, marker, color=color, fillstyle="none")
         if recipe == PLAIN:
             intercept, per_decade = fit(short)
             print(f"plain Muon: {per_decade:.1f} points of share per decade, "
                   f"{intercept + per_decade * math.log10(124e6):.0f}% at 124M if the line went on")  # fmt: skip
-            left.plot([1e5, 124e6], [intercept + per_decade * math.log10(n) for n in (1e5, 124e6)], ":", color=color)
+            ends = (short[0][0], 124e6)
+            left.plot(ends, [intercept + per_decade * math.log10(n) for n in ends], ":", color=color)
         for size, r, seed, budget in runs:
             plain = runs.get((size, PLAIN, seed, budget), {})
             if r == recipe != PLAIN and 280 in plain:
                 gain = runs[size, r, seed, budget][280]["val"] - plain[280]["val"]
-                right.plot(PARAMETERS[size], gain, marker, color=color)
-    left.plot([], [], "o", color="black", fillstyle="left", markersize=9, label="three times as long")
+                right.plot(PARAMETERS[size] * apart, gain, marker, color=color)
+    if any(budget != min(BUDGETS) for *_, budget in runs):
+        left.plot([], [], "o", color="black", fillstyle="left", markersize=9, label="three times as long")
     left.plot([], [], "o", color="black", fillstyle="none", label="published, another program (see README)")
     left.set(xscale="log", ylim=(0, 100), xlabel="parameters", ylabel="tokens needed, % of AdamW's",
              title="Tokens for AdamW's final loss")  # fmt: skip
@@ -119,7 +122,8 @@ def main():
                 found = None if recipe.startswith("adamw") else share(runs, size, recipe, seed, budget)
                 cells = " | ".join(f"{losses[stream]:.4f}" for stream in STREAMS)
                 text = f"{100 * found:.1f}%" if found else ""
-                times = " | ".join(f"{1000 * losses[clock + '_seconds'] / steps:.0f}" for clock in ("step", "optimizer"))
+                seconds = (losses["step_seconds"], losses["optimizer_seconds"])
+                times = " | ".join(f"{1000 * total / steps:.0f}" for total in seconds)
                 lines.append(f"| {size} | {seed} | {recipe} | {steps} | {cells} | {text} | {times} |")
     (HERE / "shares.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -1,8 +1,8 @@
 """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3) for the matrices that Muon takes.
 
 Shampoo keeps averages of G @ G.mT and G.mT @ G for each gradient G. SOAP takes their eigenvectors as a basis that turns
-slowly, and runs Adam in it. Groups are those of train_gpt2.configure_optimizers: matrices of one shape, done as a batch.
-SOAP-Muon, as the benchmark's newest entries call it, orthogonalizes that update.
+slowly, and runs Adam in it. Groups are those of train_gpt2.configure_optimizers: matrices of one shape, done as a
+batch. SOAP-Muon, as the benchmark's newest entries call it, orthogonalizes that update.
 """
 
 import torch
