@@ -35,10 +35,13 @@ import numpy as np
 import pytest
 import torch
 
-from plumbing import cli, distributed
+from plumbing import cli, distributed, modelcard
 import train_gpt2
 
 torch.set_num_threads(1)
+# the picture of its losses takes as long as the rest of a tiny run: only test_modelcard.py and the real scripts draw it
+write_curve = modelcard.write_curve
+modelcard.write_curve = lambda path, streams: False
 
 # a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
 TINY = dict(
@@ -167,10 +170,9 @@ def listing(folder):
 # Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
 # else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s.
 forkserver = multiprocessing.get_context("forkserver")
-# What a run imports on its way is imported there, too; matplotlib alone, for the curve, takes longer than the training.
-# conftest comes last, since it freezes what is there: the garbage collection in each run then has little to look at.
-PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "matplotlib.figure",
-             "matplotlib.backends.backend_agg", "conftest"]  # fmt: skip
+# What a run imports on its way is imported there, too. conftest comes last, since it freezes what is there: the
+# garbage collection in each run then has little to look at.
+PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "conftest"]
 forkserver.set_forkserver_preload(PRELOADED)
 
 
