@@ -188,7 +188,7 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    cli.RANK_GRACE_SECONDS = 1  # enough for processes that are there in 50 ms
+    cli.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
     cli.run(lambda: function(*args))
 
 

@@ -519,7 +519,7 @@ def prepare_and_die(options, renames, after):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
-    texts = random_documents(60) + ["one long document " * 300]
+    texts = random_documents(40) + ["one long document " * 300]
     if kind == "txt":
         (tmp_path / "a.txt").write_text("\n".join(texts))
         paths = (str(tmp_path / "a.txt"),)
@@ -951,7 +951,8 @@ def refusals(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("bad")
     cases = bad_inputs(tmp_path)
     before = listing(tmp_path)
-    done = {name: refusal_of(fineweb.main, *args) for name, (args, _) in cases.items()}
+    with patched(documents, "RETRY_SECONDS", 0.01):
+        done = {name: refusal_of(fineweb.main, *args) for name, (args, _) in cases.items()}
     return cases, done, before == listing(tmp_path)
 
 
