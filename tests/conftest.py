@@ -52,6 +52,14 @@ TINY = dict(
 LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Run the whole suite in two processes, where pytest-xdist is there; its workers come here as well."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
 @pytest.fixture(autouse=True)
 def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
