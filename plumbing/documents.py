@@ -28,8 +28,8 @@ PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
-# bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000 documents,
-# some 5 MB, into one
+# bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000
+# documents, some 5 MB, into one
 MAX_ROW_GROUP = 2**26
 
 

@@ -351,7 +351,8 @@ def run(*args):
 @pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl")])
 def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
-    status, stdout, stderr = refusal_of(hellaswag.main, *[tmp_path / arg if arg == "bad.jsonl" else arg for arg in args])
+    args = [tmp_path / arg if arg == "bad.jsonl" else arg for arg in args]
+    status, stdout, stderr = refusal_of(hellaswag.main, *args)
     assert status == 2 and stdout == ""
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
 
