@@ -535,5 +535,5 @@ class Run:
             print(f"The model is in {self.out_dir / 'hf'}.")
             if self.config.keep_best and self.best_val_loss < math.inf:
                 print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in "
-                      f"{self.out_dir / 'model_best.pt'}.")  # fmt: skip
+                      f"{self.out_dir / BEST}.")  # fmt: skip
         return 0

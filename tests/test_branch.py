@@ -4,7 +4,6 @@ What a branch without changes must give is what its parent gave, bit for bit, wh
 """
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -15,7 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHARED, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
+from conftest import (
+    SHARED, die_at, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train, wait_for_checkpoint,
+    write_half,
+)  # fmt: skip
 
 import hellaswag
 import sample
@@ -164,47 +166,22 @@ def test_the_parent_is_not_touched(folder, parent, tmp_path):
 def train_until(moment, args):
     """Branch at step 4, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
     out_dir = Path(args[args.index("--out-dir") + 1])
-
-    def die(*args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_with_checkpoint(step):
-        def wait_and_die(*args):  # checkpoints are written while training continues
-            while not (out_dir / f"model_{step:05d}.pt").exists():
-                time.sleep(0.01)
-            die()
-
-        return wait_and_die
-
-    def at(owner, name, when, act=die):
-        """Patch owner.name: the first call for which when(*args) holds does act(*args) instead."""
-
-        def mortal(*args, **options):
-            return act(*args) if when(*args) else original(*args, **options)
-
-        return patched(owner, name, mortal)
-
-    def write_half(checkpoint, file):
-        whole = io.BytesIO()
-        original(checkpoint, whole)
-        file.write(whole.getvalue()[: whole.tell() // 2])
-        file.flush()
-        die()
+    wait_for_4, wait_for_8 = (wait_for_checkpoint(out_dir, step) for step in (4, 8))
 
     def step_is(number):
         return lambda something, step, *rest: step == number
 
     patch = {
-        "before the log": lambda: at(runs, "open_log", lambda *args: True),
-        "half of checkpoint 4 written": lambda: at(torch, "save", lambda state, _: state["step"] == 4, write_half),
-        "checkpoint 4 not renamed": lambda: at(os, "replace", lambda a, b: Path(b).name == "model_00004.pt"),
-        "in the first step": lambda: at(train_gpt2, "train_step", lambda *args: True, die_with_checkpoint(4)),
-        "in the validation of step 6": lambda: at(Run, "report", step_is(6), die_with_checkpoint(4)),
-        "half of checkpoint 8 written": lambda: at(torch, "save", lambda state, _: state["step"] == 8, write_half),
-        "after step 9": lambda: at(Run, "report", step_is(10), die_with_checkpoint(8)),
-        "in the export at the end": lambda: at(runs, "export_huggingface", lambda *args: True),
+        "before the log": lambda: die_at(runs, "open_log", lambda *args: True),
+        "half of checkpoint 4 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 4, write_half),
+        "checkpoint 4 not renamed": lambda: die_at(os, "replace", lambda a, b: Path(b).name == "model_00004.pt"),
+        "in the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True, wait_for_4),
+        "in the validation of step 6": lambda: die_at(Run, "report", step_is(6), wait_for_4),
+        "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
+        "after step 9": lambda: die_at(Run, "report", step_is(10), wait_for_8),
+        "in the export at the end": lambda: die_at(runs, "export_huggingface", lambda *args: True),
     }[moment]
-    with patch() as original:
+    with patch():
         train_gpt2.main(args)
 
 

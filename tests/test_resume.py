@@ -3,7 +3,6 @@
 What a run must give is what an uninterrupted run of the same command gave: bit for bit on one process.
 """
 
-import io
 import os
 import re
 import shutil
@@ -16,7 +15,10 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from conftest import listing, make_shards, patched, read_log, run, start, tiny_flags, train
+from conftest import (
+    die, die_at, listing, make_shards, patched, read_log, run, start, tiny_flags, train, wait_for_checkpoint,
+    write_half,
+)  # fmt: skip
 
 import train_gpt2
 from plumbing import checkpoint as checkpoints, huggingface
@@ -50,10 +52,6 @@ def assert_same_run(out_dir, straight, val_loss=True):
     assert not list(Path(out_dir).glob("*.part"))
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # kill -9 at chosen moments
 
@@ -61,39 +59,16 @@ def die():
 def train_until(moment, args):
     """Train, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
     out_dir = Path(args[args.index("--out-dir") + 1])
-
-    def die_at(owner, name, when, last_act=lambda *args: None):
-        """Patch owner.name: the first call for which when(*args) holds does last_act(*args) and kills the process."""
-
-        def mortal(*args, **options):
-            if when(*args):
-                last_act(*args)
-                die()
-            return original(*args, **options)
-
-        return patched(owner, name, mortal)
-
-    def write_half(checkpoint, file):
-        whole = io.BytesIO()
-        original(checkpoint, whole)
-        file.write(whole.getvalue()[: whole.tell() // 2])
-        file.flush()
-
-    def wait_for(step):
-        def wait(*args_of_call):  # checkpoints are written while training continues
-            while not (out_dir / f"model_{step:05d}.pt").exists():
-                time.sleep(0.01)
-
-        return wait
+    wait_for_4, wait_for_8 = (wait_for_checkpoint(out_dir, step) for step in (4, 8))
 
     def in_step_9(*args_of_call):
         return "\n8 train " in (out_dir / "log.txt").read_text()
 
     patch = {
         "before the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True),
-        "after the log line of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 7, wait_for(4)),
-        "in the validation of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 6, wait_for(4)),
-        "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", in_step_9, wait_for(8)),
+        "after the log line of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 7, wait_for_4),
+        "in the validation of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 6, wait_for_4),
+        "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", in_step_9, wait_for_8),
         "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
@@ -101,7 +76,7 @@ def train_until(moment, args):
         ),
         "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
     }[moment]
-    with patch() as original:
+    with patch():
         train_gpt2.main(args)
 
 

@@ -135,13 +135,20 @@ def test_many_shards_have_a_mask_each(tmp_path):
     assert {np.load(tmp_path / "out" / f).size for f in files if "train" not in f} == {641}
 
 
-def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_behind(tmp_path, capsys):
+def interrupted(tmp_path):
+    """A run that ended at line 401 of its input, in the folder out: (the lines before that, their file, options)."""
     lines = [json.dumps({"messages": talk(*pair)}) for pair in PAIRS * 100]
-    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
-    options = Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=64, shard_size=640)
+    path = tmp_path / "chats.jsonl"
+    options = Options(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64, shard_size=640)
     path.write_text("\n".join([*lines, "{broken"]))
     with pytest.raises(UserError, match="Line 401 of .*chats.jsonl"):
         prepare(options)
+    return lines, path, options
+
+
+def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_behind(tmp_path, capsys):
+    lines, path, options = interrupted(tmp_path)
+    out = tmp_path / "out"
     assert not json.loads((out / "meta.json").read_text())["complete"]
     path.write_text("\n".join(lines[:150]))  # mended, and shorter: the shards of the first attempt must go
     prepare(options)
@@ -226,12 +233,8 @@ def test_other_inputs_are_refused(tmp_path):
 
 def test_of_an_interrupted_run_only_its_own_files_are_removed(tmp_path):
     """It was everything called <folder>_*_*."""
-    lines = [json.dumps({"messages": talk(*pair)}) for pair in PAIRS * 100]
-    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
-    options = Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=64, shard_size=640)
-    path.write_text("\n".join([*lines, "{broken"]))
-    with pytest.raises(UserError, match="Line 401"):
-        prepare(options)
+    lines, path, options = interrupted(tmp_path)
+    out = tmp_path / "out"
     assert (out / "out_train_000003.npy").exists()
     foreign = ["out_my_notes", "out_train_000003.npy.backup", "out_train_list.txt"]
     for name in foreign:
