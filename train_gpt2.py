@@ -668,7 +668,7 @@ def fit_to_machine(raw_model, config, dtype, autocast, world):
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             if B == 1:
-                raise UserError(f"Not even one sequence of {T} tokens fits in memory. Use a smaller model or T.")
+                raise UserError(f"{T} tokens do not fit in memory. Try --activation-checkpointing or a smaller model.")
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
         elif compiled:

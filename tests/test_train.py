@@ -587,6 +587,7 @@ def test_too_little_memory_for_one_sequence_is_an_error(data, tmp_path, capsys):
         assert train(data, tmp_path / "out", batch_size=4) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and "memory" in lines[0]
+    assert "--activation-checkpointing" in lines[0]
     assert not (tmp_path / "out").exists()
 
 
