@@ -867,7 +867,7 @@ def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
 
 
 # -----------------------------------------------------------------------------
-# Bad input, through the real script: one line, status 2, nothing written
+# Bad input: one line, status 2, nothing written
 
 
 def bad_inputs(tmp_path):
@@ -942,7 +942,7 @@ def bad_inputs(tmp_path):
         if "--tokenizer" not in args:
             args += ["--tokenizer", "bytes"]
         if "--out-dir" not in args:
-            args += ["--out-dir", tmp_path / f"out{number}"]  # they run at the same time
+            args += ["--out-dir", tmp_path / f"out{number}"]  # none finds what another has left
     return inputs
 
 

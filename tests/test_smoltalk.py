@@ -139,7 +139,8 @@ def interrupted(tmp_path):
     """A run that ended at line 401 of its input, in the folder out: (the lines before that, their file, options)."""
     lines = [json.dumps({"messages": talk(*pair)}) for pair in PAIRS * 100]
     path = tmp_path / "chats.jsonl"
-    options = Options(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64, shard_size=640)
+    out_dir = str(tmp_path / "out")
+    options = Options(input=(str(path),), out_dir=out_dir, tokenizer="bytes", max_length=64, shard_size=640)
     path.write_text("\n".join([*lines, "{broken"]))
     with pytest.raises(UserError, match="Line 401 of .*chats.jsonl"):
         prepare(options)
