@@ -167,6 +167,10 @@ def encode_all(enc, batches, num_proc):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
+# what reading from or writing to a process raises if it is gone, also in the middle of a message
+ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
+
+
 def start_process(enc):
     """A function that does what encode_pieces(enc, pieces) does, in a process of its own.
 
@@ -181,7 +185,7 @@ def start_process(enc):
             pickle.dump(question, process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        except ENDED:
             raise UserError(
                 "A process that tokenizes came to an end, perhaps because there was not enough memory. Run the same "
                 "command again with a smaller --num-proc."
@@ -201,7 +205,7 @@ def serve():
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(*ENDED):
         enc = pickle.load(sys.stdin.buffer)
         say(None)
         while True:

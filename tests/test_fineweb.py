@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -466,6 +467,16 @@ def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
     with pytest.raises(UserError, match="process that tokenizes came to an end.*smaller --num-proc"):
         make(tmp_path, path, num_proc=2)
+
+
+def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
+    enc = tokenizer.get_encoding("bytes")
+    start = pickle.dumps(tokenizer.copy_encoding(enc, enc.name, enc._special_tokens))
+    pieces = pickle.dumps([("x" * 100_000, True)])
+    for received in (start[: len(start) // 2], start + pieces[:1000]):
+        command = [sys.executable, "-c", "import fineweb; fineweb.serve()"]
+        process = subprocess.run(command, cwd=ROOT, input=received, capture_output=True)
+        assert (process.stderr, process.returncode) == (b"", 0)
 
 
 @pytest.mark.parametrize("number, said", [(signal.SIGKILL, ""), (signal.SIGINT, "interrupted\n")])
