@@ -31,6 +31,8 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a test 
 if (SHARED / "tiktoken_cache").exists():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# a shell script's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
