@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -42,16 +40,30 @@ import tyro
 import fineweb
 import hellaswag
 import tokenizer
-from plumbing import documents
+from plumbing import (
+    cli,  # before torch: sets how OpenMP threads wait
+    documents,
+)
 from plumbing.cli import UserError
 from plumbing.distributed import World, choose_device, choose_dtype, flops_per_token
 from plumbing.files import atomic_write
 from plumbing.huggingface import MATRICES
 from plumbing.peaks import peak_flops
 from train_gpt2 import (
-    GPT, GPTConfig, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig, apply_schedules, check_config,
-    configure_optimizers, fit_to_machine, get_lr, load_model, train_step,
-)  # fmt: skip
+    GPT,
+    PRESETS,
+    CausalSelfAttention,
+    DataLoaderLite,
+    GPTConfig,
+    TrainConfig,
+    apply_schedules,
+    check_config,
+    configure_optimizers,
+    fit_to_machine,
+    get_lr,
+    load_model,
+    train_step,
+)
 
 
 @dataclass
@@ -146,8 +158,10 @@ def report(options, device, measured, work, unit, extra=None):
     """
     ours, *others = measured
     width = max(map(len, measured)) + 2
-    print(f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'peak GiB':>10}{'CPU s':>9}{'ratio':>7}"
-          f"{'(of the rounds)':>17}{'by CPU s':>10}")
+    print(
+        f"{'':{width}}{unit + '/s':>12}{'median s':>11}{'min':>9}{'max':>9}{'peak GiB':>10}{'CPU s':>9}{'ratio':>7}"
+        f"{'(of the rounds)':>17}{'by CPU s':>10}"
+    )
     rates, ratios, cpu_ratios = {}, {}, {}
     for name, run in measured.items():
         seconds = run["seconds"]
@@ -163,9 +177,13 @@ def report(options, device, measured, work, unit, extra=None):
             line += f"{ratios[name]:7.2f}{f'({min(paired):.2f} to {max(paired):.2f})':>17}{cpu_ratios[name]:10.2f}"
         print(line)
     numbers = {
-        "ratio": ratios[others[0]] if others else None, f"{unit}_per_s": rates[ours],
-        "ratios": ratios, "cpu_ratios": cpu_ratios, "rates": rates, **(extra or {}),
-    }  # fmt: skip
+        "ratio": ratios[others[0]] if others else None,
+        f"{unit}_per_s": rates[ours],
+        "ratios": ratios,
+        "cpu_ratios": cpu_ratios,
+        "rates": rates,
+        **(extra or {}),
+    }
     return save(options, device, measured, numbers)
 
 
@@ -284,9 +302,18 @@ class Ours:
         for _ in range(self.steps):
             apply_schedules(self.optimizers, self.step, c)
             loss, _, _ = train_step(
-                self.model, self.loader, num_windows, self.B, self.optimizers, self.scaler, self.step, c, [],
-                self.place.autocast(), self.place.world,
-            )  # fmt: skip
+                self.model,
+                self.loader,
+                num_windows,
+                self.B,
+                self.optimizers,
+                self.scaler,
+                self.step,
+                c,
+                [],
+                self.place.autocast(),
+                self.place.world,
+            )
             self.step += 1
         return loss
 
@@ -330,11 +357,21 @@ def transformers_model(config):
     import transformers  # takes seconds
 
     transformers.logging.set_verbosity_error()
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_positions=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
-        n_embd=config.n_embd, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
-        bos_token_id=config.vocab_size - 1, eos_token_id=config.vocab_size - 1,
-    ))  # fmt: skip
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_positions=config.block_size,
+            vocab_size=config.vocab_size,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=config.vocab_size - 1,
+            eos_token_id=config.vocab_size - 1,
+        )
+    )
 
 
 def plain_adamw(model, config, fused):
@@ -400,7 +437,7 @@ def to_flag(field, value):
 
 
 def apply_variant(config, variant):
-    """"compile=False,batch_size=32" applied to a TrainConfig."""
+    """ "compile=False,batch_size=32" applied to a TrainConfig."""
     flags = [to_flag(pair.split("=")[0], pair.split("=")[-1]) for pair in variant.split(",")]
     changed = cli.parse(TrainConfig, flags, default=config)
     check_config(changed, 1)
@@ -452,10 +489,11 @@ def roofline(ours, seconds):
     attention = 12 * c.n_layer * T * c.n_embd * tokens
     work = flops_per_token(shape, T) * tokens
     lower_bound = {
-        "matmul": (work - attention) / flops, "attention": attention / 2 / flops,
+        "matmul": (work - attention) / flops,
+        "attention": attention / 2 / flops,
         "loss": 3 * 2 * shape.vocab_size * tokens / bandwidth,
         "optimizer": 28 * sum(p.numel() for p in ours.raw_model.parameters()) / bandwidth,
-    }  # fmt: skip
+    }
     print(f"measured peaks: matmul {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s")
     for family, duration in sorted(measured.items(), key=lambda item: -item[1]):
         bound = f"{1e3 * lower_bound[family]:9.2f} ms at least" if family in lower_bound else ""
@@ -464,10 +502,14 @@ def roofline(ours, seconds):
     mfu = {"measured": work / seconds / flops} | ({"datasheet": work / seconds / datasheet} if datasheet else {})
     print("MFU (PaLM's convention): " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
     return {
-        "matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": measured, "least": lower_bound,
+        "matmul_peak": flops,
+        "copy_bandwidth": bandwidth,
+        "mfu": mfu,
+        "families": measured,
+        "least": lower_bound,
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:40]),
         "attention_backend": attention_backend(c, ours.place),
-    }  # fmt: skip
+    }
 
 
 def family_of(kernel):
@@ -543,10 +585,13 @@ def make_rungs(device):
     """The rungs that exist on this device, in the lecture's order."""
     cpu = device.startswith("cpu")
     changes = {
-        "TF32": dict(tf32=True), "bfloat16 autocast": dict(dtype="bfloat16"), "torch.compile": dict(compile=True),
-        "flash attention": dict(flash=True), "vocabulary 50304": dict(vocab_size=50304),
+        "TF32": dict(tf32=True),
+        "bfloat16 autocast": dict(dtype="bfloat16"),
+        "torch.compile": dict(compile=True),
+        "flash attention": dict(flash=True),
+        "vocabulary 50304": dict(vocab_size=50304),
         "fused AdamW": dict(fused=True),
-    }  # fmt: skip
+    }
     if cpu:
         del changes["TF32"]
     if cpu and not torch.cpu._is_avx512_bf16_supported():
@@ -642,9 +687,12 @@ def bench_ladder(options, device):
     ours = seconds[name]  # of the last rung
     ratios = {rung: paired_ratio(times, ours) for rung, times in seconds.items()}
     numbers = {
-        "ratio": ratios["float32"], "ratios": ratios, "tok_per_s": rows[name]["tok_per_s"], "rungs": rows,
+        "ratio": ratios["float32"],
+        "ratios": ratios,
+        "tok_per_s": rows[name]["tok_per_s"],
+        "rungs": rows,
         "tokens": tokens,
-    }  # fmt: skip
+    }
     numbers = save(options, device, measured, numbers)
     if options.plot:
         draw_ladder(rows, numbers["device"], options.plot)
@@ -805,9 +853,15 @@ def bench_sample(options, device):
 
     def transformers():
         ids = hf.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, min_new_tokens=n, do_sample=False,
-            use_cache=True, suppress_tokens=padding, pad_token_id=0,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=n,
+            min_new_tokens=n,
+            do_sample=False,
+            use_cache=True,
+            suppress_tokens=padding,
+            pad_token_id=0,
+        )
         return ids[:, prompt.size(1) :].tolist()
 
     runs = {"sample.py": ours, "without a cache": without_cache, "transformers": transformers}
@@ -837,9 +891,12 @@ def main(args=None):
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls, as in the trainer
     benchmarks = {
-        "train": bench_train, "ladder": bench_ladder, "data": bench_data, "hellaswag": bench_hellaswag,
+        "train": bench_train,
+        "ladder": bench_ladder,
+        "data": bench_data,
+        "hellaswag": bench_hellaswag,
         "sample": bench_sample,
-    }  # fmt: skip
+    }
     benchmarks[options.what](options, device)
 
 

@@ -36,8 +36,6 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-
 import numpy as np
 import torch
 import torch._functorch.config
@@ -50,7 +48,10 @@ import bench
 import fineweb
 import hellaswag
 import tokenizer
-from plumbing import kernels
+from plumbing import (
+    cli,  # before torch: sets how OpenMP threads wait
+    kernels,
+)
 from plumbing.distributed import choose_device, cleanup_distributed, enable_fused_attention, flops_per_token
 from plumbing.peaks import peak_flops
 from train_gpt2 import PRESETS, TrainConfig, evaluate_hellaswag, evaluate_val_loss, generate_samples
@@ -252,8 +253,9 @@ class Bench:
         run = self.ours(f"total_batch_size={B * T},compile={self.config.compile and graphs != 'a graph per bucket'}")
         if not graphs:
             return rate(run, rounds=20)
-        dist.init_process_group("nccl" if self.place.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
-                                world_size=1)  # fmt: skip
+        dist.init_process_group(
+            "nccl" if self.place.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
         try:
             if self.config.compile and graphs == "a graph per bucket":
                 run.model = torch.compile(run.model, dynamic=False)
@@ -266,11 +268,19 @@ class Bench:
         """The trainer on real text, 2 * B * T tokens a step: losses, and throughput after warm-up."""
         tokens = self.config.batch_size * self.config.sequence_length
         return self.run_trainer(
-            name, batch_size=B, max_steps=steps, total_batch_size=2 * B * self.config.sequence_length,
-            warmup_steps=steps // 10, val_every=steps // 4, val_tokens=16 * tokens, sample_every=steps // 2,
-            checkpoint_every=steps // 2, hellaswag_every=steps // 2 if self.options.hellaswag else 0,
-            hellaswag_data=self.options.hellaswag, **changes,
-        )  # fmt: skip
+            name,
+            batch_size=B,
+            max_steps=steps,
+            total_batch_size=2 * B * self.config.sequence_length,
+            warmup_steps=steps // 10,
+            val_every=steps // 4,
+            val_tokens=16 * tokens,
+            sample_every=steps // 2,
+            checkpoint_every=steps // 2,
+            hellaswag_every=steps // 2 if self.options.hellaswag else 0,
+            hellaswag_data=self.options.hellaswag,
+            **changes,
+        )
 
     def run_trainer(self, name, **changes):
         """Run train_gpt2.py on --shards with `changes` to the settings; return what its log says."""
@@ -301,10 +311,14 @@ class Bench:
         speeds = list(log["tok/s"].values())[min(20, steps - 1) :]  # later steps only: the GPU is warm
         last = statistics.mean(list(log["train"].values())[-max(1, steps // 10) :])
         return {
-            "val": log.get("val", {}), "hella": log.get("hella", {}), "mean of the last tenth's losses": last,
-            "tok_per_s": statistics.median(speeds), "sustained_tok_per_s": statistics.harmonic_mean(speeds),
-            "slowest_tok_per_s": min(speeds), "peak_gib": float(peak[1]) if peak else None,
-        }  # fmt: skip
+            "val": log.get("val", {}),
+            "hella": log.get("hella", {}),
+            "mean of the last tenth's losses": last,
+            "tok_per_s": statistics.median(speeds),
+            "sustained_tok_per_s": statistics.harmonic_mean(speeds),
+            "slowest_tok_per_s": min(speeds),
+            "peak_gib": float(peak[1]) if peak else None,
+        }
 
     def run_child(self, name, command, output, cwd=None):
         """Run another program, its output in the file `output`; raises RuntimeError with its last line if it fails."""
@@ -384,9 +398,12 @@ def rate(run, rounds=5):
     seconds = [bench.timed(run, device) for _ in range(rounds)]
     median = statistics.median(each for each, _ in seconds)
     return {
-        "tok_per_s": tokens / median, "ms": 1e3 * median, "peak_gib": bench.peak_gib(device), "loss": seconds[-1][1],
+        "tok_per_s": tokens / median,
+        "ms": 1e3 * median,
+        "peak_gib": bench.peak_gib(device),
+        "loss": seconds[-1][1],
         "B": getattr(run, "B", run.config.batch_size),
-    }  # fmt: skip
+    }
 
 
 def synthetic_examples(num_examples):

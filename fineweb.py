@@ -42,9 +42,20 @@ import tokenizer
 from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import (
-    PYTHON_DOCS, Source, explain_errors, fetch_hub, file_type, is_url, list_hub, list_inputs, load_pieces, num_cores,
-    open_text, read_batches, run_in_background,
-)  # fmt: skip
+    PYTHON_DOCS,
+    Source,
+    explain_errors,
+    fetch_hub,
+    file_type,
+    is_url,
+    list_hub,
+    list_inputs,
+    load_pieces,
+    num_cores,
+    open_text,
+    read_batches,
+    run_in_background,
+)
 from plumbing.files import FolderInUse, lock_folder
 from plumbing.shards import ShardWriter, check_same_dataset, is_whole, meta_path, new_meta, open_shard, read_metas
 
@@ -104,7 +115,7 @@ def check_options(options):
 
 
 def parse_part(part):
-    """"1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
+    """ "1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", part or "0/1")
     if not match or int(match[1]) > int(match[2]):
         raise UserError(
@@ -470,8 +481,10 @@ def announce_download(options, writer, sources, limit, num_proc):
     check_disk_space(writer.folder, 2 * tokens_left + 3 * largest)
     minutes = f"about {tokens_left / num_proc / 60e6:.0f} minutes on {num_proc} cores"
     download = sum(source.size for source in sources) / 1e9
-    print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: {minutes} (a million tokens a second each), "
-          f"if the network downloads {download:.0f} GB in that time")  # fmt: skip
+    print(
+        f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: {minutes} (a million tokens a second each), "
+        f"if the network downloads {download:.0f} GB in that time"
+    )
 
 
 def suggest_separator(name):
@@ -481,8 +494,10 @@ def suggest_separator(name):
     with explain_errors(name), open_text(name) as file:
         lines = file.read(2**16).splitlines()
     if tokenizer.EOT in lines:
-        print(f"note: {name} has lines with {tokenizer.EOT}, which are treated as text. If they separate documents, "
-              f"add --separator '{tokenizer.EOT}'.")  # fmt: skip
+        print(
+            f"note: {name} has lines with {tokenizer.EOT}, which are treated as text. If they separate documents, "
+            f"add --separator '{tokenizer.EOT}'."
+        )
 
 
 def check_disk_space(folder, size):

@@ -32,17 +32,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 from plumbing.cli import UserError
-from plumbing.documents import read_json_lines
 from plumbing.distributed import choose_device
+from plumbing.documents import read_json_lines
 from plumbing.files import atomic_write
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -430,7 +429,7 @@ def print_accuracies(examples, predictions):
 
 
 def summary(correct, errors=False):
-    """"10042 acc: 0.2859 acc_norm: 0.2955" from bools (examples, 2); `errors` adds one standard error."""
+    """ "10042 acc: 0.2859 acc_norm: 0.2955" from bools (examples, 2); `errors` adds one standard error."""
     parts = [str(len(correct))]
     for name, share in zip(("acc", "acc_norm"), correct.mean(0)):
         parts.append(f"{name}: {share:.4f}")

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-
 import torch
 import tyro
 
 import tokenizer
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.cli import UserError
 from plumbing.distributed import choose_device, choose_dtype
@@ -195,7 +194,7 @@ def answer(model, enc, messages, options, generator):
             f"(That is too long: the model can read {block_size:,} tokens, {room:,} of them kept for its answer. "
             "Write less; the conversation starts over.)",
             flush=True,
-        )  # fmt: skip
+        )
         return
     steps = generate_rows(model, enc, ids, options, generator, stop_ids=enc._special_tokens.values())
     tokens = (token for (token,) in steps)
@@ -223,8 +222,9 @@ def chat(model, enc, options, generator):
             f"note: {options.model} was not trained to chat (tokenizer {enc.name} has no role markers), so it only "
             "continues the text. To teach it, run smoltalk.py, then train_gpt2.py --preset chat "
             f"--init-from {options.model}.",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
     messages = []
     first_lines = [options.prompt] if options.prompt else []
     for line in itertools.chain(first_lines, read_lines()):

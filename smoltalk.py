@@ -34,9 +34,7 @@ from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import file_type, is_url, list_inputs, read_json_lines
 from plumbing.files import lock_folder
-from plumbing.shards import (
-    ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, shard_name, write_shard,
-)  # fmt: skip
+from plumbing.shards import ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, shard_name, write_shard
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")

@@ -32,8 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -44,7 +42,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 import tokenizer
-from plumbing import checkpoint, distributed, kernels, runs, shards
+from plumbing import (
+    checkpoint,
+    cli,  # before torch: sets how OpenMP threads wait
+    distributed,
+    kernels,
+    runs,
+    shards,
+)
 from plumbing.cli import UserError
 
 # ----------------------------------------------------------------------------------------------------------
@@ -120,21 +125,53 @@ PRESETS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
     # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": dict(
-        max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
-        optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05,
+        max_steps=9536,
+        warmup_steps=250,
+        schedule="wsd",
+        max_lr=1.8e-3,
+        optimizer="muon",
+        muon_lr=0.025,
+        muon_weight_decay=0.05,
     ),
     "quickstart": dict(
-        data="python_docs", out_dir="log/quickstart", compile=False,
-        n_layer=4, n_head=4, n_embd=128, block_size=128, sequence_length=128, batch_size=16,
-        total_batch_size=2048, max_steps=400, warmup_steps=20, max_lr=4e-3, min_lr=4e-4,
-        optimizer="muon", muon_lr=0.04, schedule="wsd", val_every=100, val_tokens=2**15, hellaswag_every=0,
-        sample_every=200, sample_prompt="The ", checkpoint_every=200, keep_best=True,
+        data="python_docs",
+        out_dir="log/quickstart",
+        compile=False,
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=128,
+        sequence_length=128,
+        batch_size=16,
+        total_batch_size=2048,
+        max_steps=400,
+        warmup_steps=20,
+        max_lr=4e-3,
+        min_lr=4e-4,
+        optimizer="muon",
+        muon_lr=0.04,
+        schedule="wsd",
+        val_every=100,
+        val_tokens=2**15,
+        hellaswag_every=0,
+        sample_every=200,
+        sample_prompt="The ",
+        checkpoint_every=200,
+        keep_best=True,
     ),
     "chat": dict(
-        data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17,
-        max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True,
+        data="smoltalk",
+        out_dir="log/chat",
+        batch_size=32,
+        total_batch_size=2**17,
+        max_steps=3000,
+        warmup_steps=100,
+        max_lr=1e-4,
+        min_lr=1e-5,
+        hellaswag_every=0,
+        keep_best=True,
     ),
-}  # fmt: skip
+}
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
 # ----------------------------------------------------------------------------------------------------------
@@ -923,8 +960,10 @@ def check_config(config, world_size):
         nearest = n_head * max(1, round(config.n_embd / n_head))
         errors.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {n_head}. Try --n-embd {nearest}.")
     if T > config.block_size:
-        errors.append(f"--sequence-length {T} is longer than --block-size {config.block_size}. "
-                      "Lower the first or raise the second.")  # fmt: skip
+        errors.append(
+            f"--sequence-length {T} is longer than --block-size {config.block_size}. "
+            "Lower the first or raise the second."
+        )
     errors += distributed.check_batch(total, T, world_size, config.batch_ramp)
     if config.val_tokens < T:
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be {T} or more, the length of one sequence.")

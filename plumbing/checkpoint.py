@@ -47,7 +47,7 @@ def list_checkpoints(folder):
 
 
 def step_of(path):
-    """"log/model_00500.pt" -> 500"""
+    """ "log/model_00500.pt" -> 500"""
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
@@ -406,8 +406,11 @@ def peer_model_state(path, content):
         if is_linear_or_norm and bias not in weights:  # nanoGPT's bias=False is the same as biases of zero
             weights[bias] = weights[name].new_zeros(len(weights[name]))
     if "model_args" in content:
-        print("note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
-              "losses are slightly different here.", flush=True)  # fmt: skip
+        print(
+            "note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
+            "losses are slightly different here.",
+            flush=True,
+        )
     return {name: config[name] for name in SHAPE}, weights, tokenizer.get_encoding("gpt2")
 
 

@@ -234,6 +234,7 @@ def flag_names(config_class, synonyms):
 # ----------------------------------------------------------------------------------------------------------
 # Running a program
 
+
 def flag_of(name):
     """The flag of a field: "max_steps" -> "--max-steps"."""
     return "--" + name.replace("_", "-")

@@ -89,7 +89,7 @@ def is_url(name):
 
 
 def file_type(name):
-    """"a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
+    """ "a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
     match = re.search(r"\.(parquet|(?:(jsonl?)|(txt))(?:\.gz|\.zst)?)$", path)
     if not match:
@@ -291,9 +291,7 @@ def split_between_tokens(blocks):
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
 AFTER_A_LETTER = (
-    "\n\r\t.,;:!?"
-    "\u3001\u3002\uff0c\uff0e\uff01\uff1a\uff1b\uff1f"
-    "\u060c\u061b\u061f\u06d4\u0964\u104b\u17d4"
+    "\n\r\t.,;:!?\u3001\u3002\uff0c\uff0e\uff01\uff1a\uff1b\uff1f\u060c\u061b\u061f\u06d4\u0964\u104b\u17d4"
 )
 
 

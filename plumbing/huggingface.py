@@ -264,9 +264,16 @@ def load_tokenizer(name_or_directory):
 # Export
 
 EXPORTED_FILES = (
-    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    "tokenizer.tiktoken", "tokenizer.tiktoken.json", "README.md", "curve.png",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.tiktoken",
+    "tokenizer.tiktoken.json",
+    "README.md",
+    "curve.png",
+)
 
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):

@@ -52,9 +52,13 @@ def export_tokenizer(enc, directory, max_length=None):
     model = tokenizer.huggingface_model(enc._pat_str, vocab, merges)
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "bos_token": tokenizer.EOT, "eos_token": tokenizer.EOT, "unk_token": tokenizer.EOT, "pad_token": tokenizer.EOT,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": tokenizer.EOT,
+        "eos_token": tokenizer.EOT,
+        "unk_token": tokenizer.EOT,
+        "pad_token": tokenizer.EOT,
+    }
     if max_length:
         config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):

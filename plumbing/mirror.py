@@ -70,8 +70,11 @@ def start_wandb(project, out_dir, config):
         run = wandb.init(mode="offline", **options)
     if run.offline:
         folder = Path(run.dir).parent
-        print(f"note: Without a network or a login to Weights & Biases, --wandb writes to {folder}. "
-              f"To upload that later: wandb sync {folder}", flush=True)  # fmt: skip
+        print(
+            f"note: Without a network or a login to Weights & Biases, --wandb writes to {folder}. "
+            f"To upload that later: wandb sync {folder}",
+            flush=True,
+        )
     elif run.url:
         print(f"The log is mirrored at {run.url}.", flush=True)
     return run
@@ -103,8 +106,11 @@ class Mirror:
             # anything may fail in a large package that talks to a server, and none of it should end the run
             reason = (str(error).splitlines() or [""])[0]
             if not self.given_up:
-                print(f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {reason}). "
-                      "Training continues without it; log.txt has everything.", flush=True)  # fmt: skip
+                print(
+                    f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {reason}). "
+                    "Training continues without it; log.txt has everything.",
+                    flush=True,
+                )
 
     def log(self, step, values):
         if self.thread.is_alive():
@@ -117,5 +123,8 @@ class Mirror:
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
             self.given_up = True
-            print(f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the "
-                  "last lines; log.txt has everything.", flush=True)  # fmt: skip
+            print(
+                f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the "
+                "last lines; log.txt has everything.",
+                flush=True,
+            )

@@ -22,8 +22,16 @@ DATASETS = {
 }
 # settings that say where files are on the author's machine, or how the run was watched
 NOT_OF_THE_MODEL = {
-    "data", "out_dir", "init_from", "branch_from", "resume", "device", "hellaswag_data", "sample_prompt", "wandb",
-}  # fmt: skip
+    "data",
+    "out_dir",
+    "init_from",
+    "branch_from",
+    "resume",
+    "device",
+    "hellaswag_data",
+    "sample_prompt",
+    "wandb",
+}
 
 
 def write_model_card(directory, run_folder, step=None, sample=""):

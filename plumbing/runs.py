@@ -21,9 +21,16 @@ import numpy as np
 import torch
 
 from plumbing.checkpoint import (
-    BEST, CHECKPOINT_NAME, SHAPE, CheckpointWriter, check_tokenizer, load_checkpoint, load_initial_weights,
-    model_tokenizer, newest_checkpoint,
-)  # fmt: skip
+    BEST,
+    CHECKPOINT_NAME,
+    SHAPE,
+    CheckpointWriter,
+    check_tokenizer,
+    load_checkpoint,
+    load_initial_weights,
+    model_tokenizer,
+    newest_checkpoint,
+)
 from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
@@ -33,10 +40,27 @@ from plumbing.peaks import peak_flops
 
 # settings that may change when a run is resumed: none of them affects what the model learns
 MAY_CHANGE_ON_RESUME = {
-    "preset", "out_dir", "resume", "branch_from", "device", "compile", "activation_checkpointing", "batch_size", "data",
-    "val_every", "hellaswag_every", "hellaswag_limit", "hellaswag_data", "sample_every", "sample_prompt",
-    "checkpoint_every", "keep_checkpoints", "keep_best", "milestone_every", "wandb",
-}  # fmt: skip
+    "preset",
+    "out_dir",
+    "resume",
+    "branch_from",
+    "device",
+    "compile",
+    "activation_checkpointing",
+    "batch_size",
+    "data",
+    "val_every",
+    "hellaswag_every",
+    "hellaswag_limit",
+    "hellaswag_data",
+    "sample_every",
+    "sample_prompt",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "keep_best",
+    "milestone_every",
+    "wandb",
+}
 
 # settings that may differ from node to node: where its files are, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
@@ -195,8 +219,10 @@ def is_finished(config, start_step):
     exported = Path(config.out_dir) / "hf"
     finished = start_step == config.max_steps and exported.exists()
     if finished:
-        print0(f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in {exported}. To "
-               f"extend it, use --branch-from {config.out_dir} with a larger --max-steps and another --out-dir.")
+        print0(
+            f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in {exported}. To "
+            f"extend it, use --branch-from {config.out_dir} with a larger --max-steps and another --out-dir."
+        )
     return finished
 
 
@@ -445,8 +471,10 @@ class Run:
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
         tokens, epochs = loader.num_windows * T, c.max_steps * S / (loader.num_windows * T)
-        print0(f"data: {tokens:,} training tokens in {len(loader.shards)} shards, of which the run makes {epochs:.2f} "
-               f"epochs; {num_val_windows * T:,} validation tokens; tokenizer {self.metadata['tokenizer']}")
+        print0(
+            f"data: {tokens:,} training tokens in {len(loader.shards)} shards, of which the run makes {epochs:.2f} "
+            f"epochs; {num_val_windows * T:,} validation tokens; tokenizer {self.metadata['tokenizer']}"
+        )
         print0(f"step: {S:,} tokens = B {B} * T {T} * {world.size} ranks * {S // (B * T * world.size)} micro-steps")
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         sizes = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
@@ -534,6 +562,8 @@ class Run:
             print(f"Done in {minutes:.1f} minutes{memory}, {self.checkpoint_seconds:.1f} s of it for checkpoints.")
             print(f"The model is in {self.out_dir / 'hf'}.")
             if self.config.keep_best and self.best_val_loss < math.inf:
-                print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in "
-                      f"{self.out_dir / BEST}.")  # fmt: skip
+                print(
+                    f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in "
+                    f"{self.out_dir / BEST}."
+                )
         return 0

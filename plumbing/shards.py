@@ -376,8 +376,10 @@ class ShardWriter:
             counts[split_of(file)] += num_tokens
         *others, last = meta["shards"].values()
         shorter = ", the last one with what was left" if others and last < max(others) else ""
-        print(f"{self.folder}: {counts['train']:,} tokens to train on and {counts['val']:,} to validate on, in "
-              f"{len(meta['shards'])} shards{shorter}; {meta['documents']:,} documents")  # fmt: skip
+        print(
+            f"{self.folder}: {counts['train']:,} tokens to train on and {counts['val']:,} to validate on, in "
+            f"{len(meta['shards'])} shards{shorter}; {meta['documents']:,} documents"
+        )
 
 
 # -----------------------------------------------------------------------------
@@ -389,7 +391,7 @@ def meta_path(folder, part, num_parts):
 
 
 def num_parts_of(path):
-    """"data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
+    """ "data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
     match = re.search(r"-of-(\d+)\.json$", str(path))
     return int(match[1]) if match else 1
 
@@ -405,9 +407,18 @@ def new_meta(dataset, enc, made_from):
 
 
 META_TYPES = {
-    "dataset": str, "tokenizer": str, "vocab_size": int, "documents": int, "tokens": int, "targets": int,
-    "shards": dict, "complete": bool, "made_from": dict, "ends": dict, "validation_every": int,
-}  # fmt: skip
+    "dataset": str,
+    "tokenizer": str,
+    "vocab_size": int,
+    "documents": int,
+    "tokens": int,
+    "targets": int,
+    "shards": dict,
+    "complete": bool,
+    "made_from": dict,
+    "ends": dict,
+    "validation_every": int,
+}
 META_KEYS = ("tokenizer",)  # the keys without a default: people write short ones by hand
 
 

@@ -19,9 +19,16 @@ WARPS, PER_THREAD = 32, 8
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, targets, losses, gradient, log2_scale, V: tl.constexpr, IGNORE_INDEX: tl.constexpr,
-    THREADS: tl.constexpr, PER_THREAD: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    losses,
+    gradient,
+    log2_scale,
+    V: tl.constexpr,
+    IGNORE_INDEX: tl.constexpr,
+    THREADS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
+):
     """losses[row] = logsumexp(logits[row]) - logits[row, target],
 
     gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is IGNORE_INDEX.

@@ -38,8 +38,8 @@ import numpy as np
 import pytest
 import torch
 
-from plumbing import cli, distributed, modelcard
 import train_gpt2
+from plumbing import cli, distributed, modelcard
 
 torch.set_num_threads(1)
 # the picture of its losses takes as long as the rest of a tiny run: only test_modelcard.py and the real scripts draw it
@@ -48,10 +48,26 @@ modelcard.write_curve = lambda path, streams: False
 
 # a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
 TINY = dict(
-    n_layer=2, n_head=2, n_embd=32, block_size=32, sequence_length=16, batch_size=4, total_batch_size=128,
-    max_steps=12, warmup_steps=3, max_lr=3e-3, min_lr=3e-4, val_every=4, val_tokens=512, hellaswag_every=0,
-    sample_every=0, checkpoint_every=4, device="cpu", dtype="float32", compile=False,
-)  # fmt: skip
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=32,
+    sequence_length=16,
+    batch_size=4,
+    total_batch_size=128,
+    max_steps=12,
+    warmup_steps=3,
+    max_lr=3e-3,
+    min_lr=3e-4,
+    val_every=4,
+    val_tokens=512,
+    hellaswag_every=0,
+    sample_every=0,
+    checkpoint_every=4,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
 LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
 
 

@@ -299,11 +299,14 @@ def elastic(folder, steps=150, seed=0, say=lambda text: None):
         losses.append(np.array([float(value) for _, _, value in lines]))
     difference = np.abs(losses[0] - losses[1])
     found = {
-        "steps": steps, "stopped after": stopped, "killed after": killed,
+        "steps": steps,
+        "stopped after": stopped,
+        "killed after": killed,
         "restarts": (out_dir / "run.txt").read_text().count("started: ") - 2,
-        "first steps": float(difference[: stopped + 10].max()), "largest": float(difference.max()),
+        "first steps": float(difference[: stopped + 10].max()),
+        "largest": float(difference.max()),
         "at step": int(difference.argmax()),
-    }  # fmt: skip
+    }
     say(f"largest difference of a train loss: {json.dumps(found)}")
     return found
 

@@ -152,9 +152,10 @@ DAMAGES |= {
     "a list": lambda c: [c],
     "nothing": lambda c: (None,)[0] or [],
     "bare weights": lambda c: c["model"],
-    **{f"no {name}": lambda c, name=name: c.pop(name) and None for name in (
-        "optimizer", "config", "step", "loader", "tokenizer_file", "scaler", "val_loss"
-    )},
+    **{
+        f"no {name}": lambda c, name=name: c.pop(name) and None
+        for name in ("optimizer", "config", "step", "loader", "tokenizer_file", "scaler", "val_loss")
+    },
     "no model": lambda c: {name: value for name, value in c.items() if name != "model"},
     "no rng": lambda c: {name: value for name, value in c.items() if name != "rng"},
     "weights in a list": lambda c: c | {"model": list(c["model"].values())},
@@ -182,9 +183,9 @@ DAMAGES |= {
     "a tokenizer of bytes": lambda c: c | {"tokenizer_file": c["tokenizer_file"].encode()},
     "a tokenizer that is not one": set_item("tokenizer_file", '{"name": 3}'),
     "a tokenizer with negative ids": lambda c: c | {"tokenizer_file": c["tokenizer_file"].replace(" 100\n", " -1\n")},
-    "a tokenizer named like a path": lambda c: c | {
-        "tokenizer_file": c["tokenizer_file"].replace('"bytes"', '"../../touched"')
-    },
+    "a tokenizer named like a path": lambda c: (
+        c | {"tokenizer_file": c["tokenizer_file"].replace('"bytes"', '"../../touched"')}
+    ),
     "a validation loss that is a list": set_item("val_loss", [[1]] * 9),
     # settings
     **{f"{name} as text": set_item("config", name, "2") for name in ("n_layer", "n_head", "n_embd", "vocab_size")},
@@ -207,10 +208,13 @@ DAMAGES |= {
     "an embedding of another shape": set_item("model", WTE, lambda: torch.zeros(320, 64)),
     "an output layer of its own": lambda c: set_item("model", "lm_head.weight", c["model"][WTE] + 1)(c),
     "a vocabulary of 2**40 rows in one": lambda c: (
-        set_item("config", "vocab_size", 2**40)(c),
-        set_item("model", WTE, torch.zeros(1, 32).expand(2**40, 32))(c),
-        set_item("model", "lm_head.weight", c["model"][WTE])(c),
-    ) and None,
+        (
+            set_item("config", "vocab_size", 2**40)(c),
+            set_item("model", WTE, torch.zeros(1, 32).expand(2**40, 32))(c),
+            set_item("model", "lm_head.weight", c["model"][WTE])(c),
+        )
+        and None
+    ),
     "tensors of integers": set_tensor(lambda t: t.int()),
     "tensors of complex numbers": set_tensor(lambda t: t + 0j),
     "tensors that are cut": set_tensor(lambda t: t[:-1].clone()),
@@ -235,15 +239,13 @@ DAMAGES |= {
         *FIRST, "exp_avg_sq", -c["optimizer"][0]["state"][0]["exp_avg_sq"].abs() - 1
     )(c),
     "averages in one place": lambda c: set_item(*FIRST, "exp_avg", c["optimizer"][0]["state"][0]["exp_avg_sq"])(c),
-    "averages of another parameter": lambda c: c["optimizer"][0]["state"].update(
-        {0: c["optimizer"][0]["state"][1]}
-    ),
+    "averages of another parameter": lambda c: c["optimizer"][0]["state"].update({0: c["optimizer"][0]["state"][1]}),
     "states of one parameter too few": lambda c: c["optimizer"][0]["state"].pop(0) and None,
     "states of one parameter too many": set_item("optimizer", 0, "state", 999, {}),
     "states in a list": lambda c: set_item("optimizer", 0, "state", list(c["optimizer"][0]["state"].values()))(c),
     "an optimizer that is a number": set_item("optimizer", 0, 5),
     "no optimizers": set_item("optimizer", []),
-}  # fmt: skip
+}
 # only resuming reads what these change, and what they leave is right for the others or is refused there, too
 ONLY_RESUMED = {
     "a setting of another run": set_item("config", "max_lr", 1.0),
@@ -268,17 +270,38 @@ def write_damaged(damage, intact, path):
 # Folders: of data, and of the run that continues. Each damage changes files in a folder with data/ and run/.
 
 META_TEXTS = {
-    "an empty meta.json": "", "a torn one": '{"tokenizer": "by', "a list": "[]", "nothing": "null", "a number": "1e999",
-    "brackets without end": "[" * 100_000, "no keys": "{}", "a byte order mark": "\ufeff{}",
-}  # fmt: skip
+    "an empty meta.json": "",
+    "a torn one": '{"tokenizer": "by',
+    "a list": "[]",
+    "nothing": "null",
+    "a number": "1e999",
+    "brackets without end": "[" * 100_000,
+    "no keys": "{}",
+    "a byte order mark": "\ufeff{}",
+}
 META_CHANGES = {
     "tokenizer": [3, "", "../../touched", "no-such-tokenizer", "gpt2\0", ["bytes"]],
     "shards": [{}, [], {"../x.npy": 3}, {"tiny_train_000001.npy": "3000"}, {"tiny_train_000001.npy": -1}, None],
-    "complete": [False, "yes", 1], "vocab_size": ["257"], "dataset": [None],
-    "ends": [{"x": 3}, {"x": [1]}], "made_from": [[], {"sources": 3}],
-}  # fmt: skip
-LOG_LINES = ["\n\n", "4 val nan\n", "\0" * 100 + "\n", "\udce9\n", "0 train 1e999\n", "9" * 5000 + " train 1\n", "x\u2028y\n",
-             "0 val -1e-400\n", "\u0663 train 1\n", "5 tra\n", "3 val 1 2 3\n", "3 val\n"]  # fmt: skip
+    "complete": [False, "yes", 1],
+    "vocab_size": ["257"],
+    "dataset": [None],
+    "ends": [{"x": 3}, {"x": [1]}],
+    "made_from": [[], {"sources": 3}],
+}
+LOG_LINES = [
+    "\n\n",
+    "4 val nan\n",
+    "\0" * 100 + "\n",
+    "\udce9\n",
+    "0 train 1e999\n",
+    "9" * 5000 + " train 1\n",
+    "x\u2028y\n",
+    "0 val -1e-400\n",
+    "\u0663 train 1\n",
+    "5 tra\n",
+    "3 val 1 2 3\n",
+    "3 val\n",
+]
 SHARD = "tiny_train_000002.npy"
 
 
@@ -297,11 +320,17 @@ def folder_damages():
             damages[f"meta.json: {key} is {value!r}"] = change_meta
     tokens = np.full(1700, 97, np.uint16)
     arrays = {
-        "of int64": tokens.astype(np.int64), "of big-endian numbers": tokens.astype(">u2"), "of two dimensions":
-        tokens.reshape(17, 100), "of objects": np.array([{}] * 9, object), "of records": np.zeros(9, "u2,u2"),
-        "of ids too large": tokens + 9999, "too short": tokens[:-5], "of one number": np.uint16(3), "empty": tokens[:0],
+        "of int64": tokens.astype(np.int64),
+        "of big-endian numbers": tokens.astype(">u2"),
+        "of two dimensions": tokens.reshape(17, 100),
+        "of objects": np.array([{}] * 9, object),
+        "of records": np.zeros(9, "u2,u2"),
+        "of ids too large": tokens + 9999,
+        "too short": tokens[:-5],
+        "of one number": np.uint16(3),
+        "empty": tokens[:0],
         "of other tokens": tokens,
-    }  # fmt: skip
+    }
     for name, array in arrays.items():
         damages[f"a shard {name}"] = lambda folder, array=array: np.save(folder / "data" / SHARD, array)
     for seed in range(10):
@@ -431,7 +460,7 @@ def attempt(command, folder, name, checkpoint=None):
 
 
 def verdict(attempt, intact):
-    """"refused", "right", or what is wrong with an attempt, which `intact` is the attempt without damage of."""
+    """ "refused", "right", or what is wrong with an attempt, which `intact` is the attempt without damage of."""
     errors = [line for line in attempt.text.splitlines() if line.startswith("error: ")]
     if attempt.seconds > SECONDS:
         return f"WRONG: it took {attempt.seconds:.1f} s"
@@ -495,8 +524,10 @@ def main():
             for name, command, found, one in attempts:
                 line = next((line for line in one.text.splitlines() if line.startswith("error: ")), "")
                 line = line.replace(str(place), "DIR")[:200]
-                print(f"{command:6} | {name} | {found} | {one.seconds:.1f} s | {one.peak / 2**20:.0f} MiB | {line}",
-                      flush=True)  # fmt: skip
+                print(
+                    f"{command:6} | {name} | {found} | {one.seconds:.1f} s | {one.peak / 2**20:.0f} MiB | {line}",
+                    flush=True,
+                )
                 outcome = found.split(":")[0]
                 counts[kind, outcome] = counts.get((kind, outcome), 0) + 1
         for (kind, outcome), count in counts.items():

@@ -19,9 +19,18 @@ import fuzz
 import pytest
 import torch
 from conftest import (
-    flags, listing, make_shards, patched, read_log, run, start, status_of, tiny_flags, tiny_model,
+    flags,
+    listing,
+    make_shards,
+    patched,
+    read_log,
+    run,
+    start,
+    status_of,
+    tiny_flags,
+    tiny_model,
     train,
-)  # fmt: skip
+)
 
 import sample
 import train_gpt2
@@ -276,8 +285,15 @@ def test_an_empty_out_dir_is_not_the_current_folder(folder, monkeypatch, capsys)
 # Malformed files
 
 
-SHORT = ["a bit flipped, place 3", "a huge bytearray", "averages of another parameter", "a step beyond the end",
-         "a random state of noise", "tensors with not a number", "vocab_size 2**40"]  # fmt: skip
+SHORT = [
+    "a bit flipped, place 3",
+    "a huge bytearray",
+    "averages of another parameter",
+    "a step beyond the end",
+    "a random state of noise",
+    "tensors with not a number",
+    "vocab_size 2**40",
+]
 
 
 def test_malformed_checkpoints_are_one_line_or_no_matter(good, tmp_path):

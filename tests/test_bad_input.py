@@ -70,8 +70,11 @@ for name, flags, *expected in [
     ("an unknown dtype", ["--dtype", "float8"], "float8", "bfloat16"),
     ("a word too many", ["train"], "train"),
     (
-        "a batch that does not divide", dict(total_batch_size=1000),
-        "--total-batch-size 1000", "multiple of 16", "ranks. Try --total-batch-size 992",
+        "a batch that does not divide",
+        dict(total_batch_size=1000),
+        "--total-batch-size 1000",
+        "multiple of 16",
+        "ranks. Try --total-batch-size 992",
     ),
     ("heads that do not divide the width", dict(n_embd=33), "--n-embd 33", "--n-head 2", "Try --n-embd 32"),
     ("T beyond the block size", dict(sequence_length=64, batch_size=2), "--sequence-length 64", "--block-size 32"),
@@ -83,25 +86,36 @@ for name, flags, *expected in [
     ("an infinite learning rate", dict(max_lr="inf"), "--max-lr is inf", "finite"),
     ("no checkpoints to keep", dict(keep_checkpoints=0), "--keep-checkpoints is 0", "greater than 0"),
     (
-        "a decay of more than the run", dict(schedule="wsd", decay_fraction=1.5),
-        "--decay-fraction is 1.5", "between 0 and 1",
+        "a decay of more than the run",
+        dict(schedule="wsd", decay_fraction=1.5),
+        "--decay-fraction is 1.5",
+        "between 0 and 1",
     ),
     (
-        "fp8 at a width that it can't tile", dict(dtype="fp8", n_embd=40),
-        "--dtype fp8", "multiples of 16", "--n-embd 40",
+        "fp8 at a width that it can't tile",
+        dict(dtype="fp8", n_embd=40),
+        "--dtype fp8",
+        "multiples of 16",
+        "--n-embd 40",
     ),
     ("fewer validation tokens than a window", dict(val_tokens=15), "--val-tokens is 15", "16 or more"),
     (
-        "a vocabulary below the tokenizer's", dict(vocab_size=200),
-        "room for 200 token ids", "--vocab-size", "to 257 or more",
+        "a vocabulary below the tokenizer's",
+        dict(vocab_size=200),
+        "room for 200 token ids",
+        "--vocab-size",
+        "to 257 or more",
     ),
     ("a ramp whose steps do not divide", dict(batch_ramp=10**6), "--batch-ramp", "32,768"),
     ("a device that does not exist", dict(device="gpu"), "device called 'gpu'"),
     (
-        "three mistakes at once", dict(n_embd=33, sequence_length=64, total_batch_size=1000, batch_size=2),
-        "--n-embd 33", "--sequence-length 64", "--total-batch-size 1000",
+        "three mistakes at once",
+        dict(n_embd=33, sequence_length=64, total_batch_size=1000, batch_size=2),
+        "--n-embd 33",
+        "--sequence-length 64",
+        "--total-batch-size 1000",
     ),
-]:  # fmt: skip
+]:
     case("configuration", name, *expected)(flags)
 
 if not torch.cuda.is_available():
@@ -295,9 +309,11 @@ def other_family(folder):
 def other_tokenizer(folder):
     state = checkpoint_of(folder)
     enc = tiktoken.Encoding(
-        "my-1a2b3c4d", pat_str=r"(?s:.)", special_tokens={"<|endoftext|>": 257},
+        "my-1a2b3c4d",
+        pat_str=r"(?s:.)",
+        special_tokens={"<|endoftext|>": 257},
         mergeable_ranks={bytes([i]): i for i in range(256)} | {b"ab": 256},
-    )  # fmt: skip
+    )
     return from_state(folder, state | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizer.dumps(enc)})
 
 
@@ -325,7 +341,9 @@ def different_run(folder):
     return dict(out_dir=folder / "run", max_lr=0.1)
 
 
-@case("checkpoints", "a run whose data has changed", "not those that the run was started on", "original shards", "--data")
+@case(
+    "checkpoints", "a run whose data has changed", "not those that the run was started on", "original shards", "--data"
+)
 def other_data(folder):
     (folder / "run" / "model_00004.pt").unlink()
     return dict(out_dir=folder / "run", data=make_shards(folder / "more", lengths=(2000, 3000, 2700)))

@@ -14,9 +14,17 @@ import tokenizer
 import train_gpt2
 
 TINY = dict(
-    n_layer=1, n_head=2, n_embd=32, vocab_size=320, batch_size=2, sequence_length=16, total_batch_size=64, rounds=2,
-    device="cpu", dtype="float32",
-)  # fmt: skip
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    vocab_size=320,
+    batch_size=2,
+    sequence_length=16,
+    total_batch_size=64,
+    rounds=2,
+    device="cpu",
+    dtype="float32",
+)
 KEYS = {"ratio", "ratios", "seconds", "peak_gib", "device", "versions", "commit", "command", "options"}
 # a nanoGPT checkout as far as bench.py knows one, on top of our own model
 PEER = """
@@ -145,8 +153,16 @@ def test_the_ladder_adds_one_optimization_at_a_time(tmp_path, monkeypatch, capsy
     picture = tmp_path / "ladder.png"
     shape = dict(n_layer=1, n_head=2, n_embd=32, batch_size=1, sequence_length=16, rounds=1, device="cpu")
     numbers = measure(tmp_path, "ladder", plot=picture, **shape)
-    names = ["float32", "TF32", "bfloat16 autocast", "torch.compile", "flash attention", "vocabulary 50304",
-             "fused AdamW", "this program"]  # fmt: skip
+    names = [
+        "float32",
+        "TF32",
+        "bfloat16 autocast",
+        "torch.compile",
+        "flash attention",
+        "vocabulary 50304",
+        "fused AdamW",
+        "this program",
+    ]
     assert list(numbers["rungs"]) == names and len(compiled) == 5
     for name, rung in numbers["rungs"].items():
         # weights and data are the same in all rungs but for the vocabulary's size, and the program's own are shuffled

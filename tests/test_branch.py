@@ -15,9 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    SHARED, die_at, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train, wait_for_checkpoint,
+    SHARED,
+    die_at,
+    listing,
+    make_shards,
+    patched,
+    read_log,
+    run,
+    status_of,
+    tiny_flags,
+    train,
+    wait_for_checkpoint,
     write_half,
-)  # fmt: skip
+)
 
 import hellaswag
 import sample
@@ -97,8 +107,8 @@ def branched(out_dir):
 
 EPOCHS = dict(total_batch_size=1024, batch_size=32)  # 64 of 293 windows a step: step 6 is in the second epoch
 RAMP = dict(  # 32K tokens a step, in step 4 twice and from step 5 on three times as many
-    total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, n_layer=1, n_embd=16, max_steps=6, warmup_steps=5,
-)  # fmt: skip
+    total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, n_layer=1, n_embd=16, max_steps=6, warmup_steps=5
+)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +346,9 @@ def test_another_tokenizer_is_refused(folder, parent, tmp_path, capsys):
 
 
 def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, tmp_path, capsys):
-    best = {name: load_checkpoint(parent / "model_00008.pt")[name] for name in ("model", "config", "step", "tokenizer_file")}
+    best = {
+        name: load_checkpoint(parent / "model_00008.pt")[name] for name in ("model", "config", "step", "tokenizer_file")
+    }
     (tmp_path / "family").mkdir()
     torch.save(best, tmp_path / "family" / "model_best.pt")
     told = [str(tmp_path / "family" / "model_best.pt"), "--init-from"]
@@ -466,7 +478,9 @@ def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
 @pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
 def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
     assert train(folder, tmp_path / "parent", dtype=before, **OPTIONS) == 0
-    assert train(folder, tmp_path / "out", branch_from=tmp_path / "parent" / "model_00008.pt", dtype=after, **OPTIONS) == 0
+    assert (
+        train(folder, tmp_path / "out", branch_from=tmp_path / "parent" / "model_00008.pt", dtype=after, **OPTIONS) == 0
+    )
     assert branched(tmp_path / "out")["changed"] == {"dtype": [before, after]}
     ours, theirs = read_log(tmp_path / "out"), read_log(tmp_path / "parent")
     assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, get_args
 
 import pytest
 import tyro
+from conftest import ROOT
 
 import train_gpt2
-from conftest import ROOT
 from plumbing import cli
 from plumbing.cli import UserError
 

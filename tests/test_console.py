@@ -6,10 +6,10 @@ import shlex
 import sys
 
 import pytest
-import tqdm.std
-
 import torch
+import tqdm.std
 from conftest import tiny_model, train
+
 from plumbing import runs
 from plumbing.distributed import World
 from train_gpt2 import DataLoaderLite, TrainConfig

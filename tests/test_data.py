@@ -329,9 +329,12 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     stream = [token for text in documents for token in [256, *text.encode()]]
     (tmp_path / "docs.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in documents))
     options = fineweb.Options(
-        input=(str(tmp_path / "docs.jsonl"),), tokenizer="bytes", out_dir=str(tmp_path / "d"), shard_size=1000,
+        input=(str(tmp_path / "docs.jsonl"),),
+        tokenizer="bytes",
+        out_dir=str(tmp_path / "d"),
+        shard_size=1000,
         num_proc=1,
-    )  # fmt: skip
+    )
     fineweb.prepare(options)
     enc = tokenizer.folder_encoding(tmp_path / "d")
     assert enc.name == "bytes"

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from tqdm import tqdm
 from conftest import ROOT, SHARED, listing, patched, refusal_of, run
+from tqdm import tqdm
 
 import fineweb
 import tokenizer
@@ -138,9 +138,10 @@ def test_gpt2_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
 
 
 @needs_gpt2
-@pytest.mark.parametrize("pattern, tail", [
-    ("gpt2", "x"), ("gpt2", "\nx"), ("gpt2", "\x1cx"), ("gpt2", " \n\n  x y"), ("gpt4", "x"), ("gpt4", " \n\n  x y"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, tail",
+    [("gpt2", "x"), ("gpt2", "\nx"), ("gpt2", "\x1cx"), ("gpt2", " \n\n  x y"), ("gpt4", "x"), ("gpt4", " \n\n  x y")],
+)
 def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway(pattern, tail):
     gpt2 = tiktoken.get_encoding("gpt2")
     parts = dict(mergeable_ranks=gpt2._mergeable_ranks, special_tokens=gpt2._special_tokens)
@@ -202,10 +203,15 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     assert num_pieces > 5000
 
 
-@pytest.mark.parametrize("words", [
-    ["\u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 "], ["\u6211\u662f\u4eba", "\u3002\n"],
-    ["\u0939\u093f\u0928\u094d\u0926\u0940 "], ["\u0643\u062a\u0627\u0628\n"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["\u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 "],
+        ["\u6211\u662f\u4eba", "\u3002\n"],
+        ["\u0939\u093f\u0928\u094d\u0926\u0940 "],
+        ["\u0643\u062a\u0627\u0628\n"],
+    ],
+)
 def test_a_text_without_ascii_letters_is_not_held_in_memory(words):
     """It was: the only places to cut at were after an ASCII letter, so 290 MB of Cyrillic took 2.4 GB."""
     text = "".join(words * 3000)
@@ -325,9 +331,7 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / files[1]).read_bytes()
 
 
-@pytest.mark.parametrize("length, lengths", [
-    (100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10),
-])  # fmt: skip
+@pytest.mark.parametrize("length, lengths", [(100, [10] * 10), (101, [11] * 9 + [2]), (2, [1, 1]), (1000, [100] * 10)])
 def test_python_docs_within_one_shard_are_cut_into_tenths(tmp_path, length, lengths):
     """Their order is random, so the first tenth is like the rest."""
     with patched(documents, "python_docs", lambda: ["x" * (length - 1)]):
@@ -489,8 +493,8 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, sa
     )
     (tmp_path / "pickle.py").write_text("raise ImportError('what lies in the current folder is not for fineweb.py')")
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     while not (tmp_path / "out" / "out_train_000001.npy").exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -967,15 +971,46 @@ def refusals(tmp_path_factory):
     return cases, done, before == listing(tmp_path)
 
 
-@pytest.mark.parametrize("name", [
-    "missing column", "column of numbers", "column of lists", "column of maps", "a link to nowhere",
-    "empty name of a folder", "malformed JSON", "no object", "no text", "no documents", "empty text",
-    "not UTF-8", "truncated parquet", "truncated gzip", "unknown kind", "missing file", "a folder", "broken tokenizer",
-    "unknown tokenizer", "large tokenizer", "unknown data set", "unknown flag", "bad counts", "bad part",
-    "part without a file", "another data set", "another file", "another tokenizer", "another shard size",
-    "shards of unknown origin", "a strange meta.json", "a file for a folder", "no network", "no network for a URL",
-    "no network for ready-made shards",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "missing column",
+        "column of numbers",
+        "column of lists",
+        "column of maps",
+        "a link to nowhere",
+        "empty name of a folder",
+        "malformed JSON",
+        "no object",
+        "no text",
+        "no documents",
+        "empty text",
+        "not UTF-8",
+        "truncated parquet",
+        "truncated gzip",
+        "unknown kind",
+        "missing file",
+        "a folder",
+        "broken tokenizer",
+        "unknown tokenizer",
+        "large tokenizer",
+        "unknown data set",
+        "unknown flag",
+        "bad counts",
+        "bad part",
+        "part without a file",
+        "another data set",
+        "another file",
+        "another tokenizer",
+        "another shard size",
+        "shards of unknown origin",
+        "a strange meta.json",
+        "a file for a folder",
+        "no network",
+        "no network for a URL",
+        "no network for ready-made shards",
+    ],
+)
 def test_bad_input_is_one_line_and_status_2(refusals, name):
     cases, done, _ = refusals
     status, _, stderr = done[name]

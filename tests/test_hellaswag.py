@@ -16,10 +16,19 @@ from conftest import refusal_of
 
 import hellaswag
 import tokenizer
-from plumbing.cli import UserError
 from hellaswag import (
-    Counts, attention_mask, evaluate, harness_text, iterate_examples, pack, predict, render_example, score, truncate,
-)  # fmt: skip
+    Counts,
+    attention_mask,
+    evaluate,
+    harness_text,
+    iterate_examples,
+    pack,
+    predict,
+    render_example,
+    score,
+    truncate,
+)
+from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, GPTConfig
 
@@ -29,12 +38,25 @@ ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in al
 
 # unequal lengths, a tie, text beyond ASCII, a context of one letter
 EXAMPLES = [
-    {"activity_label": "Roofing", "ctx": "A man is on a roof. he", "label": 3,
-     "endings": ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]},
-    {"activity_label": "Caf\u00e9", "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she", "label": 0,
-     "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "flies."]},
+    {
+        "activity_label": "Roofing",
+        "ctx": "A man is on a roof. he",
+        "label": 3,
+        "endings": [
+            "is using wrap.",
+            "is ripping level tiles off.",
+            "holds a cube.",
+            "pulls up the roofing on a roof.",
+        ],
+    },
+    {
+        "activity_label": "Caf\u00e9",
+        "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
+        "label": 0,
+        "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "flies."],
+    },
     {"activity_label": "X", "ctx": "x", "label": 1, "endings": ["a", "bb", "ccc", "dddd"]},
-]  # fmt: skip
+]
 
 
 class Planted(nn.Module):
@@ -243,7 +265,7 @@ def test_an_ending_begins_with_the_space_that_joins_it():
         ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
         ({"ctx": "a boy"}, "High jump: a boy"),
     ],
-)  # fmt: skip
+)
 def test_text_of_the_harness(fields, expected):
     example = {"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields}
     context, endings = harness_text(example)

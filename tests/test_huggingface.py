@@ -71,7 +71,9 @@ def test_a_variant_that_the_model_does_not_compute_is_refused(hf, name):
 
 def test_what_makes_no_difference_is_read(hf):
     expected = load_huggingface(hf)
-    change_config(hf, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh", n_inner=128, resid_pdrop=0.1)
+    change_config(
+        hf, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh", n_inner=128, resid_pdrop=0.1
+    )
     shape, weights = load_huggingface(hf)
     assert shape == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
@@ -99,7 +101,9 @@ def test_sizes_that_the_weights_do_not_have_are_refused_before_memory_is_asked_f
     assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 10**6, '{"n_layer": 1e999}', "\x00", '{"n_layer": %s}' % ("9" * 5000)])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", "[" * 10**6, '{"n_layer": 1e999}', "\x00", '{"n_layer": %s}' % ("9" * 5000)]
+)
 def test_a_config_that_is_none_is_refused(hf, text):
     (hf / "config.json").write_text(text)
     assert "config.json" in refusal(load_huggingface, hf)
@@ -118,7 +122,10 @@ def rewrite(hf, change):
 NAME = "transformer.h.1.mlp.c_fc.weight"
 BAD_WEIGHTS = {
     "a tensor is missing": (lambda w: w.pop(NAME), f"{NAME} is missing"),
-    "a tensor too many": (lambda w: w.update({"score.weight": torch.ones(2, 32)}), "score.weight is not a weight of GPT-2"),
+    "a tensor too many": (
+        lambda w: w.update({"score.weight": torch.ones(2, 32)}),
+        "score.weight is not a weight of GPT-2",
+    ),
     "another shape": (lambda w: w.update({NAME: w[NAME].T}), f"{NAME} has the shape"),
     "whole numbers": (lambda w: w.update({NAME: w[NAME].to(torch.int8)}), f"{NAME} has the dtype I8"),
     "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),

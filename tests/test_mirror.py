@@ -5,15 +5,15 @@ import json
 import shutil
 import sys
 
-import pytest
-
 import conftest
+import pytest
 from conftest import read_log, train
+
 from plumbing import mirror
 
 # Stands for wandb: notes every call in calls.jsonl and, as the server, knows each run's steps. $FAKE_WANDB says what
 # goes wrong.
-FAKE = '''
+FAKE = """
 import json, os, time, types
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def init(mode, id, settings, **options):
     if TROUBLE == "unreachable" and mode == "online":
         raise CommError("timed out")
     return Run(mode, id)
-'''
+"""
 
 
 @pytest.fixture

@@ -14,15 +14,28 @@ from plumbing.huggingface import export_huggingface
 from plumbing.modelcard import write_model_card
 
 CONFIG = {
-    "preset": "gpt2", "data": "/home/somebody/data", "out_dir": "/home/somebody/log", "init_from": "", "n_layer": 2,
-    "total_batch_size": 1000, "batch_ramp": 0, "max_steps": 4, "val_tokens": 5000, "hellaswag_limit": 200,
-    "max_lr": 6e-4, "hellaswag_data": "/home/somebody/val.jsonl",
-}  # fmt: skip
+    "preset": "gpt2",
+    "data": "/home/somebody/data",
+    "out_dir": "/home/somebody/log",
+    "init_from": "",
+    "n_layer": 2,
+    "total_batch_size": 1000,
+    "batch_ramp": 0,
+    "max_steps": 4,
+    "val_tokens": 5000,
+    "hellaswag_limit": 200,
+    "max_lr": 6e-4,
+    "hellaswag_data": "/home/somebody/val.jsonl",
+}
 START = {
-    "started": "2026-11-20T13:42:34+00:00", "command": "python train_gpt2.py", "from step": "0",
-    "versions": "python 3.11.7, torch 2.13.0", "machine": "Linux, 2 cores, NVIDIA H100", "ranks": "8",
+    "started": "2026-11-20T13:42:34+00:00",
+    "command": "python train_gpt2.py",
+    "from step": "0",
+    "versions": "python 3.11.7, torch 2.13.0",
+    "machine": "Linux, 2 cores, NVIDIA H100",
+    "ranks": "8",
     "commit": "fd912143f159",
-}  # fmt: skip
+}
 
 
 def start_text(config=CONFIG, **changes):
@@ -30,9 +43,7 @@ def start_text(config=CONFIG, **changes):
     return "".join(f"{name}: {text}\n" for name, text in fields.items()) + "\n"
 
 
-LOG = "".join(
-    f"{step} train {5 - step}\n{step} lr 0.1\n{step} norm 1.5\n{step} tok/s 500\n" for step in range(4)
-)
+LOG = "".join(f"{step} train {5 - step}\n{step} lr 0.1\n{step} norm 1.5\n{step} tok/s 500\n" for step in range(4))
 EVALUATIONS = "0 val 5.5\n4 val 1.25\n0 hella 0.24\n4 hella 0.271\n"
 
 
@@ -138,7 +149,9 @@ def test_damaged_files_never_stop_an_export(card):
         run, log = list(whole_run), list(whole_log)
         for text in (run, log):
             for _ in range(rng.randrange(1, 6)):
-                text[rng.randrange(len(text))] = rng.choice(["", "\x00", "\n", "9", "{", "\u00e9", " nan ", '"', "null"])
+                text[rng.randrange(len(text))] = rng.choice(
+                    ["", "\x00", "\n", "9", "{", "\u00e9", " nan ", '"', "null"]
+                )
         card("".join(run), "".join(log))
     for value in ("a", -1, None, [], {}, True, 1e300):
         card(start_text(dict.fromkeys(CONFIG, value)))

@@ -52,9 +52,11 @@ def execute(notebook, folder, monkeypatch):
     (blocked / "sitecustomize.py").write_text(NO_NETWORK)
     notes = blocked / "notes.txt"
     for name, value in {
-        "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]), "NETWORK_NOTES": str(notes),
-        "TIKTOKEN_CACHE_DIR": str(blocked), "CUDA_VISIBLE_DEVICES": "",
-    }.items():  # fmt: skip
+        "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]),
+        "NETWORK_NOTES": str(notes),
+        "TIKTOKEN_CACHE_DIR": str(blocked),
+        "CUDA_VISIBLE_DEVICES": "",
+    }.items():
         monkeypatch.setenv(name, value)
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     client.execute()  # raises CellExecutionError where a cell does

@@ -43,12 +43,29 @@ KNOWN = {
 }
 # near misses: other GPUs, parts of one, and none at all
 UNKNOWN = [
-    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 D",
-    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA RTX 6000 Ada Generation", "Quadro RTX 6000", "NVIDIA RTX A600",
-    "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "GRID A100-40C", "NVIDIA A40-48Q",
-    "NVIDIA A100-SXM-64GB", "NVIDIA A800-SXM4-80GB", "NVIDIA H800", "NVIDIA L40G", "NVIDIA L2", "NVIDIA A16", "NVIDIA",
-    "AMD Instinct MI300X", "cpu", "mps", "",
-]  # fmt: skip
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 5090 D",
+    "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA RTX 6000 Ada Generation",
+    "Quadro RTX 6000",
+    "NVIDIA RTX A600",
+    "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+    "GRID A100-40C",
+    "NVIDIA A40-48Q",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA A800-SXM4-80GB",
+    "NVIDIA H800",
+    "NVIDIA L40G",
+    "NVIDIA L2",
+    "NVIDIA A16",
+    "NVIDIA",
+    "AMD Instinct MI300X",
+    "cpu",
+    "mps",
+    "",
+]
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -62,5 +79,6 @@ def test_a_name_that_is_only_similar_has_no_peak(name):
 
 
 def test_every_peak_of_the_table_is_tested():
-    assert len(PEAK_FLOPS) == len({name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
-                                   for name in KNOWN})  # fmt: skip
+    assert len(PEAK_FLOPS) == len(
+        {name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ") for name in KNOWN}
+    )

@@ -25,9 +25,15 @@ PROGRAMS = ("python", "pip", "torchrun", "transformers", "jupyter")
 
 # flags that make a command a matter of a second: a later flag overrides an earlier one
 SHORT = flags(
-    max_steps=2, warmup_steps=1, batch_size=4, total_batch_size=256, val_tokens=256, hellaswag_every=0, sample_every=0,
+    max_steps=2,
+    warmup_steps=1,
+    batch_size=4,
+    total_batch_size=256,
+    val_tokens=256,
+    hellaswag_every=0,
+    sample_every=0,
     device="cpu",
-)  # fmt: skip
+)
 LENGTH = flags(sequence_length=64, block_size=64)
 TINY = [*SHORT, *LENGTH, *flags(n_layer=1, n_head=2, n_embd=32, compile=False), "--data", "texts"]
 FEW = ["--max-new-tokens", "8", "--device", "cpu"]
@@ -54,8 +60,13 @@ RUN = {
     "python train_gpt2.py --branch-from log --out-dir log/longer --max-steps 30000": [*TINY, "--max-steps", "4"],
     "python train_gpt2.py --out-dir log/constant --schedule wsd --decay-fraction 0 --milestone-every 5000": TINY,
     "python train_gpt2.py --branch-from log/constant/model_10000.pt --out-dir log/decayed --schedule wsd "
-    "--decay-fraction 0.2 --max-steps 12500":
-        [*TINY, "--max-steps", "4", "--branch-from", "log/constant/model_00002.pt"],
+    "--decay-fraction 0.2 --max-steps 12500": [
+        *TINY,
+        "--max-steps",
+        "4",
+        "--branch-from",
+        "log/constant/model_00002.pt",
+    ],
 }
 
 NOT_RUN = {
@@ -71,9 +82,9 @@ NOT_RUN = {
     "python fineweb.py": "needs the hub",
     "python fineweb.py --pretokenized 99": "needs the hub",
     "torchrun --standalone --nproc-per-node=8 train_gpt2.py": "needs 8 GPUs; test_train.py starts ranks on a CPU",
-    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_gpt2.py":
-        "needs two machines",
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_gpt2.py": "needs two machines",
 }
+
 
 def commands(readme):
     """The commands of a README: indented lines, and code spans in prose and tables; `a && b` is two."""
@@ -163,6 +174,14 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     known = {"--" + field.name.replace("_", "-") for config in options for field in dataclasses.fields(config)}
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
-    others = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout",
-              "--index-url", "--help"}  # fmt: skip
+    others = {
+        "--standalone",
+        "--nnodes",
+        "--nproc-per-node",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--shutdown-timeout",
+        "--index-url",
+        "--help",
+    }
     assert named - known - others == set()

@@ -16,12 +16,23 @@ import faults
 import pytest
 import torch
 from conftest import (
-    die, die_at, listing, make_shards, patched, read_log, run, start, tiny_flags, train, wait_for_checkpoint,
+    die,
+    die_at,
+    listing,
+    make_shards,
+    patched,
+    read_log,
+    run,
+    start,
+    tiny_flags,
+    train,
+    wait_for_checkpoint,
     write_half,
-)  # fmt: skip
+)
 
 import train_gpt2
-from plumbing import checkpoint as checkpoints, huggingface
+from plumbing import checkpoint as checkpoints
+from plumbing import huggingface
 from plumbing.checkpoint import delete_checkpoints, list_checkpoints, newest_checkpoint, write_checkpoint
 from plumbing.runs import Run
 
@@ -437,6 +448,7 @@ def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
 
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder, straight, tmp_path):
     """A slow disk: the file of step 4 is written while the steps after it run."""
+
     def slow_save(checkpoint, file):
         time.sleep(0.3)
         return save(checkpoint, file)

@@ -16,7 +16,7 @@ import sample
 import tokenizer
 import train_gpt2
 from plumbing.huggingface import export_huggingface
-from sample import Options, generate_rows, fit_prompt, stream_text
+from sample import Options, fit_prompt, generate_rows, stream_text
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -32,9 +32,14 @@ def model():
 def save(path, model, enc=BYTES):
     """A checkpoint as the trainer writes it, with nothing in it to train on with."""
     checkpoint = {
-        "model": model.state_dict(), "config": vars(model.config), "step": 1, "optimizer": [], "loader": {},
-        "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc),
-    }  # fmt: skip
+        "model": model.state_dict(),
+        "config": vars(model.config),
+        "step": 1,
+        "optimizer": [],
+        "loader": {},
+        "tokenizer": enc.name,
+        "tokenizer_file": tokenizer.dumps(enc),
+    }
     torch.save(checkpoint, path)
     return str(path)
 
@@ -271,8 +276,10 @@ def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys
     said = chat(monkeypatch, capsys, parrot, "hi\n\nyou?\n/reset\nagain\n/quit\nnever\n", "--max-new-tokens", "5")
     assert said.out == "ok\nok\nok\n" and said.err == ""
     said = chat(monkeypatch, capsys, parrot, "x" * 60 + "\nhi", "--max-new-tokens", "5")
-    assert said.out == ("(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
-                        "Write less; the conversation starts over.)\nok\n")
+    assert said.out == (
+        "(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
+        "Write less; the conversation starts over.)\nok\n"
+    )
 
 
 def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):

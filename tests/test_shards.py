@@ -108,9 +108,9 @@ def test_llama_3_shards_are_named_as_what_they_are(tmp_path):
 # Masks
 
 
-@pytest.mark.parametrize("values, words", [
-    ([0, 255, 1], "has the value 255"), ([0, 1, 2], "has the value 2"), ([0, 0, 0], "0 everywhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, words", [([0, 255, 1], "has the value 255"), ([0, 1, 2], "has the value 2"), ([0, 0, 0], "0 everywhere")]
+)
 def test_masks_that_mean_nothing_are_refused(tmp_path, values, words):
     path = tmp_path / "x_train_000001.mask"
     with open(path, "wb") as file:
@@ -169,12 +169,18 @@ def change_meta(folder, change):
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda meta: meta.update(complete=False), "not complete"),
-    (lambda meta: meta["shards"].pop("tiny_train_000001.npy"), "no entry"),
-    (lambda meta: meta["shards"].update({"tiny_train_000009.npy": 5}), "tiny_train_000009.npy has 5 tokens in"),
-    (lambda meta: meta["shards"].update({"tiny_train_000001.npy": 5}), "5 tokens in meta.json and 3,000 tokens on disk"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda meta: meta.update(complete=False), "not complete"),
+        (lambda meta: meta["shards"].pop("tiny_train_000001.npy"), "no entry"),
+        (lambda meta: meta["shards"].update({"tiny_train_000009.npy": 5}), "tiny_train_000009.npy has 5 tokens in"),
+        (
+            lambda meta: meta["shards"].update({"tiny_train_000001.npy": 5}),
+            "5 tokens in meta.json and 3,000 tokens on disk",
+        ),
+    ],
+)
 def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, words):
     folder = make_shards(tmp_path / "data")
     check_meta(folder, all_paths(folder))
@@ -196,8 +202,12 @@ def test_a_malformed_meta_is_one_line_whatever_is_in_it(tmp_path):
     path.write_text(json.dumps(whole))
     read_meta(path)
     tried = 0
-    for keys in [[key] for key in whole] + [["shards", "x_val_000000.npy"], ["ends", "x_val_000000.npy"],
-                 ["made_from", "sources"], ["made_from", "revision"]]:  # fmt: skip
+    for keys in [[key] for key in whole] + [
+        ["shards", "x_val_000000.npy"],
+        ["ends", "x_val_000000.npy"],
+        ["made_from", "sources"],
+        ["made_from", "revision"],
+    ]:
         for value in (None, -1, 1.5, "../x", [], {}, [[]], {"a": None}, {"../a": 3}, True, 10**400):
             meta = json.loads(json.dumps(whole))
             owner = meta

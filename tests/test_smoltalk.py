@@ -216,8 +216,10 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     done = subprocess.run(
         [sys.executable, str(ROOT / "smoltalk.py"), "--input", "bad.jsonl", "--tokenizer", "bytes"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: Line 1 of bad.jsonl is not a conversation: message 1 has the role 'robot'")
     assert done.stderr.count("\n") == 1

@@ -20,7 +20,9 @@ from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
 needs_gpt2 = pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="GPT-2's tables are not at hand")
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
-RARE = list("\u017f\u212a\x00\x1c\x85\xa0\u180e\u200b\u2028\u3000\ufeff\u00e9\u0301\u0633\u093f\u65e5\u2167\u00bd\U0001f642\U0010ffff")
+RARE = list(
+    "\u017f\u212a\x00\x1c\x85\xa0\u180e\u200b\u2028\u3000\ufeff\u00e9\u0301\u0633\u093f\u65e5\u2167\u00bd\U0001f642\U0010ffff"
+)
 
 
 def odd_texts(count, seed=0):
@@ -94,7 +96,11 @@ def without_network(code, cache):
 
 def test_gpt2_without_tables_and_network_says_what_works_without(tmp_path):
     done = without_network("cli.run(lambda: tokenizer.get_encoding('gpt2'))", tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: The GPT-2 tokenizer is not") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: The GPT-2 tokenizer is not")
+        and len(done.stderr.splitlines()) == 1
+    )
     assert "TIKTOKEN_CACHE_DIR" in done.stderr and "bytes" in done.stderr
     assert "--" not in done.stderr, "the trainer has no flag for the tokenizer"
 
@@ -125,10 +131,15 @@ def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
     plain = tokenizer.PATTERNS["gpt4" if "{1,3}" in trained._pat_str else "gpt2"]
     theirs = Tokenizer(models.BPE())
     theirs.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(plain), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(plain), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=998, initial_alphabet=alphabet, show_progress=False))
+    theirs.train_from_iterator(
+        corpus(), trainers.BpeTrainer(vocab_size=998, initial_alphabet=alphabet, show_progress=False)
+    )
     for text in odd_texts(2000) + corpus()[:5]:
         assert trained.encode_ordinary(text) == theirs.encode(text).ids
 
@@ -137,7 +148,10 @@ def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer(tmp_path, trained):
     path, old = tmp_path / "x.tiktoken", tmp_path / "old.tiktoken"
     tokenizer.write_encoding(trained, path)
     old.write_text(tokenizer.dumps(trained))  # one file, the JSON first
-    assert json.loads((tmp_path / "x.tiktoken.json").read_text())["special_tokens"] == {"<|endoftext|>": 998, "<|pad|>": 999}
+    assert json.loads((tmp_path / "x.tiktoken.json").read_text())["special_tokens"] == {
+        "<|endoftext|>": 998,
+        "<|pad|>": 999,
+    }
     for again in (tokenizer.get_encoding(path), tokenizer.get_encoding(old), tokenizer.loads(tokenizer.dumps(trained))):
         assert again.name == trained.name and again.n_vocab == 1000
         assert all(again.encode_ordinary(text) == trained.encode_ordinary(text) for text in odd_texts(300))
@@ -203,7 +217,9 @@ def test_a_folder_without_meta_json_is_gpt2s(tmp_path):
     assert tokenizer.folder_encoding(tmp_path).name == "gpt2"
 
 
-@pytest.mark.parametrize("content", ['{"tokenizer": "byt', "{}", "[]", '{"tokenizer": 3}', "", '{"tokenizer": "../../pwn"}', "[" * 10**6])
+@pytest.mark.parametrize(
+    "content", ['{"tokenizer": "byt', "{}", "[]", '{"tokenizer": 3}', "", '{"tokenizer": "../../pwn"}', "[" * 10**6]
+)
 def test_a_meta_json_that_names_no_tokenizer_is_named_itself(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match="meta.json is damaged: it does not name the tokenizer"):
@@ -335,10 +351,16 @@ def swap_two_ids(fields):
 
 BPE_OF_OTHER_KINDS = {
     "a normalizer": (change_json(lambda fields: fields.update(normalizer={"type": "Lowercase"})), "other ids"),
-    "a space before the text": (change_json(lambda fields: fields["pre_tokenizer"].update(add_prefix_space=True)), "other ids"),
+    "a space before the text": (
+        change_json(lambda fields: fields["pre_tokenizer"].update(add_prefix_space=True)),
+        "other ids",
+    ),
     "no bytes": (change_json(lambda fields: fields.update(pre_tokenizer={"type": "Whitespace"})), "not byte-level"),
     "no splits": (change_json(lambda fields: fields.update(pre_tokenizer=None)), "not byte-level"),
-    "another model": (change_json(lambda fields: fields.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})), "WordLevel"),
+    "another model": (
+        change_json(lambda fields: fields.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
+        "WordLevel",
+    ),
     "merges in another order": (change_json(swap_two_ids), "order of its merges"),
     "no <|endoftext|>": (lambda path: path.write_text(path.read_text().replace("<|endoftext|>", "</s>")), "endoftext"),
     "half a file": (lambda path: path.write_text(path.read_text()[:5000]), "Could not read"),
@@ -365,7 +387,19 @@ def test_the_command_trains_saves_and_compares(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("".join(corpus()[:-200]))
     out = tmp_path / "my.tiktoken"
-    args = ["--input", text, "--vocab-size", 500, "--out", out, "--special-tokens", "<|a|>", "<|b|>", "--pattern", "gpt4"]
+    args = [
+        "--input",
+        text,
+        "--vocab-size",
+        500,
+        "--out",
+        out,
+        "--special-tokens",
+        "<|a|>",
+        "<|b|>",
+        "--pattern",
+        "gpt4",
+    ]
     done = script(*args, *(["--compare", text] if (SHARED / "tiktoken_cache").exists() else []))
     assert done.returncode == 0, done.stderr
     enc = tokenizer.get_encoding(out)
@@ -383,7 +417,10 @@ def bad_inputs(folder):
     good = ["--input", folder / "a.txt", "--out", folder / "new.tiktoken"]
     return {
         "vocabulary too small": ([*good, "--vocab-size", 256], ["257"]),
-        "vocabulary too small for its special tokens": ([*good, "--vocab-size", 257, "--special-tokens", "<|a|>"], ["258"]),
+        "vocabulary too small for its special tokens": (
+            [*good, "--vocab-size", 257, "--special-tokens", "<|a|>"],
+            ["258"],
+        ),
         "vocabulary too large": ([*good, "--vocab-size", 65537], ["65536"]),
         "no input": (["--out", folder / "new.tiktoken"], ["--input"]),
         "missing input": (["--input", folder / "none.txt", "--out", folder / "new.tiktoken"], ["none.txt"]),
@@ -409,11 +446,24 @@ def refusals(tmp_path_factory):
     return cases, done
 
 
-@pytest.mark.parametrize("name", [
-    "vocabulary too small", "vocabulary too small for its special tokens", "vocabulary too large", "no input",
-    "missing input", "empty input", "no output", "output that exists", "output of another kind", "output in no folder",
-    "unknown pattern", "the same special token twice", "unknown flag",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocabulary too small",
+        "vocabulary too small for its special tokens",
+        "vocabulary too large",
+        "no input",
+        "missing input",
+        "empty input",
+        "no output",
+        "output that exists",
+        "output of another kind",
+        "output in no folder",
+        "unknown pattern",
+        "the same special token twice",
+        "unknown flag",
+    ],
+)
 def test_bad_input_is_one_line_and_status_2(refusals, name):
     cases, done = refusals
     assert done[name].returncode == 2, done[name]

@@ -88,9 +88,15 @@ def plain_loop(hf_directory, folder, masks):
 
 
 PLAIN = dict(
-    shuffle=False, max_steps=10, warmup_steps=2, max_lr=2e-3, min_lr=2e-4, val_every=5, val_tokens=33 * 16 + 5,
+    shuffle=False,
+    max_steps=10,
+    warmup_steps=2,
+    max_lr=2e-3,
+    min_lr=2e-4,
+    val_every=5,
+    val_tokens=33 * 16 + 5,
     checkpoint_every=0,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["all targets", "masked targets"])
