@@ -358,8 +358,7 @@ class GPT(nn.Module):
         """The GPT with the fields `shape` of a GPTConfig and the state dict `weights`, which it takes over."""
         with torch.device("meta"):  # without memory for weights that are replaced at once
             model = cls(GPTConfig(**shape))
-        checkpoint.check_weights(weights, model.state_dict())
-        model.load_state_dict({name: w.contiguous() for name, w in weights.items()}, assign=True)
+        checkpoint.load_weights(model, weights)
         model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
         return model
 
@@ -833,9 +832,9 @@ def load_data(config, world):
     return train_loader, val_loader, enc
 
 
-def load_or_make_model(config, enc, fingerprint, world):
+def load_or_make_model(config, enc, fingerprints, world):
     """The model of a run: resumed, branched, from --init-from, or new. Returns (GPT, checkpoint's dict or None)."""
-    start = world.run_on_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprint)
+    start = world.run_on_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
     else:
@@ -852,7 +851,6 @@ def training_state(raw_model, optimizers, scaler, loader):
         "optimizer": [optimizer.state_dict() for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "loader": loader.state_dict(),
-        "rng": torch.get_rng_state(),
     }
 
 
@@ -864,10 +862,9 @@ def restore_state(saved, optimizers, scaler, loader):
     if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
-    torch.set_rng_state(saved["rng"])
 
 
-def train(config, world):
+def train(config, world, lock):
     """Start or resume the run that `config` describes. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
@@ -876,9 +873,10 @@ def train(config, world):
     world.check_agreement(runs.facts_for_all_ranks(config))
     train_loader, val_loader, enc = load_data(config, world)
     world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
-    raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
+    fingerprints = {"train": train_loader.fingerprint, "val": val_loader.fingerprint}
+    raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, start_step):
+    if runs.is_finished(config, saved):
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved, world.device)
@@ -895,16 +893,15 @@ def train(config, world):
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        state = training_state(raw_model, optimizers, scaler, train_loader)
-        checkpoint.check_state(saved, state, optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    metadata["val_fingerprint"] = val_loader.fingerprint
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     stopping = False
-    with runs.Run(config, world, start_step, saved, metadata) as run:
+    with runs.Run(config, world, lock, start_step, saved, metadata) as run:
         saved = None  # frees gigabytes
         run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
         gc.collect()
@@ -917,7 +914,7 @@ def train(config, world):
             if not stopping:
                 if is_due(step, config.val_every, max_steps):
                     loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
-                    run.log_val_loss(step, loss, raw_model)
+                    run.log_val_loss(step, loss, loss / math.log(2), raw_model)
                 if is_due(step, config.hellaswag_every, max_steps):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
@@ -943,9 +940,10 @@ def train(config, world):
 # Command line
 
 
-def parse_args(args=None):
-    """Parse a command line into a TrainConfig: the preset's defaults, overridden by the flags."""
-    return cli.parse(TrainConfig, args, presets=PRESETS, synonyms=cli.OTHER_TRAINERS)
+def parse_args(args=None, parent=None):
+    """Parse a command line into a TrainConfig: the preset's defaults, or the parent's settings, and the flags."""
+    presets = {name: dataclasses.replace(preset, **parent or {}) for name, preset in PRESETS.items()}
+    return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
 
 def check_config(config, world_size):
@@ -975,11 +973,12 @@ def check_config(config, world_size):
 
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
-    config = parse_args(args)
+    config = runs.inherit(parse_args(args), lambda parent: parse_args(args, parent))
     check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     try:
-        status = train(config, world)
+        with runs.claim(config, world) as lock:
+            status = train(config, world, lock)
     finally:
         distributed.cleanup_distributed()
     sys.exit(status)

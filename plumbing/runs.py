@@ -476,9 +476,11 @@ class Run:
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
         tokens = loader.num_windows * T
         epochs = c.max_steps * S / tokens
-        share = f"{epochs:.1f} times" if epochs >= 1 else f"to {100 * epochs:.2g}%"
+        share = (
+            f"which the run reads {epochs:.1f} times" if epochs >= 1 else f"{100 * epochs:.2g}% of which the run reads"
+        )
         shards = count(len(loader.shards), "shard")
-        print0(f"data: {tokens:,} training tokens in {shards}, which the run reads {share}")
+        print0(f"data: {tokens:,} training tokens in {shards}, {share}")
         print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
         micro_steps = count(S // (B * T * world.size), "micro-step")
         print0(f"step: {S:,} tokens = B {B} * T {T} * {count(world.size, 'rank')} * {micro_steps}")
@@ -568,7 +570,7 @@ class Run:
         print(f"Exporting the model to {hf}.", flush=True)
         export_huggingface(raw_model, enc, hf, self.out_dir, sample=self.sample)
         seconds = time.perf_counter() - self.started
-        took = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        took = count(round(seconds), "second") if seconds < 100 else count(round(seconds / 60), "minute")
         if self.checkpoint_seconds > 1:
             took += f", {self.checkpoint_seconds:.0f} seconds of it for checkpoints"
         if self.world.device_type == "cuda":
