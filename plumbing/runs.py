@@ -66,7 +66,7 @@ OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "comp
 def claim(config, world):
     """Hold the lock on out_dir, on rank 0, from before anything in it is looked at. Gives that lock, or None."""
     locks = []
-    world.run_on_master(lambda: locks.append(lock_folder(config.out_dir)))
+    world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
     try:
         yield locks[0] if locks else None
     finally:
@@ -263,11 +263,6 @@ def launch():
 # Starting a run
 
 
-def check_names(config):
-    """An error if --out-dir is empty."""
-    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
-
-
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
     return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
@@ -435,7 +430,7 @@ class Run:
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
-        world.run_on_master(self.open, saved)
+        world.broadcast_from_master(self.open, saved)
 
     def open(self, saved):
         """Start the run in its folder."""
@@ -476,9 +471,7 @@ class Run:
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
         tokens = loader.num_windows * T
         epochs = c.max_steps * S / tokens
-        share = (
-            f"which the run reads {epochs:.1f} times" if epochs >= 1 else f"{100 * epochs:.2g}% of which the run reads"
-        )
+        share = f"which the run reads {epochs:.1f} times" if epochs >= 1 else f"{epochs:.2%} of which the run reads"
         shards = count(len(loader.shards), "shard")
         print0(f"data: {tokens:,} training tokens in {shards}, {share}")
         print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
