@@ -9,8 +9,32 @@ A program declares its options as a dataclass, one line per field, and ends in
 line or, if there is none, the comment above it. Any other comment is a heading for the fields below it.
 
 A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
-exits with status 2. Any other exception keeps its traceback.
+exits with status 2. So does an OSError about a file. Any other exception keeps its traceback.
+
+Importing torch takes seconds. A program that needs it runs its parser once above that import, so that --help and a
+mistyped flag are answered at once.
 """
+
+import sys
+from pathlib import Path
+
+
+def report_exception(kind, error, traceback):
+    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
+    if kind is KeyboardInterrupt:
+        report_interrupt()
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def report_interrupt():
+    if is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
+
+
+# until the imports are done `run` cannot catch Ctrl-C. Programs from elsewhere that import ours keep their tracebacks
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
+    sys.excepthook = report_exception
 
 import contextlib
 import dataclasses
@@ -19,19 +43,20 @@ import errno
 import inspect
 import io
 import itertools
+import json
 import os
 import re
+import shlex
 import shutil
-import sys
+import signal
 import textwrap
 import time
-from pathlib import Path
+import traceback
+import typing
 
 # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
 # spinning on a contended core can make a small training step 20 times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import tyro
 
 
 class UserError(Exception):
@@ -50,16 +75,20 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     presets: {name: an instance}, in place of `default`; --preset chooses one of them, by default the first.
     synonyms: other names for the flags, as in OTHER_TRAINERS.
 
-    Raises one UserError with every unknown flag and every bad value.
+    Raises one UserError with every unknown flag and every bad value. --help prints the help and exits.
     """
     args = list(sys.argv[1:] if args is None else args)
     if presets:
         default = choose_preset(args, presets)
+    if "-h" in args or "--help" in args:
+        print(help_text(config_class, default))
+        sys.exit(0)
     for word in args:
         try:
             word.encode()
         except UnicodeEncodeError:
             raise UserError(f"The argument {word!r} is not UTF-8 text. Type it in a UTF-8 terminal.") from None
+    args = [spell_switch(config_class, word) for word in args]
     config, unknown, complaint = try_parse(config_class, args, default)
     if not unknown and not complaint:
         return config
@@ -86,40 +115,81 @@ def choose_preset(args, presets):
     return presets.get(name, next(iter(presets.values())))
 
 
+def spell_switch(config_class, word):
+    """A switch as tyro expects it: "--compile=False" -> "--no-compile"; "--compile=True" where it may be None."""
+    match = re.fullmatch(r"--(no-)?([\w-]+?)(?:=(True|False))?", word, re.IGNORECASE)
+    types = {field.name: field.type for field in dataclasses.fields(config_class)}
+    kind = types.get(match[2].replace("-", "_")) if match else None
+    if kind not in (bool, bool | None):
+        return word
+    is_on = (match[3] or "true").lower() == ("false" if match[1] else "true")
+    return f"--{'' if is_on else 'no-'}{match[2]}" if kind is bool else f"--{match[2]}={is_on}"
+
+
 def try_parse(config_class, args, default):
-    """Return (config, unexpected words, tyro's complaint); --help prints the help and exits."""
-    output, errors = io.StringIO(), io.StringIO()
+    """Return (config, unexpected words, tyro's complaint)."""
+    import tyro  # a tenth of a second, in which Ctrl-C should be one line
+
+    errors = io.StringIO()
     defaults = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            config, unknown = tyro.cli(config_class, args=args, description="", return_unknown_args=True, **defaults)
-    except SystemExit as leaving:
-        if not leaving.code:
-            print(help_text(config_class, output.getvalue()))
-            raise
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):  # not a terminal: no boxes
+            config, unknown = tyro.cli(config_class, args=args, return_unknown_args=True, **defaults)
+    except SystemExit:
         # tyro writes a title, a rule, the complaint and, from the line with "helptext" on, where to find help
         lines = [line.strip() for line in errors.getvalue().splitlines() if line.strip(" -")]
         return None, [], " ".join(itertools.takewhile(lambda line: " helptext" not in line, lines[1:])).strip(" .")
     return config, unknown, ""
 
 
-def help_text(config_class, tyro_text):
-    """The module's docstring and tyro's list of flags, with a heading above each group of flags.
-
-    A heading is a comment above a field that also has one at the end of its line; tyro ignores the first of the two.
-    """
-    lines = [line.rstrip() for line in tyro_text.strip().splitlines() if set(line.strip()) != {"-"}]  # without rules
-    flags = "\n".join(lines)
-    for heading, name in re.findall(r"\n    # (.+)\n    (\w+):.*  # ", inspect.getsource(config_class)):
-        flag = "--" + name.replace("_", "-")
-        line_of_flag = re.compile(rf"\n  (?=(-\w [A-Z]+, )?{flag}[ ,])")  # a one-letter alias may come first
-        flags = line_of_flag.sub(f"\n\n {heading}\n  ", flags, count=1)
-    width = shutil.get_terminal_size().columns
+def help_text(config_class, default=None):
+    """The module's docstring, and each flag with its comment and default, under the headings of the groups."""
+    width = max(60, min(shutil.get_terminal_size().columns, 100))
     docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
     paragraphs = docstring.strip().split("\n\n")
     # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
-    return "\n\n".join([*paragraphs, flags])
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    usage, entries, comments = [Path(sys.argv[0]).name], [], []
+    for line in inspect.getsource(config_class).splitlines():
+        comment = re.fullmatch(r" +# (.+)", line)
+        declared = re.match(r"    (\w+): (?:.*  # (.+))?", line)
+        if comment:
+            comments.append(comment[1])
+        elif declared and declared[1] in fields:
+            field = fields[declared[1]]
+            if declared[2] and comments:
+                entries.append("\n" + textwrap.fill(" ".join(comments), width, initial_indent=" "))
+            name, text = describe_flag(field), declared[2] or " ".join(comments)
+            if not name.startswith("-"):
+                usage.append(name)
+            value = getattr(default, field.name, field.default)
+            if value not in ("", None, (), dataclasses.MISSING):
+                value = {"True": "on", "False": "off"}.get(str(value), value)
+                text += f" (default: {value})"
+            column = " " * 25  # of the text; a longer flag has a line of its own
+            first = f"  {name:21}  " if len(name) <= 21 else f"  {name}\n{column}"
+            entries.append(first + textwrap.fill(column + text, width, subsequent_indent=column).lstrip())
+            comments = []
+    usage = f"usage: {' '.join(usage)} [flags]"
+    return "\n\n".join([*paragraphs, usage, "\n".join(entries).lstrip("\n")])
+
+
+def describe_flag(field):
+    """A field as it is given: "--max-steps INT", "-m, --model STR", "--compile, --no-compile", or "PROMPT"."""
+    kind, aliases, name = field.type, [], field.name.replace("_", "-")
+    for option in getattr(kind, "__metadata__", ()):  # tyro's annotations
+        aliases += getattr(option, "aliases", None) or []
+    is_positional = "positional" in str(kind).lower()
+    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    if is_positional:
+        return name.upper()
+    if kind in (bool, bool | None):
+        return f"--{name}, --no-{name}"
+    choices = ", ".join(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else ""
+    words = {int: "INT", float: "FLOAT"}
+    value = f"{{{choices}}}" if choices else "..." if typing.get_origin(kind) is tuple else words.get(kind, "STR")
+    return ", ".join([*aliases, f"--{name}"]) + f" {value}"
 
 
 def split_at_flags(args):
@@ -163,10 +233,8 @@ def explain(words, unknown, complaint, meanings):
         flag = unknown[0].split("=")[0]
         name = flag.lstrip("-").replace("_", "-")
         return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
-    flag = words[0].split("=")[0]
-    if is_flag(flag) and unknown[0].lower() in ("true", "false"):
-        name = flag.removeprefix("--").removeprefix("no-")
-        return f"{flag} takes no value. Use --{name} to switch it on and --no-{name} to switch it off."
+    if unknown[0].endswith(".py") and "preset" in meanings:  # nanoGPT's config/train_shakespeare_char.py
+        return f"{plain(unknown[0])} is not read: the settings are flags, and --preset names a set of them. {SEE_HELP}"
     return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
 
 
@@ -182,8 +250,8 @@ def suggest(name, known, synonyms=None):
 def closest(name, meanings):
     """A sentence that offers what the key of `meanings` closest to `name` stands for; "" if none is close."""
     if name in meanings:
-        return f"Use {meanings[name]}."
-    matches = difflib.get_close_matches(name, meanings, n=1)
+        return meanings[name] if meanings[name].endswith(".") else f"Use {meanings[name]}."
+    matches = difflib.get_close_matches(name, [word for word in meanings if not meanings[word].endswith(".")], n=1)
     return f"Did you mean {meanings[matches[0]]}?" if matches else ""
 
 
@@ -220,19 +288,17 @@ OTHER_TRAINERS = {
     "--keep-checkpoints": "save-total-limit",
     "torchrun --nproc_per_node=N": "n-gpu num-gpus gpus nproc-per-node num-processes",
     "log.txt, which has every step": "log-interval logging-steps log-every",
+    "The model has no dropout: in pretraining it sees most texts once.": "dropout attn-pdrop embd-pdrop resid-pdrop",
 }
 
 
 def flag_names(config_class, synonyms):
     """{a name without dashes: the flag that it stands for}, for the flags of `config_class` and their synonyms."""
     fields = dataclasses.fields(config_class)
-    names = [field.name for field in fields] + ["no-" + field.name for field in fields if field.type is bool]
+    switches = ["no-" + field.name for field in fields if field.type in (bool, bool | None)]
+    names = [field.name for field in fields] + switches
     meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
     return meanings | {name.replace("_", "-"): "--" + name.replace("_", "-") for name in names}
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Running a program
 
 
 def flag_of(name):
@@ -258,6 +324,44 @@ def check_numbers(config, above_0, below_1=()):
     return errors
 
 
+# ----------------------------------------------------------------------------------------------------------
+# What is said
+
+
+def plain(text, limit=200):
+    """Text from a file or a command line, safe on one line of a terminal: control characters escaped, cut."""
+    text = str(text)
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[: limit + 1])
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def first_line(error):
+    """The first line of an exception's text, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def count(number, noun):
+    """(1, "document") -> "1 document", (2000, "document") -> "2,000 documents"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def print_next(*commands):
+    """Print the commands, lists of words, that come next: typed as printed, they work."""
+    print("\nNext:", flush=True)
+    for words in commands:
+        print("    " + " ".join(quote(str(word)) for word in words), flush=True)
+
+
+def quote(word):
+    """A word for a shell: in double quotes, which every shell has, unless it contains what they leave special."""
+    if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
+        return word
+    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Running a program
+
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 CLOSED_PIPE = 141  # the status that a shell shows after a broken pipe: 128 + SIGPIPE
 INTERRUPTED = 130  # 128 + SIGINT
@@ -277,16 +381,20 @@ def run(main, output_is_product=False):
         fail(str(error))
     except KeyboardInterrupt:
         report_interrupt()
-        sys.exit(INTERRUPTED)
+        leave(INTERRUPTED)
     except MemoryError as error:
         fail(f"There is not enough memory. {error}".strip())
-    except OSError as error:
-        if error.errno not in REFUSALS or not error.filename:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            fail(str(refusal(error)))
+        if not has_other_ranks():
             raise
-        fail(f"Could not open or write {error.filename}: {error.strerror}. {REFUSALS[error.errno]}")
+        traceback.print_exc()
+        leave(1)
 
 
-REFUSALS = {  # the operating system's errors that a user can do something about, and what
+ADVICE = {  # what to do about the operating system's errors
+    errno.ENOENT: "Check the path.",
     errno.EACCES: "Check its permissions.",
     errno.EPERM: "Check its permissions.",
     errno.EROFS: "Choose a place that can be written to.",
@@ -298,36 +406,45 @@ REFUSALS = {  # the operating system's errors that a user can do something about
 }
 
 
+def refusal(error):
+    """The UserError for an OSError about a file: what the operating system said, and what to do about it."""
+    advice = ADVICE.get(error.errno, "Check that it is what you meant.")
+    return UserError(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
+
+
 def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
+def has_other_ranks():
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def leave(status):
+    """End the process with an exit status.
+
+    With other ranks at once: shutting down the process group would wait for ranks that wait for this one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if has_other_ranks():
+        os._exit(status)
+    sys.exit(status)
+
+
 def fail(message):
     """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
-    if not is_rank_0():
+    if not is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
         # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_GRACE_SECONDS)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def report_interrupt():
-    if is_rank_0():
-        print("interrupted", file=sys.stderr, flush=True)
-
-
-def report_exception(kind, error, traceback):
-    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
-    if kind is KeyboardInterrupt:
-        report_interrupt()
-    else:
-        sys.__excepthook__(kind, error, traceback)
-
-
-# importing torch takes seconds, and until it is done `run` cannot catch Ctrl-C. Programs from elsewhere that import
-# ours keep their tracebacks
-if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
-    sys.excepthook = report_exception
+    line = f"error: {plain(message, limit=2000)}"
+    print(line, file=sys.stderr, flush=True)
+    summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if summary:  # torchrun ends with pages about the failed ranks, which then contain this line
+        with contextlib.suppress(OSError):
+            Path(summary).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
+    leave(2)
 
 
 class Console(io.RawIOBase):

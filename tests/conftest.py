@@ -124,7 +124,7 @@ def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
                 # long stretches of zeros, so that micro-batches differ much in what counts
                 np.save(file, np.repeat(rng.random(length // 10 + 1) < 0.4, 10)[:length].astype(np.uint8))
     meta = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "shards": shards, "complete": True}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
 
 
@@ -180,7 +180,7 @@ def train(data, out_dir, **changes):
 
 def read_log(out_dir, stream="train"):
     """{step: value as it is written} of one stream; a step that is there twice is an error."""
-    lines = [line.split(" ") for line in (Path(out_dir) / "log.txt").read_text().splitlines()]
+    lines = [line.split(" ") for line in (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()]
     values = [(int(step), value) for step, name, value in lines if name == stream]
     assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
     return dict(values)
@@ -195,12 +195,14 @@ def listing(folder):
 
 
 # Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
-# else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s.
-forkserver = multiprocessing.get_context("forkserver")
+# else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s. Windows has no fork.
+has_fork = "forkserver" in multiprocessing.get_all_start_methods()
+processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 # What a run imports on its way is imported there, too. conftest comes last, since it freezes what is there: the
 # garbage collection in each run then has little to look at.
 PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "conftest"]
-forkserver.set_forkserver_preload(PRELOADED)
+if has_fork:
+    processes.set_forkserver_preload(PRELOADED)
 
 
 def free_port():
@@ -224,28 +226,28 @@ def start(function, *args, output, ranks=0):
 
     What they print goes to `output`, of rank r > 0 to `output`.r.
     """
-    processes = []
+    started = []
     port = free_port()
     for rank in range(max(1, ranks)):
         place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
         environment = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
         where = f"{output}.{rank}" if rank else str(output)
-        process = forkserver.Process(target=child, args=(function, args, where, environment if ranks else {}))
+        process = processes.Process(target=child, args=(function, args, where, environment if ranks else {}))
         process.start()
-        processes.append(process)
-    return processes
+        started.append(process)
+    return started
 
 
-def finish(processes, timeout=60):
+def finish(started, timeout=60):
     """Wait for processes of `start`; their exit statuses (-9 if killed so)."""
-    for process in processes:
+    for process in started:
         process.join(timeout)
-    hanging = [process for process in processes if process.is_alive()]
+    hanging = [process for process in started if process.is_alive()]
     for process in hanging:
         process.kill()
         process.join()
-    assert not hanging, f"{len(hanging)} of {len(processes)} processes did not end in {timeout} s"
-    return [process.exitcode for process in processes]
+    assert not hanging, f"{len(hanging)} of {len(started)} processes did not end in {timeout} s"
+    return [process.exitcode for process in started]
 
 
 def run(function, *args, output, ranks=0, timeout=60):

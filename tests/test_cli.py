@@ -1,6 +1,7 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -30,9 +31,11 @@ class Options:
     max_steps: int = 3  # how many steps
     max_lr: float = 1.0  # how fast
     compile: bool = False  # compile it
+    tf32: bool | None = None  # with fewer bits
     # the rest: what nobody needs
     optimizer: Literal["adamw", "muon"] = "adamw"  # which one
     data: str = "text"  # where it is
+    name: str = ""  # what it is called
     inputs: tuple[str, ...] = ()  # files
 
 
@@ -74,10 +77,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
         (["Hi", "--max-lr", "3", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
-        (
-            ["Hi", "--compile=False"],
-            "--compile takes no value. Use --compile to switch it on and --no-compile to switch it off.",
-        ),
+        (["--compil=False"], "There is no flag called --compil. Did you mean --compile?"),
         (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
         (["--max-lr", "fast " * 30], f"--max-lr is '{'fast ' * 30}', but it must be a number."),
     ],
@@ -155,32 +155,39 @@ def help_of(capsys, config_class=Options, **kwargs):
 
 
 def test_help_is_the_modules_docstring_and_the_flags_under_their_headings(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["/bin/pytest"])
     printed = help_of(capsys)
-    assert printed.startswith(__doc__)
+    assert printed.startswith("The command line that all programs share")
     expected = """
- options
-  -h, --help                show this help message and exit
-  -m STR, --model STR       the model, or a file that holds one (default: gpt2)
+usage: pytest PROMPT [flags]
+
+  PROMPT                 the text
+  -m, --model STR        the model, or a file that holds one (default: gpt2)
 
  the run
-  --max-steps INT           how many steps (default: 3)
-  --max-lr FLOAT            how fast (default: 1.0)
-  --compile, --no-compile   compile it (default: False)
+  --max-steps INT        how many steps (default: 3)
+  --max-lr FLOAT         how fast (default: 1.0)
+  --compile, --no-compile
+                         compile it (default: off)
+  --tf32, --no-tf32      with fewer bits
 
  the rest: what nobody needs
-  --optimizer {adamw,muon}  which one (default: adamw)
-  --data STR                where it is (default: text)
+  --optimizer {adamw, muon}
+                         which one (default: adamw)
+  --data STR             where it is (default: text)
+  --name STR             what it is called
+  --inputs ...           files
 """
-    assert expected in printed
+    assert printed.endswith(expected)
 
 
 def test_the_docstring_is_wrapped_but_not_its_examples(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    example = "    python train.py --data somewhere     # a line longer than the window"
-    monkeypatch.setattr(sys.modules[__name__], "__doc__", f"Train a model {'very ' * 9}well.\n\n{example}\n")
+    monkeypatch.setenv("COLUMNS", "60")
+    example = f"    python train.py --data {'somewhere' * 9}"
+    monkeypatch.setattr(sys.modules[__name__], "__doc__", f"Train a model {'very ' * 11}well.\n\n{example}\n")
     printed = help_of(capsys)
-    assert printed.startswith("Train a model very very very very very\nvery very very very well.\n\n" + example)
+    assert printed.startswith(f"Train a model {'very ' * 8}very\nvery very well.\n\n{example}")
 
 
 @pytest.mark.parametrize("preset", train_gpt2.PRESETS)
@@ -193,11 +200,42 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
     assert description.count("    python ") >= 2, "two examples or more"
     for heading in ("the run", "the model", "the batch", "the schedule", "the optimizer", "evaluation and output"):
         assert f"\n\n {heading}" in flags
-    defaults = train_gpt2.PRESETS[preset]
-    for name, value in dataclasses.asdict(defaults).items():
-        flag = "--" + name.replace("_", "-")
-        [(text, default)] = re.findall(rf"\n  {flag}\b(?!-).*?\s\s+(\S.*?) \(default: (.*?)\)\n", flags + "\n")
-        assert len(text) > 5 and shlex.split(default) == [str(value)], flag
+    entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", flags)]
+    for name, value in dataclasses.asdict(train_gpt2.PRESETS[preset]).items():
+        [entry] = [entry for entry in entries if re.match(rf"{cli.flag_of(name)}[ ,]", entry)]
+        shown = {"True": "on", "False": "off"}.get(str(value), str(value))
+        assert value in ("", None) or f"(default: {shown})" in entry
+        assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
+
+
+@pytest.mark.parametrize(
+    "word, value",
+    [("--compile", True), ("--no-compile", False), ("--compile=False", False), ("--no-compile=false", True)],
+)
+def test_a_switch_may_be_spelled_with_a_value_and_know_that_it_was_not_given(word, value):
+    assert cli.parse(Options, [word]).compile == value
+    tf32 = word.replace("compile", "tf32")
+    assert cli.parse(Options, [tf32]).tf32 == value and cli.parse(Options, []).tf32 is None
+
+
+def test_the_words_of_nanogpt_are_answered():
+    options = dict(config_class=train_gpt2.TrainConfig, synonyms=cli.OTHER_TRAINERS)
+    assert "--preset names" in error_of("config/train_shakespeare_char.py", **options)
+    assert "no dropout" in error_of("--dropout=0.1", **options)
+
+
+def test_what_a_file_says_is_shown_on_one_line():
+    assert cli.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
+    assert cli.plain("x" * 100_000) == "x" * 200 + "..."
+    assert (cli.count(1, "document"), cli.count(2000, "rank")) == ("1 document", "2,000 ranks")
+
+
+def test_a_command_that_is_printed_can_be_typed(capsys):
+    words = ["python", "sample.py", "Hello, I'm a model", "-m", "my runs/$x", "a`b", 'say "hi"', "--top-k=5"]
+    cli.print_next(words)
+    title, line = capsys.readouterr().out.strip().splitlines()
+    assert title == "Next:" and shlex.split(line) == words
+    assert '"Hello, I\'m a model"' in line, "double quotes, which cmd.exe has too"
 
 
 def test_an_unknown_preset_is_told_with_the_other_mistakes():
@@ -308,6 +346,8 @@ def test_output_that_is_not_a_line_is_not_lost_either(tmp_path):
         ("raise PermissionError(errno.EACCES, 'Permission denied', 'a')", "a: Permission denied. Check its"),
         ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
         ("open('x' * 300)", "File name too long. Choose a shorter name."),
+        ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
+        ("raise cli.UserError('In a\\nb.')", "error: In a\\nb."),
         ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
         ("raise cli.UserError('That will not do.')", "error: That will not do."),
     ],
@@ -318,10 +358,30 @@ def test_what_the_machine_refuses_is_one_line(line, sentence, tmp_path):
     assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["open('nowhere')", "1 / 0", "raise OSError(errno.ENOSPC, 'No space left on device')"])
+@pytest.mark.parametrize("line", ["1 / 0", "raise OSError(errno.ENOSPC, 'No space left on device')"])
 def test_a_bug_keeps_its_traceback(line, tmp_path):
     done = run_script(write_script(tmp_path, line))
     assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_torchrun_is_told_the_line_to_show_at_its_end(tmp_path):
+    script = write_script(tmp_path, "raise cli.UserError('That will not do.')")
+    run_script(script, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    told = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
+    assert told["message"] == "error: That will not do."
+
+
+@pytest.mark.parametrize(
+    "line, status", [("raise cli.UserError('no')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
+)
+def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
+    wait = [
+        "import atexit",
+        "atexit.register(time.sleep, 60)  # as a process group does whose other ranks are busy",
+        line,
+    ]
+    done = run_script(write_script(tmp_path, *wait), WORLD_SIZE="2", RANK="0")
+    assert done.returncode == status and done.stderr
 
 
 def test_an_exit_status_is_left_alone(tmp_path):
