@@ -354,7 +354,8 @@ def load_model_state(source):
         checkpoint = load_checkpoint(path)
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
-        return *load_huggingface(source), load_tokenizer(source)
+        shape, weights = load_huggingface(source)
+        return shape, weights, load_tokenizer(source, shape["vocab_size"])
     checkpoint = newest_checkpoint(path, for_resume=False)
     if checkpoint:
         return *model_state(checkpoint), model_tokenizer(checkpoint)

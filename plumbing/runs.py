@@ -34,7 +34,7 @@ from plumbing.checkpoint import (
 from plumbing.cli import UserError
 from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
 from plumbing.files import atomic_write, lock_folder
-from plumbing.huggingface import check_export_folder, export_huggingface
+from plumbing.huggingface import export_huggingface
 from plumbing.mirror import Mirror
 from plumbing.peaks import peak_flops
 
@@ -93,8 +93,6 @@ def find_start(config, preset, enc, fingerprint):
             )
     else:
         checkpoint = None
-    if not (checkpoint and checkpoint["step"] == config.max_steps):  # a finished run is not exported again
-        check_export_folder(out_dir / "hf")
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if checkpoint:

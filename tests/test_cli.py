@@ -1,6 +1,7 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pytest
@@ -276,10 +278,21 @@ def write_script(folder, *lines, keywords=""):
     return str(path)
 
 
-def test_help_of_a_light_program_does_not_wait_for_torch(tmp_path):
-    script = write_script(tmp_path, "try: cli.parse(Options)", "finally: assert 'torch' not in sys.modules")
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "how often" in done.stdout, done.stderr
+SLOW = ("torch", "numpy", "transformers", "datasets", "pyarrow", "tiktoken")
+COMMANDS = [[str(path)] for path in sorted(ROOT.glob("*.py"))] + [["-m", "bench"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[-1]).stem)
+def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path):
+    for package in SLOW:
+        (tmp_path / f"{package}.py").write_text("raise ImportError('this is slow')", encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, env=env)
+    shown = run([sys.executable, *command, "--help"])
+    assert shown.returncode == 0 and "usage: " in shown.stdout, shown.stderr
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    refused = run([sys.executable, *command, "--xyzzy"])
+    assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr
 
 
 def run_script(script, *args, shell="", **environment):
