@@ -633,14 +633,6 @@ def fit_to_machine(raw_model, config, world):
 # Evaluation
 
 
-def bytes_of_tokens(enc, device):
-    """How many bytes of text each token id stands for: (n_vocab,). Special tokens are no text: 0."""
-    lengths = torch.zeros(enc.n_vocab)
-    for token in enc.token_byte_values():  # without special tokens
-        lengths[enc.encode_single_token(token)] = len(token)
-    return lengths.to(device)
-
-
 def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
     """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
 
@@ -837,7 +829,7 @@ def train(config, world, lock):
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    token_bytes = bytes_of_tokens(enc, world.device)
+    token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
