@@ -399,7 +399,7 @@ class DataLoaderLite:
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
-        self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
+        self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         # a window has T targets, so T + 1 tokens
