@@ -78,7 +78,7 @@ def load_checkpoint(path, for_resume=False):
     content = read_pickle(path)
     types = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
     if for_resume:
-        types |= {"optimizer": list, "scaler": dict, "loader": dict, "rng": torch.Tensor}
+        types |= {"optimizer": list, "scaler": dict, "loader": dict}
     problem = check_types(content, types) or check_shape(content["config"], content["model"])
     if problem and for_resume:
         raise UserError(f"A run cannot continue from {path}: {problem}. {NOT_RESUMABLE}")
@@ -302,21 +302,12 @@ def check_state(saved, state, optimizers):
             for number, state in part["state"].items()
             for name, tensor in state.items()
         }
-        problem = check_values(tensors) or check_averages(tensors, saved["step"]) or check_rng(content["rng"])
+        problem = check_values(tensors) or check_averages(tensors, saved["step"])
     if problem:
         raise UserError(
             f"The checkpoint of step {saved['step']} does not fit the run: {problem}. It was probably changed after it "
             "was written; delete it to continue from the checkpoint before it."
         )
-
-
-def check_rng(state):
-    """What is wrong with a state of torch's random number generator, or ""."""
-    try:
-        torch.Generator().set_state(state)
-    except RuntimeError:
-        return "rng is not a state of torch's random number generator"
-    return ""
 
 
 def optimizer_template(optimizer):

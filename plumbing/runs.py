@@ -246,11 +246,6 @@ def belongs_to_this_launch(out_dir):
 # Starting a run
 
 
-def check_names(config):
-    """A sentence for each folder of the run that has no name."""
-    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
-
-
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
     return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
@@ -431,7 +426,7 @@ class Run:
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
-        world.run_on_master(self.open, saved)
+        world.broadcast_from_master(self.open, saved)
 
     def open(self, saved):
         """Start the run in its folder."""

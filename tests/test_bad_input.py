@@ -30,7 +30,8 @@ import torch
 from conftest import ROOT, listing, make_shards, patched, read_log, run, status_of, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint, distributed, runs
+from plumbing import checkpoint, distributed, fit, runs
+from plumbing.cli import UserError
 
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
@@ -467,7 +468,7 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_byte_changed_is_no_traceback(
             path.write_bytes(whole[:place] + bytes(rng.integers(0, 256, 20, dtype=np.uint8)) + whole[place + 20 :])
         try:
             checkpoint.load_checkpoint(path)
-        except train_gpt2.UserError:
+        except UserError:
             refused += 1
     assert refused >= 15  # every cut at least
 
@@ -495,26 +496,26 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, good, tmp_path,
 
 def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(total_memory=80 * 2**30))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(train_gpt2.UserError, match="2 processes on this machine.* 1 GPU.*--nproc_per_node=1"):
-        train_gpt2.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
+    with pytest.raises(UserError, match="2 processes on this machine.* 1 GPU.*--nproc_per_node=1"):
+        fit.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
-    with pytest.raises(train_gpt2.UserError, match="of 3072.* 3 ranks. Start a number of ranks that divides 512, or"):
-        train_gpt2.check_config(train_gpt2.TrainConfig(), 3)
-    with pytest.raises(train_gpt2.UserError, match="multiple of 2048.* 2 ranks. Try --total-batch-size 4096"):
-        train_gpt2.check_config(train_gpt2.TrainConfig(total_batch_size=5000), 2)
+    with pytest.raises(UserError, match="of 3072.* 3 ranks. Start a number of ranks that divides 512, or"):
+        fit.check_config(train_gpt2.TrainConfig(), 3)
+    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks. Try --total-batch-size 4096"):
+        fit.check_config(train_gpt2.TrainConfig(total_batch_size=5000), 2)
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypatch):
     """On a CPU auto is float32 for tiny models, whatever its instructions."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: False)
-    with pytest.raises(train_gpt2.UserError, match="--dtype bfloat16.* Use --dtype float16"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UserError, match="--dtype bfloat16.* Use --dtype float16"):
         distributed.choose_dtype("bfloat16", "cuda", 768)
     assert distributed.choose_dtype("auto", "cuda", 768) == (torch.float16, "float16")
     assert distributed.choose_dtype("auto", "cpu", 64) == (torch.float32, "float32")
@@ -522,11 +523,11 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_takes_float16(monkeypa
 
 def test_fp8_on_a_device_without_it_is_refused(monkeypatch):
     for device, capability in [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        with pytest.raises(train_gpt2.UserError, match="does not support --dtype fp8.* Leave --dtype out"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.raises(UserError, match="does not support --dtype fp8.* Leave --dtype out"):
             distributed.choose_dtype("fp8", device, 768)
     for capability in [(8, 9), (9, 0), (10, 0)]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert distributed.choose_dtype("fp8", "cuda", 768) == (torch.bfloat16, "fp8"), "but for the output layer"
 
 

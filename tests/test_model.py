@@ -12,6 +12,7 @@ from conftest import tiny_model
 import tokenizer
 import train_gpt2
 from plumbing.checkpoint import resize
+from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig, KVCache
 
@@ -241,7 +242,7 @@ def test_a_variant_of_gpt2_is_refused(tmp_path):
 
     config = GPT2Config(vocab_size=64, n_positions=8, n_embd=8, n_layer=1, n_head=1, activation_function="relu")
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(train_gpt2.UserError, match="variant"):
+    with pytest.raises(UserError, match="variant"):
         GPT.from_pretrained(tmp_path)
 
 
