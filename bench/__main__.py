@@ -1,7 +1,7 @@
 """Benchmarks: the program's own code compared with a reference, alternating in one process.
 
-    python -m bench train       a training step, and transformers in a plain loop
-    python -m bench train --peer ../nanoGPT --variants compile=False batch_size=8
+    python -m bench train       a step, and transformers in a plain loop
+    python -m bench train --peer ../nanoGPT --variants batch_size=8
     python -m bench ladder      what each optimization adds to plain float32
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
@@ -27,7 +27,7 @@ from plumbing import cli
 class Options:
     """What to measure, and how."""
 
-    what: tyro.conf.Positional[Literal["train", "ladder", "data", "hellaswag", "sample", "gpu"]]  # what to measure
+    what: tyro.conf.Positional[Literal["train", "ladder", "data", "hellaswag", "sample", "gpu"]] = "train"  # what to measure
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
@@ -44,7 +44,6 @@ class Options:
     n_head: int = 0  # attention heads
     n_embd: int = 0  # channels
     vocab_size: int = 0  # rows of the embedding
-    plot: str = ""  # ladder: draw the tokens per second of each rung into this file
     # data, hellaswag and sample
     input: tuple[str, ...] = ()  # data: documents, as fineweb.py takes them; default the built-in corpus
     tokenizer: str = "gpt2"  # gpt2, bytes or a .tiktoken file

@@ -194,7 +194,7 @@ def questions(q):
         asked[f"{num_steps:,} steps, {dtype}"] = 240, run
     for size in (1, 8):
         asked[f"sampling, {size} at a time"] = 60, partial(q.benchmark, programs.sample, batch_size=size, rounds=2)
-    asked["ladder"] = 300, partial(q.benchmark, steps.ladder, plot=str(q.out / "ladder.png"))
+    asked["ladder"] = 300, partial(q.benchmark, steps.ladder)
     return asked
 
 

@@ -31,7 +31,7 @@ def family_of(kernel):
 
 def profile(side):
     """{kernel, on a CPU operator: its seconds} in one call of a side, the longest first."""
-    cuda, activity = side.device_type == "cuda", torch.profiler.ProfilerActivity
+    cuda, activity = side.world.device_type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
         side()
     times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in profiler.key_averages()}

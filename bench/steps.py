@@ -22,6 +22,7 @@ from bench.profile import roofline
 from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.distributed import World, choose_dtype
+from plumbing.fit import check_config
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 
@@ -53,7 +54,9 @@ def make_settings(options, **changes):
         config.total_batch_size = max(1, config.total_batch_size // micro_batch) * micro_batch
     config.block_size = max(config.block_size, config.sequence_length)
     config.vocab_size = config.vocab_size or (320 if preset == "quickstart" else 50304)
-    train_gpt2.check_config(config, 1)
+    if config.compile is None:
+        config.compile = config.device.startswith("cuda")
+    check_config(config, 1)
     return config
 
 
@@ -68,7 +71,7 @@ def apply_variant(config, variant):
     """ "compile=False,batch_size=32" applied to Settings."""
     flags = [to_flag(*pair.partition("=")[::2]) for pair in variant.split(",") if pair]
     changed = cli.parse(Settings, flags, default=config)
-    train_gpt2.check_config(changed, 1)
+    check_config(changed, 1)
     return changed
 
 
@@ -85,15 +88,12 @@ class Side:
 
     def __init__(self, config):
         self.config, self.steps, self.step = config, 1, 0
-        self.device_type, self.world = config.device.split(":")[0], World(device=config.device)
-        self.dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
-
-    def autocast(self):
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
+        dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
+        self.world = World(device=config.device, dtype=dtype)
 
     def __call__(self):
-        precision = "high" if self.config.tf32 and self.device_type == "cuda" else "highest"
-        torch.set_float32_matmul_precision(precision)
+        tf32 = self.config.tf32 and self.world.device_type == "cuda"
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
         for _ in range(self.steps):
             loss = self.train_step()
             self.step += 1
@@ -110,21 +110,20 @@ class Ours(Side):
         self.raw_model = BenchGPT(GPTConfig(*shape), config.triton_loss, config.return_logits)
         for block in self.raw_model.transformer.h if config.attention == "plain" else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
-        state = self.raw_model, config, self.dtype, self.autocast(), self.world
         with self.attention_kernel():
-            self.model, self.B = train_gpt2.fit_to_machine(*state)
+            self.model, self.B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if self.B < config.batch_size:
             raise UserError(f"Only {self.B} of {config.batch_size} sequences fit in memory. Try --batch-size {self.B}.")
         if not config.bfloat16_residual:
             self.raw_model.residual_dtype = torch.float32
-        layout = dict(B=self.B, T=config.sequence_length, device=config.device)
-        self.loader = train_gpt2.DataLoaderLite(folder, "train", **layout, shuffle=config.shuffle)
+        layout = dict(B=self.B, T=config.sequence_length, device=config.device, shuffle=config.shuffle)
+        self.loader = train_gpt2.DataLoaderLite(folder, "train", **layout)
         self.optimizers = train_gpt2.configure_optimizers(self.raw_model, config)
         for group in () if config.fused_adamw else self.optimizers[-1].param_groups:
             group["fused"] = None
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
     def attention_kernel(self):
         """Context in which only the attention kernel of the settings is used."""
@@ -140,7 +139,7 @@ class Ours(Side):
         c = self.config
         train_gpt2.apply_schedules(self.optimizers, self.step, c)
         num_windows = c.total_batch_size // c.sequence_length
-        state = self.B, self.optimizers, self.scaler, self.step, c, [], self.autocast(), self.world
+        state = self.optimizers, self.scaler, self.step, c, [], self.world
         with self.attention_kernel():
             return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
 
@@ -161,7 +160,7 @@ class Reference(Side):
         accumulation = c.total_batch_size // (c.batch_size * c.sequence_length)
         for micro_step in range(self.step * accumulation, (self.step + 1) * accumulation):
             x, y = (ids.to(c.device) for ids in self.batches[micro_step % len(self.batches)])
-            with self.autocast():
+            with self.world.autocast():
                 loss = self.loss_of(self.model, x, y) / accumulation
             loss.backward()
             total += loss.detach()
@@ -236,7 +235,7 @@ def train(options):
         steps = options.steps or max(1, round(0.5 / min(timed(ours, config.device)[0] for _ in range(3))))
         for side in sides.values():
             side.steps = steps
-        print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, {ours.dtype}")
+        print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, {ours.world.dtype}")
         print(f"T {config.sequence_length}, {config.total_batch_size:,} tokens a step, {steps} steps a round")
         measured = interleave(sides, options.rounds, config.device)
         losses = {name: side["result"] for name, side in measured.items()}
@@ -296,19 +295,4 @@ def ladder(options):
         row |= {"total": np.median(per_token["float32"] / per_token[name]), "loss": measured[name]["result"]}
         rows[name] = row | {"ms": 1e3 * np.median(measured[name]["seconds"])}
         print(f"{name:20}{row['gain']:6.2f}x, in all {row['total']:6.2f}x")
-    if options.plot:
-        draw(rows, options.plot)
     return report(options, measured, tokens, "tok", ours=name, rungs=rows, tokens=tokens)
-
-
-def draw(rows, path):
-    """Draw a bar per rung with its tokens per second."""
-    from matplotlib.figure import Figure  # takes a second; without pyplot, no display is needed
-
-    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
-    axes, speeds = figure.subplots(), [row["tok_per_s"] for row in rows.values()]
-    labels = [f"{row['tok_per_s']:,.0f} tok/s   {row['ms']:,.1f} ms   {row['total']:.1f}x" for row in rows.values()]
-    axes.bar_label(axes.barh(list(rows), speeds), labels, padding=4)
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 1.5 * max(speeds)), xlabel="training tokens per second, each optimization on top of the others")
-    figure.savefig(path, dpi=150)
