@@ -22,12 +22,14 @@ import tyro
 
 from plumbing import cli
 
+BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
+
 
 @dataclass
 class Options:
     """What to measure, and how."""
 
-    what: tyro.conf.Positional[Literal["train", "ladder", "data", "hellaswag", "sample", "gpu"]] = "train"  # what to measure
+    what: tyro.conf.Positional[str] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
     json: str = ""  # write the numbers to this file
@@ -63,6 +65,8 @@ def parse_args(args=None):
     """The checked Options of a command line. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
     errors = cli.check_numbers(options, above_0=["max_new_tokens"])
+    if options.what not in BENCHMARKS:
+        errors.append(f"There is no benchmark called {options.what!r}. {cli.suggest(options.what, BENCHMARKS)}")
     if errors:
         raise cli.UserError(" ".join(errors))
     return options
