@@ -120,9 +120,10 @@ PRESETS = {
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
 
-def parse_args(args=None):
-    """Parse a command line into a TrainConfig: the preset's defaults, overridden by the flags."""
-    return cli.parse(TrainConfig, args, presets=PRESETS, synonyms=cli.OTHER_TRAINERS)
+def parse_args(args=None, parent=None):
+    """Parse a command line into a TrainConfig: the flags override a branch's `parent` settings, these the preset's."""
+    presets = {name: dataclasses.replace(preset, **parent or {}) for name, preset in PRESETS.items()}
+    return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
 
 if __name__ == "__main__":
@@ -323,8 +324,7 @@ class GPT(nn.Module):
         """The GPT with the fields `shape` of a GPTConfig and the state dict `weights`, whose tensors it keeps."""
         with torch.device("meta"):  # without memory for weights that are replaced at once
             model = cls(GPTConfig(**shape))
-        checkpoint.check_weights(weights, model.state_dict())
-        model.load_state_dict({name: w.contiguous() for name, w in weights.items()}, assign=True)
+        checkpoint.load_weights(model, weights)
         model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
         return model
 
@@ -739,10 +739,10 @@ def load_data(config, world):
     return train_loader, val_loader, enc
 
 
-def load_or_make_model(config, enc, fingerprint, world):
+def load_or_make_model(config, enc, fingerprints, world):
     """The GPT of a run: resumed, branched, from --init-from, or new; and the checkpoint's dict of the first two."""
     # empty for a new model; with --init-from, only the shape and the weights
-    start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprint)
+    start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
     else:
@@ -772,16 +772,17 @@ def restore_state(saved, optimizers, scaler, loader):
     loader.load_state_dict(saved["loader"])
 
 
-def train(config, world):
-    """Start or resume the run that `config` describes. Returns the process's exit status."""
+def train(config, world, lock):
+    """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written before the `with` below
     train_loader, val_loader, enc = load_data(config, world)
-    raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
+    fingerprints = {"train": train_loader.fingerprint, "val": val_loader.fingerprint}
+    raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, start_step):  # it has printed that
+    if runs.is_finished(config, saved):  # it has printed that
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved, world.device)
@@ -800,17 +801,16 @@ def train(config, world):
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        state = training_state(raw_model, optimizers, scaler, train_loader)
-        checkpoint.check_state(saved, state, optimizers)
         restore_state(saved, optimizers, scaler, train_loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
-    metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
+    metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
-    with runs.Run(config, world, start_step, saved, metadata) as run:
+    with runs.Run(config, world, lock, start_step, saved, metadata) as run:
         saved = None  # frees gigabytes
         run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
         gc.collect()
@@ -823,7 +823,7 @@ def train(config, world):
             if not stopping:
                 if is_due(step, config.val_every, max_steps):
                     loss = evaluate_val_loss(unwrapped, val_loader, num_val_windows, world)
-                    run.log_val_loss(step, loss, raw_model)
+                    run.log_val_loss(step, loss, loss / math.log(2), raw_model)
                 if is_due(step, config.hellaswag_every, max_steps):
                     run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, world))
                 if is_due(step, config.sample_every, max_steps) and world.is_master:
@@ -847,13 +847,14 @@ def train(config, world):
 
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
-    config = parse_args(args)
+    config = runs.inherit(parse_args(args), lambda parent: parse_args(args, parent))
     fit.check_config(config, distributed.get_world_size())
     world = distributed.setup_distributed(config.device)
     if config.compile is None:
         config.compile = world.device_type == "cuda"
     world.check_agreement(runs.facts_for_all_ranks(config))
-    status = train(config, world)
+    with runs.claim(config, world) as lock:
+        status = train(config, world, lock)
     distributed.cleanup_distributed()  # not after an error: it waits for ranks that wait for this one
     sys.exit(status)
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from plumbing.cli import UserError
+from plumbing.files import atomic_write
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
@@ -382,6 +384,8 @@ def retry(name, advice, function, attempts=3):
     for attempt in range(attempts):
         try:
             return function()
+        except UserError:
+            raise
         except Exception as error:  # the hub's client has renamed its network errors from version to version
             reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
             status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
@@ -390,16 +394,44 @@ def retry(name, advice, function, attempts=3):
                     f"Could not download {name}: {reason}. The server does not have it or does not let you have "
                     "it; check the address and your access."
                 ) from None
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES):
-                raise UserError(
-                    f"Could not save the download of {name}: {reason}. Check that the disk has free space and the "
-                    "folder is writable, then run the same command again."
-                ) from None
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(f"Could not save {name}: {reason}. Make room on the disk and try again.") from None
+            if not status and getattr(error, "filename", None):
+                raise  # another refusal of the disk, which asking again would not change
             if "Offline" in type(error).__name__:  # asking again would not help
                 break
             if attempt < attempts - 1:
                 time.sleep(RETRY_SECONDS * 2**attempt)
     raise UserError(f"Could not download {name}: {reason}. {advice}")
+
+
+def download(url, path, advice, attempts=9):
+    """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails after all attempts."""
+
+    def attempt():
+        with urllib.request.urlopen(url, timeout=60) as response, atomic_write(path) as file:
+            size = int(response.headers.get("Content-Length") or 0)
+            name = os.path.basename(path)
+            with tqdm(total=size or None, unit="B", unit_scale=True, desc=name, delay=0.5) as bar:
+                for block in read_blocks(response, size):
+                    file.write(block)
+                    bar.update(len(block))
+
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    retry(url, advice, attempt, attempts)
+
+
+def read_blocks(response, size):
+    """The content of a response block by block. What breaks it off is an HTTPException, unlike what a disk refuses."""
+    received = 0
+    try:
+        for block in iter(lambda: response.read(2**20), b""):
+            received += len(block)
+            yield block
+    except OSError as error:
+        raise http.client.HTTPException(f"the connection broke: {error}") from None
+    if received < size:
+        raise http.client.HTTPException(f"the connection ended after {received:,} of {size:,} bytes")
 
 
 HUB_ADVICE = (
@@ -434,21 +466,8 @@ def fetch_url(url, folder, attempts):
     """The path of a copy of `url`, downloaded into `folder`."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:8]  # two URLs may end in the same name
     path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(url).path))
-
-    def download():
-        os.makedirs(folder, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
-            size = int(response.headers.get("Content-Length") or 0)
-            with tqdm(total=size or None, unit="B", unit_scale=True, desc=os.path.basename(path), delay=0.5) as bar:
-                for block in iter(lambda: response.read(2**20), b""):
-                    file.write(block)
-                    bar.update(len(block))
-            expected = size or file.tell()
-            if file.tell() != expected:
-                raise ConnectionError(f"the connection ended after {file.tell():,} of {expected:,} bytes")
-        return path
-
-    return retry(url, URL_ADVICE, download, attempts)
+    download(url, path, URL_ADVICE, attempts)
+    return path
 
 
 def fetch(source, folder, attempts=9):

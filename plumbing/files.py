@@ -1,8 +1,9 @@
-"""Atomic writes of files, and locks of folders; both hold however the program ends."""
+"""Files read and written safely, and folders locked; a killed process leaves neither half a file nor a lock."""
 
 import contextlib
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -13,32 +14,105 @@ except ImportError:  # Windows
 
 from plumbing.cli import UserError
 
+# ----------------------------------------------------------------------------------------------------------
+# Reading and writing
+
+
+def open_regular(path, mode="rb", **kwargs):
+    """Like open(), for reading regular files only: a pipe, a device or a folder is a UserError and blocks nothing."""
+
+    def opener(path, flags):
+        descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # so that a pipe does not wait for a writer
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(f"{path} is {kind_of(path)}, but it should be a file. Give a regular file in its place.")
+        return descriptor
+
+    return open(path, mode, opener=opener, **kwargs)
+
+
+def kind_of(path):
+    """What stands at a path, as a word: "nothing", "a file", "a link", "a folder", or "a pipe or a device"."""
+    path = Path(path)
+    if path.is_symlink():
+        return "a link"
+    if path.is_file():
+        return "a file"
+    if path.is_dir():
+        return "a folder"
+    return "a pipe or a device" if path.exists() else "nothing"
+
 
 @contextlib.contextmanager
 def atomic_write(path, mode="wb", **kwargs):
     """Open `path` for writing atomically: readers see the complete file or none at all, never half a file.
 
-    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. If anything fails,
-    an existing file at `path` is left untouched; a full disk, a file-size limit or a read-only folder
-    is a UserError.
+    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular file is ever
+    replaced, and no link is followed. If anything fails, an existing file at `path` is left untouched; a full disk,
+    a file-size limit or a read-only folder is a UserError.
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")
+    check_replaceable(path)
+    file = None
     try:
-        with open(part, mode, **kwargs) as file:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()  # left by a process that was killed; a link is removed, and not what it points to
+        with open(part, mode.replace("w", "x"), **kwargs) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if not is_same_file(file.fileno(), part):
+                raise UserError(f"Another process is writing {path}, too. Wait until it has ended, and try again.")
+        check_replaceable(path)
         os.replace(part, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a read-only file system refuses this, too
-            part.unlink()
+        if file:
+            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
+                part.unlink()
         if isinstance(error, OSError):
             raise UserError(
                 f"Could not write {path}: {error.strerror or error}. Check that its folder exists, is writable "
                 "and has free space, then run the same command again."
             ) from error
         raise
+
+
+def check_replaceable(path):
+    """Raise UserError if there is something at `path` that is no regular file."""
+    if kind_of(path) not in ("a file", "nothing"):
+        raise UserError(f"{path} is {kind_of(path)}, so it is not replaced. Move it away, or choose another name.")
+
+
+def check_new_output(path):
+    """Raise UserError if a file that the user names for output exists. Pipes and devices, as /dev/stdout, may."""
+    if os.path.lexists(path) and not is_stream(path):
+        raise UserError(f"{path} exists already. Choose another name, or delete it first.")
+
+
+def is_stream(path):
+    """Whether a path is a pipe or a device. /dev/stdout is, also where a shell has redirected it to a file."""
+    return str(path).startswith("/dev/") or (os.path.exists(path) and kind_of(os.path.realpath(path)).startswith("a p"))
+
+
+@contextlib.contextmanager
+def new_output(path, mode="w", encoding="utf-8"):
+    """Open a file that the user names for output: a new one, written atomically, or a pipe or device as it is.
+
+    Work that takes long should call check_new_output before it begins.
+    """
+    check_new_output(path)
+    encoding = None if "b" in mode else encoding
+    if is_stream(path):
+        with open(path, mode.replace("w", "a"), encoding=encoding) as file:
+            yield file
+    else:
+        with atomic_write(path, mode, encoding=encoding) as file:
+            yield file
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Locks
 
 
 class FolderInUse(UserError):
@@ -49,7 +123,16 @@ class FolderLock:
     """A lock on a folder, which this process holds until it closes the lock or ends."""
 
     def __init__(self, folder, name, descriptor, created):
-        self.path, self.descriptor, self.created = Path(folder) / name, descriptor, created
+        self.folder, self.path = Path(folder), Path(folder) / name
+        self.descriptor, self.created = descriptor, created
+
+    def check(self):
+        """Raise UserError if the locked folder is no longer the one at its path."""
+        if self.descriptor is not None and not is_same_file(self.descriptor, self.path):
+            raise UserError(
+                f"{self.folder} is no longer the folder in which this program began: something has moved or replaced "
+                "it. Nothing more is written. Put it back and run the same command again."
+            )
 
     def close(self):
         """Release the lock, and remove the folders that it created and that are still empty."""
@@ -82,8 +165,9 @@ def lock_folder(folder, name=".lock"):
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except OSError:  # nothing can be written here, as the first write will report
+            check_replaceable(path)
             return FolderLock(folder, name, None, created)
         try:
             if fcntl is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import tiktoken
 
 import tokenizer
-from plumbing.cli import UserError
+from plumbing.cli import UserError, first_line
 from plumbing.files import atomic_write
 
 # digest of GPT-2's tokenizer, by which a copy of it is recognized
@@ -88,7 +88,7 @@ def import_tokenizer(directory):
         fields = json.loads(theirs.to_str())
     except Exception as error:  # the library raises nothing more specific
         raise UserError(
-            f"Could not read the tokenizer in {directory}: {tokenizer.first_line(error)}. "
+            f"Could not read the tokenizer in {directory}: {first_line(error)}. "
             "Its tokenizer.json, or its vocab.json and merges.txt, must be whole; copy them again."
         ) from None
     try:

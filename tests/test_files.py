@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from conftest import ROOT, patched
 
 from plumbing import files
 from plumbing.cli import UserError
-from plumbing.files import atomic_write, lock_folder
+from plumbing.files import atomic_write, check_new_output, lock_folder, new_output, open_regular
 
 
 def hold(folder):
@@ -78,3 +79,71 @@ def test_a_file_system_that_refuses_the_clean_up_too_is_one_line(tmp_path):
         with pytest.raises(UserError, match="Read-only file system"):
             with atomic_write(tmp_path / "x") as file:
                 file.write(b"x")
+
+
+def test_only_regular_files_are_read(tmp_path):
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link", "r", encoding="utf-8") as file:
+        assert file.read() == "x"
+    with pytest.raises(UserError, match="is a folder, but it should be a file"):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe or a device, but it should be a file"):
+        open_regular(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe or a device, so it is not replaced"):
+        with atomic_write(tmp_path / "pipe"):
+            pass
+
+
+@pytest.mark.parametrize("name", ["x", "x.part", ".lock"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    (tmp_path / "theirs").write_text("theirs", encoding="utf-8")
+    (tmp_path / name).symlink_to("theirs")
+    try:
+        with lock_folder(tmp_path), atomic_write(tmp_path / "x") as file:
+            file.write(b"ours")
+    except UserError as error:
+        assert "is a link, so it is not replaced" in str(error)
+    else:
+        assert name == "x.part" and (tmp_path / "x").read_bytes() == b"ours" and not (tmp_path / "x").is_symlink()
+    assert (tmp_path / "theirs").read_text(encoding="utf-8") == "theirs"
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path):
+    with pytest.raises(UserError, match="Another process is writing"):
+        with atomic_write(tmp_path / "x") as first:
+            first.write(b"half")
+            with atomic_write(tmp_path / "x") as second:
+                second.write(b"whole")
+    assert (tmp_path / "x").read_bytes() == b"whole"
+
+
+def test_an_output_that_the_user_names_is_new(tmp_path):
+    with new_output(tmp_path / "x") as file:
+        file.write("first")
+    with pytest.raises(UserError, match="exists already"), new_output(tmp_path / "x") as file:
+        file.write("second")
+    (tmp_path / "link").symlink_to("elsewhere")
+    with pytest.raises(UserError, match="exists already"):
+        check_new_output(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "x"]
+    assert (tmp_path / "x").read_text(encoding="utf-8") == "first"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
+def test_an_output_may_be_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    texts = []
+    reader = threading.Thread(target=lambda: texts.append((tmp_path / "pipe").read_text(encoding="utf-8")), daemon=True)
+    reader.start()
+    with new_output(tmp_path / "pipe") as file:
+        file.write("through it")
+    reader.join()
+    assert texts == ["through it"] and (tmp_path / "pipe").is_fifo()

@@ -105,6 +105,10 @@ def script(*args, name="fineweb.py", cwd=None, timeout=60, **environment):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
+
+
 # -----------------------------------------------------------------------------
 # Reading
 
@@ -808,6 +812,21 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
     assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
+
+
+def test_a_download_is_whole_or_not_there(tmp_path, server):
+    server.files, path = {"/a.bin": b"content" * 1000}, tmp_path / "new" / "a.bin"
+    server.flaky = "short"
+    with patched(documents, "RETRY_SECONDS", 0.01):
+        with pytest.raises(UserError, match="ended after 3,500 of 7,000 bytes. Call a friend."):
+            documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
+        assert not any(path.parent.iterdir())
+        documents.download(f"{server.url}/a.bin", str(path), "")
+    assert path.read_bytes() == server.files["/a.bin"]
+    # what the disk refuses is not asked for again
+    with patched(os, "fsync", full_disk), pytest.raises((UserError, OSError), match="No space left"):
+        documents.download(f"{server.url}/a.bin", str(path), "")
+    assert len(server.asked) == 3 and path.read_bytes() == server.files["/a.bin"]
 
 
 def test_a_url_that_is_not_there_is_one_line_and_no_folder(tmp_path, server):
