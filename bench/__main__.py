@@ -77,7 +77,10 @@ def main(args=None):
     options = parse_args(args)
     from bench import gpu, programs, steps
     from plumbing.distributed import choose_device
+    from plumbing.files import check_new_output
 
+    if options.json:
+        check_new_output(options.json)  # measuring takes minutes
     device = choose_device(options.device)
     options.device = "cuda:0" if device == "cuda" else device
     options.rounds = options.rounds or (20 if options.what == "train" else 5)

@@ -28,6 +28,7 @@ from bench.measure import ROOT, interleave, machine
 from bench.profile import matmul_peak, roofline
 from plumbing import kernels
 from plumbing.distributed import enable_fused_attention, flops_per_token
+from plumbing.log import read_log
 from plumbing.peaks import peak_flops
 from train_gpt2 import PRESETS, TrainConfig
 
@@ -120,9 +121,8 @@ class Questions:
         if "out of memory" in text.lower():
             raise RuntimeError(f"B = {config.batch_size} does not fit in memory. Give a smaller --batch-size.")
         log = {}
-        for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines():
-            step, stream, value = line.split()
-            log.setdefault(stream, {})[step] = float(value)
+        for step, stream, value in read_log(folder / "log.txt"):
+            log.setdefault(stream, {})[step] = value
         shutil.rmtree(folder)  # gigabytes; the console's output is kept
         speeds = list(log["tok/s"].values())[min(20, config.max_steps - 1) :]
         median, peak = statistics.median(speeds), re.search(r"at most ([\d.]+) GiB", text)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.files import atomic_write
+from plumbing.files import new_output
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,7 +88,7 @@ def report(options, measured, work, unit, ours=None, **extra):
         numbers[key] = {name: side[key] for name, side in measured.items()}
     numbers |= machine(options.device) | {"options": dataclasses.asdict(options)}
     if options.json:
-        with atomic_write(options.json, "w", encoding="utf-8") as file:
+        with new_output(options.json) as file:
             file.write(json.dumps(numbers, indent=1) + "\n")
     return numbers
 

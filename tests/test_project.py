@@ -12,6 +12,7 @@ OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
     "triton",  # torch brings it where it has a GPU to compile kernels for
     "wandb",  # for --wandb, which says what to install; nothing else imports it
+    "yaml",  # huggingface_hub brings it; a test reads the model card with it
     "openai",  # a test talks to transformers' server as a client would, and skips without it
 }
 
