@@ -182,12 +182,15 @@ def inherit(config, parse):
     parent = Path(config.branch_from)
     # once the parent is gone, the branch's own checkpoints have its settings
     paths = list_checkpoints(config.out_dir) if config.resume else []
-    for path in reversed([*paths, *([parent] if parent.is_file() else list_checkpoints(parent))]):
-        with contextlib.suppress(Exception):  # a damaged one is reported when it is loaded
+    paths += [parent] if parent.is_file() else list_checkpoints(parent)
+    if not paths:
+        raise no_parent(parent)
+    for path in reversed(paths):
+        with contextlib.suppress(Exception):
             then = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"]
             break
     else:
-        raise no_parent(parent)
+        then = load_checkpoint(path, for_resume=True)["config"]  # says what is wrong with it
     taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     branch = parse(taken)
     different = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(branch, name)]

@@ -5,11 +5,10 @@ What a branch without changes must give is what its parent gave, bit for bit, wh
 
 import contextlib
 import json
-import os
+import shlex
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -499,17 +498,21 @@ def test_auto_keeps_the_dtype_of_the_parent(folder, tmp_path):
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 
 
-def test_a_finished_run_is_extended_as_the_refusal_says(folder, tmp_path, capsys):
-    """At a constant rate, the longer run is the run of that length from scratch, bit for bit."""
+def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
+    """The command that it prints takes everything else from the run. At a constant rate that is the run of twice
+    the length from scratch, bit for bit."""
     assert train(folder, tmp_path / "short", **CONSTANT) == 0
-    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 16}) == 0
+    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24}) == 0
     capsys.readouterr()
     assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
-    assert f"--branch-from {tmp_path / 'short'}" in capsys.readouterr().out
+    *_, line = capsys.readouterr().out.splitlines()
+    python, script, *words = shlex.split(line)
+    assert (python, script) == ("python", "train_gpt2.py")
+    assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
+    assert_same_run(tmp_path / "short-longer", tmp_path / "long")
+    assert f"From {tmp_path / 'short'}: data {folder}, " in capsys.readouterr().out
     told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
     assert_refused(capsys, folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})
-    assert train(folder, tmp_path / "out", branch_from=tmp_path / "short", **CONSTANT | {"max_steps": 16}) == 0
-    assert_same_run(tmp_path / "out", tmp_path / "long")
 
 
 def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp_path):
