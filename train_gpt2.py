@@ -91,7 +91,7 @@ class TrainConfig:
     hellaswag_limit: int = 0  # examples to score; 0: all
     hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # its examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
+    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue, or answer
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
@@ -115,14 +115,15 @@ PRESETS = {
     | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ")
     | dict(checkpoint_every=200, keep_best=True),
     "chat": dict(data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17)
-    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True),
+    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True)
+    | dict(sample_prompt="Why is the sky blue?"),
 }
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
 
-def parse_args(args=None, parent=None):
-    """Parse a command line into a TrainConfig: the preset's defaults, overridden by a branch's parent and the flags."""
-    presets = {name: dataclasses.replace(preset, **(parent or {})) for name, preset in PRESETS.items()}
+def parse_args(args=None, inherited=None):
+    """Parse a command line into a TrainConfig: flags override the settings `inherited`, and those the preset's."""
+    presets = {name: dataclasses.replace(preset, **inherited or {}) for name, preset in PRESETS.items()}
     return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
 
@@ -398,7 +399,7 @@ class DataLoaderLite:
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
-        self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
+        self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         # a window has T targets, so T + 1 tokens
@@ -630,41 +631,66 @@ def fit_to_machine(raw_model, config, world):
 # Evaluation
 
 
-def evaluate_val_loss(model, loader, num_windows, world):
-    """The mean loss over the first num_windows windows of the validation split; the same number on every rank.
+def bytes_of_tokens(enc, device):
+    """How many bytes of text each token id stands for: (n_vocab,). Special tokens are no text: 0."""
+    lengths = torch.zeros(enc.n_vocab)
+    for token in enc.token_byte_values():  # without special tokens
+        lengths[enc.encode_single_token(token)] = len(token)
+    return lengths.to(device)
 
-    Grad mode stays enabled, though there is no backward pass, so that the graph compiled for training is reused.
+
+def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
+    """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
+
+    None if a rank has received one of the `signals` to stop. Bits per byte compare between tokenizers. Grad mode stays
+    enabled, though there is no backward pass, so that the graph compiled for training is reused.
     """
     loader.position, B = 0, loader.B
-    sums = torch.zeros(2, device=world.device)  # loss, targets
+    sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
+        if signals:
+            break
         x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
         with world.autocast():
             loss = model(x, y, return_logits=False)[1].detach()  # detach frees the activations
-        targets = (y != IGNORE_INDEX).sum()
-        sums += torch.stack([loss * targets, targets])
-    loss, targets = world.all_reduce_sum(sums).tolist()
-    return loss / targets
+        is_target = y != IGNORE_INDEX
+        targets, text = is_target.sum(), token_bytes[y.clamp(min=0)] * is_target
+        sums += torch.stack([loss * targets, targets, text.sum()])
+    if world.max_over_ranks(len(signals)):
+        return None
+    loss, targets, num_bytes = world.all_reduce_sum(sums).tolist()
+    return loss / targets, loss / math.log(2) / max(1, num_bytes)
 
 
-def evaluate_hellaswag(raw_model, examples, enc, world):
-    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks."""
+def evaluate_hellaswag(raw_model, examples, enc, signals, world):
+    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks.
+
+    None if a rank has received one of the `signals` to stop.
+    """
     with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, **share)
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
-    return hellaswag.Counts(*totals.tolist())
+    return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 
 
 def generate_samples(raw_model, enc, config, world):
-    """Four continuations of the prompt, as text, from a generator of their own: those of different steps compare."""
+    """Four continuations of the prompt, as text, or answers to it in chat fine-tuning.
+
+    They have a random generator of their own, so that the samples of different steps compare.
+    """
+    text = config.sample_prompt
+    ids = enc.encode_ordinary(text) or [enc.eot_token]
+    if tokenizer.has_chat_tokens(enc):
+        text = f"<|user|>{text}<|end|><|assistant|>"
+        ids = [enc.eot_token, *enc.encode(text, allowed_special="all")]
     generator = torch.Generator(device=world.device).manual_seed(config.seed)
-    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=world.device)
     with world.autocast():
+        prompt = torch.tensor([ids] * 4, device=world.device)
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
+    return [text + enc.decode(row).partition("<|end|>")[0] for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -773,7 +799,7 @@ def restore_state(saved, optimizers, scaler, loader):
 
 
 def train(config, world, lock):
-    """Start or resume the run that `config` describes. Returns the process's exit status."""
+    """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
@@ -804,10 +830,11 @@ def train(config, world, lock):
         restore_state(saved, optimizers, scaler, train_loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
-    metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
-    metadata["val_fingerprint"] = val_loader.fingerprint
+    metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
+    metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
+    token_bytes = bytes_of_tokens(enc, world.device)
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
@@ -820,14 +847,18 @@ def train(config, world, lock):
         # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
         for step in range(start_step, max_steps + 1):
             last_step = step == max_steps
-            if not stopping:
-                if is_due(step, config.val_every, max_steps):
-                    loss = evaluate_val_loss(unwrapped, val_loader, num_val_windows, world)
-                    run.log_val_loss(step, loss, loss / math.log(2), raw_model)
-                if is_due(step, config.hellaswag_every, max_steps):
-                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, world))
-                if is_due(step, config.sample_every, max_steps) and world.is_master:
-                    run.log_samples(step, generate_samples(raw_model, enc, config, world))
+            if not stopping and is_due(step, config.val_every, max_steps):
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, run.signals, world)
+                stopping = losses is None
+                if not stopping:
+                    run.log_val_loss(step, *losses, raw_model)
+            if not stopping and is_due(step, config.hellaswag_every, max_steps):
+                counts = evaluate_hellaswag(raw_model, examples, enc, run.signals, world)
+                stopping = counts is None
+                if not stopping:
+                    run.log_hellaswag(step, counts)
+            if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
+                run.log_samples(step, generate_samples(raw_model, enc, config, world))
             is_milestone = is_due(step, config.milestone_every, max_steps)
             if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))  # copied at once

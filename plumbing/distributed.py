@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -237,16 +236,6 @@ def create_store(rank, world_size):
 def is_restart():
     """Whether torchrun has restarted this process after a crash."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def launch_time():
-    """When torchrun, the parent of this process, was started, in seconds since the epoch; None if unknown."""
-    try:
-        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # only Linux has /proc
-        return None
-    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def environment_number(name, default):

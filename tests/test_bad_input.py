@@ -195,7 +195,7 @@ def empty_meta(folder):
     return break_meta(folder, "{}")
 
 
-@case("data", "a tokenizer whose file is not there", "my-1a2b3c4d.tiktoken")
+@case("data", "a tokenizer whose file is not there", "tokenizer.tiktoken")
 def missing_tokenizer(folder):
     return break_meta(folder, '{"tokenizer": "my-1a2b3c4d"}')
 
