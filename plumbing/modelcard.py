@@ -85,7 +85,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 {%- endif %}
 {%- for start in starts %}
 - **{{ "Resumed" if loop.index0 else "Started" }}**: {{ start.started }}; ranks {{ start.ranks }}; machine
-  {{ start.machine }}; software {{ start.versions }}; commit of train_gpt2 {{ start.commit }}.
+  {{ start.machine }}; software {{ start.versions }}{{ "; train_gpt2's commit " ~ start.commit if start.commit }}.
 {%- endfor %}
 
 <details>
@@ -134,14 +134,17 @@ def read_starts(path):
     """Return the starts of a run that run.txt describes: dicts of Markdown, except that "config" is a dict."""
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         blocks = file.read().strip().split("\n\n")
-    starts = [dict(line.split(": ", 1) for line in block.splitlines()) for block in blocks]
-    as_json = ("config", "branched")
-    return [{k: json.loads(v) if k in as_json else as_code(v) for k, v in start.items()} for start in starts]
+    read = {"config": json.loads, "branched": json.loads}
+    starts = []
+    for block in blocks:
+        fields = [line.partition(":") for line in block.splitlines()]
+        starts.append({name: read.get(name, as_code)(text.strip()) for name, _, text in fields})
+    return starts
 
 
 def as_code(text):
     """Return text from a file as Markdown that shows it as it is."""
-    return f"`{plain(text).replace('`', chr(39))}`"
+    return f"`{plain(text).replace('`', chr(39))}`" if text else ""
 
 
 def read_json(path):
