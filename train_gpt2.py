@@ -409,7 +409,7 @@ class DataLoaderLite:
         shards.check_not_empty(self.num_windows, folder, split, T)
         self.position = 0  # in windows of the global order
         self.executor = ThreadPoolExecutor(1)
-        self.prefetched = None, None  # (position, B) and the future of that batch
+        self.prefetched = {}  # (position, B) -> the future of that batch
 
     def locate(self, positions):
         """Map positions in the global order to (shard indices, token offsets of the windows)."""
@@ -442,16 +442,17 @@ class DataLoaderLite:
     def next_batch(self, B=None):
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
         B = B or self.B
-        key, future = self.prefetched
-        if key != (self.position, B):
-            future = self.executor.submit(self.read_batch, self.position, B)
-        batch = future.result()
+        # this batch, and two more that are read while the device works on it
+        keys = [(self.position + i * B * self.world_size, B) for i in range(3)]
+        known = self.prefetched
+        self.prefetched = {key: known.get(key) or self.executor.submit(self.read_batch, *key) for key in keys}
+        batch = self.prefetched.pop(keys[0]).result()
         self.position += B * self.world_size
-        # prefetch while the device works on this batch
-        self.prefetched = (self.position, B), self.executor.submit(self.read_batch, self.position, B)
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
-        x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+        tokens = tokens.long()
+        # subtle: a slice of one row would keep the stride T + 1, for which torch.compile compiles once more
+        x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
@@ -614,7 +615,8 @@ def wrap(raw_model, compiled, world):
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
         gpus = [world.local_rank] if world.device_type == "cuda" else None
-        model = DDP(model, gpus, gradient_as_bucket_view=True)
+        # 100 MB: at the default of 25, cuts between a LayerNorm and its matmul make a float32 copy of its output
+        model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
@@ -629,14 +631,6 @@ def fit_to_machine(raw_model, config, world):
 
 # ----------------------------------------------------------------------------------------------------------
 # Evaluation
-
-
-def bytes_of_tokens(enc, device):
-    """How many bytes of text each token id stands for: (n_vocab,). Special tokens are no text: 0."""
-    lengths = torch.zeros(enc.n_vocab)
-    for token in enc.token_byte_values():  # without special tokens
-        lengths[enc.encode_single_token(token)] = len(token)
-    return lengths.to(device)
 
 
 def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
@@ -711,8 +705,8 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     position = loader.position
     # each rank reads the masks of the whole step: its first backward pass needs the count, before any all-reduce
     num_targets = loader.count_targets(num_windows)
-    # during the batch ramp, a rank may have fewer windows than B
-    B = fit.largest_divisor(num_windows // world.size, loader.B)
+    # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
+    B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
     losses = []
     for micro_step in range(grad_accum_steps):
@@ -734,13 +728,14 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     # the only host-device synchronization in a step (float16's scaler adds its own); it sums the ranks' signals, too
     loss_sum, signalled = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    # float16: gradients that overflow make the scaler skip the step and lower its scale; they are the same on all ranks
+    # float16: where gradients overflow, on all ranks alike, no optimizer takes a step, and the scaler lowers its scale
     scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_can_skip):
         windows = [position + i * B + row for i in world.find_not_finite(losses) for row in range(B)]
         raise runs.diverged(step, loss, norm, loader.describe(windows[:4]), config.out_dir)
     for optimizer in optimizers:
-        scaler.step(optimizer)
+        if math.isfinite(norm):
+            scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     # a single rank also sees signals received since then
@@ -834,7 +829,7 @@ def train(config, world, lock):
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    token_bytes = bytes_of_tokens(enc, world.device)
+    token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
