@@ -1,10 +1,10 @@
 """Turn documents into token shards: FineWeb-Edu from the hub, your own text, or Python's documentation.
 
-    python fineweb.py                                   10B tokens of FineWeb-Edu, 100 shards
-    python fineweb.py --pretokenized 10                 10 ready-made shards and the validation shard
+    python fineweb.py                        10B tokens of FineWeb-Edu
+    python fineweb.py --pretokenized 10      1B of them, ready-made
+    python fineweb.py --dataset python-docs  a few MB without a network
     python fineweb.py --input books/*.txt --out-dir books
-    python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken --out-dir mine
-    python fineweb.py --dataset python-docs             a few MB of English without a network
+    python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The documents' tokens, in input order, form one stream, which is cut into shards of

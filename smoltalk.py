@@ -1,6 +1,6 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
-    python smoltalk.py                       SmolTalk, 1M conversations from the hub
+    python smoltalk.py                                     SmolTalk, from the hub
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
     python train_gpt2.py --preset chat --init-from log     then: fine-tune
 
@@ -8,7 +8,7 @@ A line of `--input` is {"messages": [{"role": "user", "content": "Hi"}, {"role":
 roles user, assistant and system. It becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
-                                                    ^^^^^^^^^^^^^^  what is learned: mask 1
+                                                    ^^^^^^^^^^^^^^ mask 1
 
 where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
