@@ -8,27 +8,9 @@ of its endings). The match is exact: hashes only narrow down the candidates, tok
 not grow with the corpus.
 """
 
-import itertools
-import os
-import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-from tqdm import tqdm
-
-import tokenizer
 from plumbing import cli
-from plumbing.cli import UserError
-from plumbing.documents import num_cores, read_json_lines
-from plumbing.shards import open_shard, split_of
-
-NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
-HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
-TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
-SEGMENT = 2**24  # tokens of a shard that a core reads at a time
-BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay in its cache
 
 
 @dataclass
@@ -36,6 +18,34 @@ class Options:
     data: str = "edu_fineweb10B"  # folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
     num_proc: int = 0  # cores to search on; 0: all
+
+
+def parse_args(args=None):
+    return cli.parse(Options, args)
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+
+import itertools
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+import tokenizer
+from plumbing.cli import UserError
+from plumbing.documents import num_cores, read_json_lines
+from plumbing.shards import num_parts_of, open_shard, split_of
+
+NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
+TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
+SEGMENT = 2**24  # tokens of a shard that a core reads at a time
+BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay in its cache
 
 
 def read_examples(path, enc):
@@ -55,23 +65,22 @@ def read_examples(path, enc):
 
 def list_segments(folder):
     """[(shard, start, stop, next shard)] over all the tokens of a folder; the next one only at a shard's end."""
-    shards, steps = {}, [1]
-    for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
+    step = max((num_parts_of(file) for file in files), default=1)
+    shards = {}
+    for file in files:
         if split_of(file):
             # a shard without a number in its name has no next shard
             match = re.search(r"_(\d+)\.(npy|bin)$", file)
-            number = int(match[1]) if match else -2 - len(shards)
+            number = int(match[1]) if match else -1 - len(shards)
             shards[number] = open_shard(os.path.join(folder, file))
-        # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
-        match = re.search(r"^meta.*-of-(\d+)\.json$", file)
-        if match:
-            steps.append(int(match[1]))
     segments = []
     for number, shard in sorted(shards.items()):
         for start in range(0, len(shard), SEGMENT):
             stop = min(start + SEGMENT, len(shard))
             is_end = stop == len(shard) and number >= 0
-            segments.append((shard, start, stop, shards.get(number + max(steps)) if is_end else None))
+            segments.append((shard, start, stop, shards.get(number + step) if is_end else None))
     return segments
 
 
@@ -195,7 +204,10 @@ def report(folder, path, num_proc=0):
 
 def main(args=None):
     """Search a folder of shards for an evaluation's examples."""
-    options = cli.parse(Options, args)
+    options = parse_args(args)
+    errors = cli.check_numbers(options, above_0=[])
+    if errors:
+        raise UserError(" ".join(errors))
     report(options.data, options.eval, options.num_proc)
 
 

@@ -19,6 +19,38 @@ shard and produces the same bytes, whenever it was killed and on any number of c
 run parts at the same time, --part 0/4 to --part 3/4: each takes every fourth input file.
 """
 
+from dataclasses import dataclass
+
+from plumbing import cli
+
+
+@dataclass
+class Options:
+    # What to make shards of
+    dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
+    input: tuple[str, ...] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
+    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    separator: str = ""  # text between the documents of a .txt, as <|endoftext|>; by default a file is one document
+    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
+
+    # What the shards are
+    out_dir: str | None = None  # folder of the shards; by default edu_fineweb10B, python_docs or the first input's name
+    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
+    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
+    max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
+
+    # How the work is divided
+    num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
+    part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
+
+
+def parse_args(args=None):
+    return cli.parse(Options, args)
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+
 import collections
 import contextlib
 import functools
@@ -32,14 +64,12 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from plumbing import cli
 from plumbing.cli import UserError
 from plumbing.documents import (
     PYTHON_DOCS,
@@ -57,38 +87,27 @@ from plumbing.documents import (
     run_in_background,
 )
 from plumbing.files import FolderInUse, lock_folder
-from plumbing.shards import ShardWriter, check_same_dataset, is_whole, meta_path, new_meta, open_shard, read_metas
+from plumbing.shards import (
+    ShardWriter,
+    check_same_dataset,
+    default_folder,
+    make_once,
+    meta_path,
+    new_meta,
+    open_shard,
+    prefix_of,
+    read_metas,
+)
 
 # -----------------------------------------------------------------------------
 # Options
-
-
-@dataclass
-class Options:
-    # What to make shards of
-    dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
-    input: tuple[str, ...] = ()  # your own files, globs or URLs: .parquet, .jsonl, .json, .txt, also .gz or .zst
-    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str = ""  # text between the documents of a .txt, as <|endoftext|>; by default a file is one document
-    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
-
-    # What the shards are
-    out_dir: str | None = None  # the shards' folder; by default edu_fineweb10B, python_docs, or the first input's name
-    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
-    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
-    max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
-
-    # How the work is divided
-    num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
-    part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
-
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
-MAX_THREADS = 8  # up to this many tokenize themselves; of more, each has a process for it
-SAMPLE_EVERY = 11  # of your own text, the pieces that validate: a little less than a tenth
+MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
+SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
 
 
 def check_options(options):
@@ -97,12 +116,9 @@ def check_options(options):
     if options.dataset not in DATASETS:
         hint = cli.suggest(options.dataset, list(DATASETS))
         errors.append(f"There is no data set called {options.dataset!r}. {hint}")
-    for name in ("max_tokens", "num_proc", "pretokenized"):
-        value = getattr(options, name)
-        if value < 0:
-            errors.append(f"{cli.flag_of(name)} is {value}, but it must be 0 or more.")
-    if not 1 <= options.shard_size <= 2**31:  # two are held in memory, of up to 4 GB each
-        errors.append(f"--shard-size is {options.shard_size:,}, but it must be from 1 to {2**31:,}.")
+    errors += cli.check_numbers(options, above_0=["shard_size"])
+    if options.shard_size > 2**31:  # two are held in memory, of up to 4 GB each
+        errors.append(f"--shard-size is {options.shard_size:,}, but it must be at most {2**31:,}.")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append(
             "--pretokenized fetches shards that are ready, so it does not go with --input, --part or --tokenizer. "
@@ -116,11 +132,11 @@ def check_options(options):
 
 def parse_part(part):
     """ "1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
-    match = re.fullmatch(r"(\d+)/([1-9]\d*)", part or "0/1")
+    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", part or "0/1")
     if not match or int(match[1]) > int(match[2]):
         raise UserError(
-            f"--part {part} is not of the form I/N, with I from 0 to N-1 (or from 1 to N). For example, --part 0/4 "
-            "is the first of four parts."
+            f"--part {cli.plain(part)} is not of the form I/N, with I from 0 to N-1 (or from 1 to N). For example, "
+            "--part 0/4 is the first of four parts."
         )
     return int(match[1]) % int(match[2]), int(match[2])
 
@@ -146,10 +162,10 @@ def encode_pieces(enc, pieces):
 def encode_all(enc, batches, num_proc):
     """(batch, tokens, ends) of each batch, in order, tokenized on `num_proc` cores.
 
-    A few threads do it themselves, as tiktoken releases the interpreter's lock. What they do under the lock would
-    keep many of them waiting (records/2026-11-21-data-preparation), so then each has a process that does it.
+    A few threads do it themselves, as tiktoken releases the interpreter's lock. More than that would mostly wait for
+    this lock (records/2026-11-21-data-preparation), so each has a process do it.
     """
-    worker = threading.local()  # what each thread has for itself
+    worker = threading.local()  # each thread's own function
 
     def encode(pieces):
         if not hasattr(worker, "encode"):
@@ -185,7 +201,7 @@ ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
 def start_process(enc):
     """A function that does what encode_pieces(enc, pieces) does, in a process of its own.
 
-    multiprocessing's processes are reached by Ctrl-C while they start, and then their parent waits for ever.
+    Not one of multiprocessing's: Ctrl-C reaches these while they start, and then the parent waits for ever.
     """
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
     command = [sys.executable, "-P", "-c", code]  # -P: what lies in the current folder is not imported
@@ -201,7 +217,7 @@ def start_process(enc):
                 "A process that tokenizes came to an end, perhaps because there was not enough memory. Run the same "
                 "command again with a smaller --num-proc."
             ) from None
-        if isinstance(answer, UserError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -210,7 +226,7 @@ def start_process(enc):
 
 
 def serve():
-    """Be such a process: answer pieces with their tokens until the parent closes the pipe or is gone."""
+    """The process behind start_process: answer pieces with their tokens until the parent closes the pipe or is gone."""
 
     def say(answer):
         pickle.dump(answer, sys.stdout.buffer)
@@ -223,7 +239,7 @@ def serve():
             pieces = pickle.load(sys.stdin.buffer)
             try:
                 say(encode_pieces(enc, pieces))
-            except UserError as error:
+            except (UserError, OSError) as error:
                 say(error)
 
 
@@ -316,78 +332,57 @@ def cut_into_shards(stream, shard_size, skip=0):
 # From the options to a folder of shards
 
 
-def prepare(options=Options()):
+def prepare(options):
     """Make the shards that `options` describe, or what is missing of them. Returns their folder."""
     check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
-    enc = tokenizer.get_encoding(options.tokenizer)
-    if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one, "
-            "for example from tokenizer.py --vocab-size 32768."
-        )
     part, num_parts = parse_part(options.part)
-    folder, prefix, sources = plan(options, part, num_parts)
-    writer = open_writer(options, enc, folder, prefix, part, num_parts, sources)
-    if not writer.is_complete():
-        with lock_folder(folder, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock"):
-            # read again what is there: another process may have worked on it until now
-            writer = open_writer(options, enc, folder, prefix, part, num_parts, sources)
-            make_shards(options, enc, writer, sources)
-            return folder
-    print(f"{folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
-    return folder
+    folder, sources = plan(options, part, num_parts)
+    enc = tokenizer.shard_encoding(options.tokenizer)
+
+    def open_writer():
+        """The writer of the folder's shards, with the meta.json of an earlier run if this one continues it."""
+        made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
+        if options.separator:
+            made_from["separator"] = options.separator
+        made_from |= {"revision": sources[0].revision, "sources": [source.recorded() for source in sources]}
+        meta = new_meta("input" if options.input else options.dataset, enc, made_from)
+        prefix = DATASETS[options.dataset][1]
+        if options.input:
+            prefix = prefix_of(folder)
+            # a large corpus needs fewer pieces; with --part only the first part has a validation split
+            every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
+            meta["validation_every"] = every if part == 0 else 0
+        meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, part, num_parts), meta)
+        return ShardWriter(folder, prefix, part, num_parts, meta, enc.eot_token)
+
+    def make(writer):
+        make_shards(options, enc, writer, sources)
+
+    return make_once(open_writer, make, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock")
 
 
 def plan(options, part, num_parts):
-    """(folder, prefix of the shard names, sources)."""
-    folder, prefix = DATASETS[options.dataset]
-    sources = [Source(PYTHON_DOCS, 0)]
+    """(folder of the shards, sources of this part)."""
     if options.input:
         sources = list_inputs(options.input)
-        folder = os.path.basename(sources[0].name).split(".")[0]
-    folder = options.out_dir or folder
-    if options.input:
-        prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    elif options.dataset == "fineweb-edu":
+        folder = options.out_dir or default_folder(sources)
+    else:
+        sources = [Source(PYTHON_DOCS, 0)]
+        folder = options.out_dir or DATASETS[options.dataset][0]
+    if options.dataset == "fineweb-edu" and not options.input:
         old = read_metas(folder).get(meta_path(folder, part, num_parts))
         if old:  # resume with the same files
-            made_from = old["made_from"]
-            revision = made_from.get("revision", "")
-            sources = [Source(name, size, EDU_REPO, revision) for name, size in made_from["sources"]]
-            return folder, prefix, sources
+            revision = old["made_from"].get("revision", "")
+            return folder, [Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
         sources = list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
         raise UserError(
             f"--part {options.part} makes {num_parts} parts, but there are only {len(sources)} input files. Use "
             f"{len(sources)} parts or fewer."
         )
-    return folder, prefix, sources[part::num_parts]
-
-
-def open_writer(options, enc, folder, prefix, part, num_parts, sources):
-    """The writer of a folder's shards, with the meta.json of an earlier run if this one continues it."""
-    made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
-    if options.separator:
-        made_from["separator"] = options.separator
-    names = [s.name if s.repo or is_url(s.name) else os.path.basename(s.name) for s in sources]
-    made_from["revision"] = sources[0].revision if sources else ""
-    made_from["sources"] = [[name, source.size] for name, source in zip(names, sources)]
-    meta = new_meta("input" if options.input else options.dataset, enc, made_from)
-    if options.input:
-        # of a large corpus fewer pieces are enough; with --part the first part validates
-        every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
-        meta["validation_every"] = every if part == 0 else 0
-    path = meta_path(folder, part, num_parts)
-    meta = check_same_dataset(folder, read_metas(folder), path, meta)
-    writer = ShardWriter(folder, prefix, part, num_parts, meta, enc.eot_token)
-    if options.input and "validation_every" not in meta and not writer.is_complete():
-        raise UserError(
-            f"{folder} was begun by an earlier version of fineweb.py, which chose the validation split differently. "
-            "Move the folder away, or choose another output folder."
-        )
-    return writer
+    return folder, sources[part::num_parts]
 
 
 def make_shards(options, enc, writer, sources):
@@ -496,7 +491,7 @@ def suggest_separator(name):
     if tokenizer.EOT in lines:
         print(
             f"note: {name} has lines with {tokenizer.EOT}, which are treated as text. If they separate documents, "
-            f"add --separator '{tokenizer.EOT}'."
+            f'add --separator "{tokenizer.EOT}".'
         )
 
 
@@ -525,7 +520,7 @@ def fetch_pretokenized(options):
         meta = new_meta(READY_REPO, enc, {"sources": []})
         meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
         writer = ShardWriter(folder, "finewebedu", 0, 1, meta, enc.eot_token)
-        missing = [file for file in files if not is_whole(os.path.join(folder, file), meta["shards"].get(file))]
+        missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))
         print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
         downloads = os.path.join(folder, ".download")
@@ -566,7 +561,7 @@ def add_shard(writer, path, file):
 
 def main(args=None):
     """Make shards of documents."""
-    prepare(cli.parse(Options, args))
+    prepare(parse_args(args))
 
 
 if __name__ == "__main__":

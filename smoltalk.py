@@ -19,39 +19,54 @@ sees each one from its first token; the rest of a block is padded with <|end|>, 
 conversation is cut after the last answer that fits.
 """
 
+from dataclasses import dataclass
+
+from plumbing import cli
+
+
+@dataclass
+class Options:
+    input: tuple[str, ...] = ()  # JSON lines of conversations: files (.jsonl, .gz, .zst), folders or globs; or SmolTalk
+    out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
+    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
+    shard_size: int = 20_000_000  # tokens per shard
+    max_length: int = 1024  # tokens per block: the sequence length that the model will be trained with
+
+
+def parse_args(args=None):
+    return cli.parse(Options, args)
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+
 import contextlib
 import itertools
 import os
 import random
-import re
-from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from plumbing import cli
 from plumbing.cli import UserError
-from plumbing.documents import file_type, is_url, list_inputs, read_json_lines
-from plumbing.files import lock_folder
-from plumbing.shards import ShardWriter, check_same_dataset, meta_path, new_meta, read_metas, shard_name, write_shard
+from plumbing.documents import is_url, list_inputs, read_json_lines, retry
+from plumbing.shards import (
+    ShardWriter,
+    check_same_dataset,
+    default_folder,
+    make_once,
+    meta_path,
+    new_meta,
+    prefix_of,
+    read_metas,
+    shard_name,
+    write_shard,
+)
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
-
-# -----------------------------------------------------------------------------
-# Options
-
-
-@dataclass
-class Options:
-    input: tuple[str, ...] = ()  # JSON lines of conversations (.jsonl, .gz, .zst), files or globs; default: SmolTalk
-    out_dir: str | None = None  # the shards' folder; by default smoltalk, or the first input's name
-    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
-    shard_size: int = 20_000_000  # tokens per shard
-    max_length: int = 1024  # tokens per block: the sequence length that the model will be trained with
-
 
 # -----------------------------------------------------------------------------
 # Conversations
@@ -61,14 +76,9 @@ def read_hub():
     """SmolTalk's conversations, shuffled with a fixed seed, since the data set is ordered by source."""
     import datasets  # slow to import, and only needed here
 
-    try:
-        conversations = datasets.load_dataset(HUB_DATASET, "all", split="train").shuffle(seed=0)
-    except (OSError, ValueError, RuntimeError) as error:  # what the hub's client raises without a network
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"Could not download {HUB_DATASET}: {reason}. Check the network and run the same command again, or give "
-            "conversations of your own with --input."
-        ) from None
+    advice = "Check the network and run the same command again, or give conversations of your own with --input."
+    conversations = retry(HUB_DATASET, advice, lambda: datasets.load_dataset(HUB_DATASET, "all", split="train"))
+    conversations = conversations.shuffle(seed=0)
     for row in tqdm(conversations, unit=" conversations"):
         with contextlib.suppress(ValueError):  # users cannot fix the hub's data: skip malformed conversations
             check_messages(row["messages"])
@@ -120,8 +130,8 @@ def render_message(message, enc):
 def render_conversation(messages, enc):
     """(ids, mask) of a conversation; `enc` is a tokenizer with role markers, as "gpt2+chat".
 
-    The mask is 1 on the assistant's text and the <|end|> that closes it. To prompt for the next answer,
-    append the id of <|assistant|>.
+    The mask is 1 on the assistant's text and the <|end|> that closes it. A prompt for the next answer also needs
+    the id of <|assistant|> at its end.
     """
     ids, mask = [enc.eot_token], [0]
     for message in messages:
@@ -187,48 +197,36 @@ def write_blocks(writer, blocks, max_length, enc):
         start = number * max_length
         tokens[start : start + len(ids)] = ids
         mask[start : start + len(ids)] = block_mask
-    writer.save()  # creates the folder
     if not writer.meta["shards"]:
+        writer.save()  # creates the folder
         tokenizer.save_for_folder(enc, writer.folder)
     path = os.path.join(writer.folder, writer.next_name())
     write_shard(path.removesuffix(".npy") + ".mask", mask)
     writer.write(tokens, None)
 
 
-def prepare(options=Options()):
+def prepare(options):
     """Make the shards that `options` describe. Returns their folder."""
     check_options(options)
-    enc = tokenizer.get_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
-    if enc.n_vocab > tokenizer.MAX_VOCAB:
-        raise UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one, "
-            "for example from tokenizer.py --vocab-size 32768."
-        )
-    sources = list_conversation_files(options.input)
-    folder = options.out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else "smoltalk")
+    sources = list_inputs(options.input, types=(".jsonl",))
+    for name, *_ in sources:
+        if is_url(name):
+            raise UserError(f"{name} is a URL, but --input takes only local files here. Download it first.")
+    enc = tokenizer.shard_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
+    folder = options.out_dir or (default_folder(sources) if sources else "smoltalk")
 
-    writer = open_writer(options, enc, folder, sources)
-    if not writer.is_complete():
-        with lock_folder(folder):
-            # read again what is there: another process may have worked on it until now
-            writer = open_writer(options, enc, folder, sources)
-            make_shards(options, enc, writer, sources)
-            return folder
-    print(f"{folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
-    return folder
+    def open_writer():
+        """The writer of the folder's shards, with the meta.json of an earlier run if that is complete."""
+        made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
+        made_from["sources"] = [source.recorded() for source in sources]
+        meta = new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+        old = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
+        writer = ShardWriter(folder, prefix_of(folder), 0, 1, old, enc.eot_token)
+        if not writer.is_complete():
+            writer.meta = meta  # an interrupted run starts over, as its input may have been fixed
+        return writer
 
-
-def open_writer(options, enc, folder, sources):
-    """The writer of a folder's shards, with the meta.json of an earlier run if that is complete."""
-    made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
-    made_from["sources"] = [[os.path.basename(source.name), source.size] for source in sources]
-    meta = new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-    old = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-    prefix = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    writer = ShardWriter(folder, prefix, 0, 1, old, enc.eot_token)
-    if not writer.is_complete():
-        writer.meta = meta  # an interrupted run starts over, as its input may have been fixed
-    return writer
+    return make_once(open_writer, lambda writer: make_shards(options, enc, writer, sources))
 
 
 def make_shards(options, enc, writer, sources):
@@ -286,28 +284,13 @@ def remove_shards(folder, prefix):
 
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
-    errors = []
-    for name in ("shard_size", "max_length"):
-        value = getattr(options, name)
-        if value < 2:
-            errors.append(f"{cli.flag_of(name)} is {value}, but it must be 2 or more.")
+    errors = cli.check_numbers(options, above_0=["shard_size"])
+    if options.max_length < 2:
+        errors.append(f"--max-length is {options.max_length}, but it must be 2 or more.")
     if options.out_dir == "":
         errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if errors:
         raise UserError(" ".join(errors))
-
-
-def list_conversation_files(patterns):
-    """The local files of JSON lines that `patterns` name."""
-    sources = list_inputs(patterns)
-    for name, *_ in sources:
-        if is_url(name):
-            raise UserError(f"{name} is a URL, but --input takes only local files here. Download it first.")
-        if file_type(name) != ".jsonl":
-            raise UserError(
-                f"{name} is not a file of JSON lines. Convert it to .jsonl, which may be compressed (.gz, .zst)."
-            )
-    return sources
 
 
 def check_two_blocks(blocks, num_read, max_length):
@@ -316,19 +299,19 @@ def check_two_blocks(blocks, num_read, max_length):
         raise UserError("The input contains no conversations. Check --input.")
     if not blocks:
         raise UserError(
-            f"None of the {num_read} conversations has an answer that fits in {max_length} tokens. Raise "
+            f"None of the {num_read:,} conversations has an answer that fits in {max_length} tokens. Raise "
             "--max-length, or add conversations in which the assistant answers."
         )
     if len(blocks) < 2:
         raise UserError(
-            f"The {num_read} conversations fill only one block of {max_length} tokens, but two are needed, one of "
-            "them for validation. Add conversations or lower --max-length."
+            f"The input, {cli.count(num_read, 'conversation')}, fills only one block of {max_length} tokens, but two "
+            "are needed, one of them for validation. Add conversations or lower --max-length."
         )
 
 
 def main(args=None):
     """Make shards of conversations."""
-    prepare(cli.parse(Options, args))
+    prepare(parse_args(args))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,31 @@ Train your own byte-level BPE for fineweb.py and smoltalk.py:
 pre-tokenization pattern and the special tokens are in `my.tiktoken.json`; the two files belong together.
 """
 
+from dataclasses import dataclass
+
+from plumbing import cli
+
+
+@dataclass
+class Options:
+    input: tuple[str, ...] = ()  # files, folders, globs or URLs to learn from, as fineweb.py takes them
+    out: str = ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
+    vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
+    pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
+    special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
+    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
+
+
+def parse_args(args=None):
+    return cli.parse(Options, args)
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -24,14 +48,13 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from plumbing import cli, documents
-from plumbing.files import atomic_write
+from plumbing import documents, shards
+from plumbing.files import atomic_write, check_new_output, open_regular
 
 EOT = "<|endoftext|>"  # stands before every document
 # Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
@@ -67,6 +90,17 @@ def get_encoding(name_or_path):
     if name == "gpt2":
         return gpt2_encoding()
     return read_encoding(name)
+
+
+def shard_encoding(name_or_path):
+    """Return a tokenizer whose ids fit into shards."""
+    enc = get_encoding(name_or_path)
+    if enc.n_vocab > MAX_VOCAB:
+        raise cli.UserError(
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one, "
+            "for example from tokenizer.py --vocab-size 32768."
+        )
+    return enc
 
 
 def gpt2_encoding():
@@ -115,37 +149,14 @@ def folder_encoding(folder):
     metas = sorted(Path(folder).glob("meta*.json"))
     if not metas:
         return read_encoding(path) if path.exists() else get_encoding("gpt2")
-    name = tokenizer_name(metas[0])
+    name = shards.read_meta(metas[0])["tokenizer"]
     base = name.removesuffix("+chat")
-    if path.exists():
-        enc = read_encoding(path)
-        if enc.name != base:
-            raise cli.UserError(
-                f"{metas[0]} names tokenizer {base}, but {path} holds {enc.name}. "
-                "Make the shards again in a new folder."
-            )
-    elif base in ("gpt2", "bytes"):
-        enc = get_encoding(base)
-    else:
-        enc = read_encoding(Path(folder, base + ".tiktoken"))  # the file's name in older folders
-    return enc if name == base else with_chat(enc)
-
-
-def tokenizer_name(meta_path):
-    """Return the name of the tokenizer in a folder's meta.json."""
-    try:
-        name = json.loads(Path(meta_path).read_text(encoding="utf-8"))["tokenizer"]
-        if is_name(name):
-            return name
-    except OSError as error:
+    enc = get_encoding(path if path.exists() or base not in ("gpt2", "bytes") else base)
+    if enc.name != base:
         raise cli.UserError(
-            f"Could not open {meta_path}: {error.strerror}. Check that you have permission to read it."
-        ) from None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass  # not JSON, or JSON of another kind
-    raise cli.UserError(
-        f"{meta_path} is damaged: it does not name the tokenizer of its shards. Make the shards again in a new folder."
-    )
+            f"{metas[0]} names tokenizer {base}, but {path} holds {enc.name}. Make the shards again in a new folder."
+        )
+    return enc if name == base else with_chat(enc)
 
 
 def save_for_folder(enc, folder):
@@ -161,51 +172,41 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it."""
+    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it: both, or neither."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.loads(header) | {"sha256": sha256(ranks)}
-    with atomic_write(f"{path}.json", "w", encoding="ascii") as file:
-        file.write(json.dumps(fields, indent=2) + "\n")
-    with atomic_write(path, "w", encoding="ascii") as file:
+    as_text = dict(mode="w", encoding="ascii")
+    with atomic_write(path, **as_text) as file, atomic_write(f"{path}.json", **as_text) as json_file:
+        json_file.write(json.dumps(fields, indent=2) + "\n")
         file.write(ranks)
+        for written in (file, json_file):  # if the disk is full, this shows here: before either has its name
+            written.flush()
+            os.fsync(written.fileno())
 
 
 def read_encoding(path):
     """Return the tokenizer in the `.tiktoken` file `path` (see `write_encoding`)."""
-    try:
-        text = Path(path).read_text(encoding="ascii")
-        if not text.startswith("{"):  # older files hold the text that `dumps` returns
-            text = join_header(path, text)
-        return loads(text)
-    except FileNotFoundError as error:
-        if error.filename != str(path):
-            raise cli.UserError(
-                f"{path} has no {error.filename} with it, which holds its pattern and special tokens. "
-                "Copy both files, or make a new tokenizer with tokenizer.py."
-            ) from None
+    if not os.path.exists(path):
         raise cli.UserError(
             f"There is no tokenizer called {str(path)!r}. Give gpt2, bytes or the path of a .tiktoken file."
-        ) from None
-    except OSError as error:
+        )
+    try:
+        with open_regular(path, "r", encoding="ascii") as file:
+            return loads(join_header(path, file.read()))
+    except ValueError as error:  # includes what is not ASCII
         raise cli.UserError(
-            f"Could not open tokenizer {path}: {error.strerror}. "
-            "Check that it is a file and that you have permission to read it."
-        ) from None
-    except UnicodeDecodeError:
-        raise cli.UserError(
-            f"{path} is not a .tiktoken file: it is not plain ASCII text. Make one with tokenizer.py."
-        ) from None
-    except ValueError as error:
-        raise cli.UserError(
-            f"{path} is damaged, or was not made by tokenizer.py: {error}. "
+            f"{path} is damaged, or was not made by tokenizer.py: {cli.plain(error)}. "
             "Copy it again or make a new one with tokenizer.py."
         ) from None
 
 
 def join_header(path, ranks):
     """Return the text that `loads` reads: the fields in `<path>.json` as one line, then `ranks`."""
+    if not os.path.exists(f"{path}.json"):
+        raise ValueError(f"{path}.json, which holds its pattern and special tokens, is not there")
     try:
-        fields = json.loads(Path(f"{path}.json").read_text(encoding="ascii"))
+        with open_regular(f"{path}.json", "r", encoding="ascii") as file:
+            fields = json.load(file)
     except (ValueError, RecursionError):
         raise ValueError(f"{path}.json is not JSON") from None
     if not isinstance(fields, dict) or fields.get("sha256") != sha256(ranks):
@@ -230,66 +231,50 @@ def loads(text):
     first, *lines = text.split("\n")
     try:
         header = json.loads(first)
+        name, pat_str, special_tokens = header["name"], header["pat_str"], dict(header["special_tokens"])
         pairs = [line.split() for line in lines if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(
             "its first line must be JSON with name, pat_str and special_tokens, "
             "and each line after it a token in base64 and its rank"
         ) from None
-    check_header(header)
-    special_tokens = header["special_tokens"]
     check_ids(ranks, special_tokens)
     try:
-        enc = tiktoken.Encoding(
-            header["name"], pat_str=header["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
-        )
-        keeps_all_text = enc.decode(enc.encode_ordinary(PROBE)) == PROBE
-    except ValueError as error:
-        raise ValueError(f"its pattern or a special token is not valid: {first_line(error)}") from None
+        with hidden_stderr():
+            enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+            keeps_all_text = all(enc.decode(enc.encode_ordinary(text)) == text for text in ("", PROBE))
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # where a pattern matches nothing, tiktoken's Rust panics, which is no Exception
+        raise ValueError(f"its pattern or a special token is not valid: {cli.first_line(error)}") from None
     if not keeps_all_text:
         raise ValueError("its pattern skips a part of the text")
     return enc
 
 
-def is_name(name):
-    """Whether `name` can be a tokenizer's: a printable string that leads to no other folder."""
-    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= 200 and not set(name) & set("/\\:")
-
-
-def check_header(header):
-    """Raise ValueError unless `header` has a tokenizer's name, pattern and special tokens."""
-    if not isinstance(header, dict):
-        raise ValueError("its JSON is not an object")
-    missing = [key for key in ("name", "pat_str", "special_tokens") if key not in header]
-    if missing:
-        raise ValueError(f"its JSON has no {' and no '.join(missing)}")
-    if not is_name(header["name"]):
-        raise ValueError(f"its name is {header['name']!r}, not a word without slashes")
-    if not isinstance(header["pat_str"], str):
-        raise ValueError("its pat_str is not a string")
-    special_tokens = header["special_tokens"]
-    if not isinstance(special_tokens, dict) or not all(type(i) is int for i in special_tokens.values()):
-        raise ValueError("its special_tokens are not strings with their ids")
-    if "" in special_tokens:
-        raise ValueError("one of its special_tokens is empty")
+@contextlib.contextmanager
+def hidden_stderr():
+    """Discard what is written to file descriptor 2: Rust prints pages there before a panic becomes an exception."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def check_ids(ranks, special_tokens):
     """Raise ValueError unless the ids of all tokens together are those of a whole tokenizer."""
     # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
     ids = sorted([*ranks.values(), *special_tokens.values()])
-    counts_up = ids == list(range(len(ids)))
     has_bytes = all(bytes([i]) in ranks for i in range(256))
-    if not counts_up or not has_bytes or EOT not in special_tokens:
+    if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
         raise ValueError(
             f"its {len(ids)} token ids must count up from 0 without a gap and include all 256 bytes and {EOT}"
         )
-
-
-def first_line(error):
-    """Return the first line of an exception's text, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -312,6 +297,14 @@ def encode_text(enc, text):
             raise
         parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
+
+
+def token_bytes(enc):
+    """The number of bytes of each id, 0 for special tokens, (n_vocab,): what a loss in bits per byte divides by."""
+    num_bytes = np.zeros(enc.n_vocab, dtype=np.int64)
+    for token, i in enc._mergeable_ranks.items():
+        num_bytes[i] = len(token)
+    return num_bytes
 
 
 # -----------------------------------------------------------------------------
@@ -384,17 +377,6 @@ def last_merge(token, ranks):
 # Command line
 
 
-@dataclass
-class Options:
-    input: tuple[str, ...] = ()  # files, globs or URLs to learn from, as fineweb.py takes them
-    out: str = ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
-    vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
-    pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
-    special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
-    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
-
-
 def read_texts(patterns, text_column):
     """The text of all inputs that match `patterns`."""
     sources = documents.list_inputs(patterns)
@@ -414,8 +396,6 @@ def check_options(options):
         errors.append("--out is missing. Give the name of the .tiktoken file to write.")
     elif not options.out.endswith(".tiktoken"):
         errors.append(f"--out {options.out} does not end in .tiktoken. Give a name that does.")
-    elif os.path.exists(options.out) or os.path.exists(f"{options.out}.json"):
-        errors.append(f"--out {options.out} exists already. Choose another name, or delete the old file.")
     elif not os.access(os.path.dirname(options.out) or ".", os.W_OK):
         errors.append(f"--out {options.out} is in a folder that does not exist or is not writable. Choose another.")
     least = 257 + len(options.special_tokens)
@@ -435,6 +415,8 @@ def check_options(options):
         )
     if errors:
         raise cli.UserError(" ".join(errors))
+    for path in (options.out, f"{options.out}.json"):
+        check_new_output(path)
 
 
 def print_compression(enc, texts):
@@ -447,7 +429,7 @@ def print_compression(enc, texts):
 
 def main(args=None):
     """Train a tokenizer on --input, write it to --out, and compare it with GPT-2's on --compare."""
-    options = cli.parse(Options, args)
+    options = parse_args(args)
     check_options(options)
     start = time.perf_counter()
     texts = read_texts(options.input, options.text_column)

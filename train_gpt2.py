@@ -91,7 +91,7 @@ class TrainConfig:
     hellaswag_limit: int = 0  # examples to score; 0: all
     hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # its examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
+    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue, or answer
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
@@ -115,14 +115,15 @@ PRESETS = {
     | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ")
     | dict(checkpoint_every=200, keep_best=True),
     "chat": dict(data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17)
-    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True),
+    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True)
+    | dict(sample_prompt="Why is the sky blue?"),
 }
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
 
-def parse_args(args=None, parent=None):
-    """Parse a command line into a TrainConfig: the flags override a branch's `parent` settings, these the preset's."""
-    presets = {name: dataclasses.replace(preset, **parent or {}) for name, preset in PRESETS.items()}
+def parse_args(args=None, inherited=None):
+    """Parse a command line into a TrainConfig: flags override the settings `inherited`, and those the preset's."""
+    presets = {name: dataclasses.replace(preset, **inherited or {}) for name, preset in PRESETS.items()}
     return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
 
@@ -398,7 +399,7 @@ class DataLoaderLite:
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
-        self.shards = [shards.open_shard(path) for path in shards.find_shards(folder, split)]
+        self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         # a window has T targets, so T + 1 tokens
@@ -408,7 +409,7 @@ class DataLoaderLite:
         shards.check_not_empty(self.num_windows, folder, split, T)
         self.position = 0  # in windows of the global order
         self.executor = ThreadPoolExecutor(1)
-        self.prefetched = None, None  # (position, B) and the future of that batch
+        self.prefetched = {}  # (position, B) -> the future of that batch
 
     def locate(self, positions):
         """Map positions in the global order to (shard indices, token offsets of the windows)."""
@@ -441,16 +442,17 @@ class DataLoaderLite:
     def next_batch(self, B=None):
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
         B = B or self.B
-        key, future = self.prefetched
-        if key != (self.position, B):
-            future = self.executor.submit(self.read_batch, self.position, B)
-        batch = future.result()
+        # this batch, and two more that are read while the device works on it
+        keys = [(self.position + i * B * self.world_size, B) for i in range(3)]
+        known = self.prefetched
+        self.prefetched = {key: known.get(key) or self.executor.submit(self.read_batch, *key) for key in keys}
+        batch = self.prefetched.pop(keys[0]).result()
         self.position += B * self.world_size
-        # prefetch while the device works on this batch
-        self.prefetched = (self.position, B), self.executor.submit(self.read_batch, self.position, B)
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
-        x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+        tokens = tokens.long()
+        # subtle: a slice of one row would keep the stride T + 1, for which torch.compile compiles once more
+        x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
@@ -613,7 +615,8 @@ def wrap(raw_model, compiled, world):
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
         gpus = [world.local_rank] if world.device_type == "cuda" else None
-        model = DDP(model, gpus, gradient_as_bucket_view=True)
+        # 100 MB: at the default of 25, cuts between a LayerNorm and its matmul make a float32 copy of its output
+        model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
@@ -630,41 +633,58 @@ def fit_to_machine(raw_model, config, world):
 # Evaluation
 
 
-def evaluate_val_loss(model, loader, num_windows, world):
-    """The mean loss over the first num_windows windows of the validation split; the same number on every rank.
+def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
+    """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
 
-    Grad mode stays enabled, though there is no backward pass, so that the graph compiled for training is reused.
+    None if a rank has received one of the `signals` to stop. Bits per byte compare between tokenizers. Grad mode stays
+    enabled, though there is no backward pass, so that the graph compiled for training is reused.
     """
     loader.position, B = 0, loader.B
-    sums = torch.zeros(2, device=world.device)  # loss, targets
+    sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
+        if signals:
+            break
         x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
         with world.autocast():
             loss = model(x, y, return_logits=False)[1].detach()  # detach frees the activations
-        targets = (y != IGNORE_INDEX).sum()
-        sums += torch.stack([loss * targets, targets])
-    loss, targets = world.all_reduce_sum(sums).tolist()
-    return loss / targets
+        is_target = y != IGNORE_INDEX
+        targets, text = is_target.sum(), token_bytes[y.clamp(min=0)] * is_target
+        sums += torch.stack([loss * targets, targets, text.sum()])
+    if world.max_over_ranks(len(signals)):
+        return None
+    loss, targets, num_bytes = world.all_reduce_sum(sums).tolist()
+    return loss / targets, loss / math.log(2) / max(1, num_bytes)
 
 
-def evaluate_hellaswag(raw_model, examples, enc, world):
-    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks."""
+def evaluate_hellaswag(raw_model, examples, enc, signals, world):
+    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks.
+
+    None if a rank has received one of the `signals` to stop.
+    """
     with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, **share)
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
-    return hellaswag.Counts(*totals.tolist())
+    return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 
 
 def generate_samples(raw_model, enc, config, world):
-    """Four continuations of the prompt, as text, from a generator of their own: those of different steps compare."""
+    """Four continuations of the prompt, as text, or answers to it in chat fine-tuning.
+
+    They have a random generator of their own, so that the samples of different steps compare.
+    """
+    text = config.sample_prompt
+    ids = enc.encode_ordinary(text) or [enc.eot_token]
+    if tokenizer.has_chat_tokens(enc):
+        text = f"<|user|>{text}<|end|><|assistant|>"
+        ids = [enc.eot_token, *enc.encode(text, allowed_special="all")]
     generator = torch.Generator(device=world.device).manual_seed(config.seed)
-    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=world.device)
     with world.autocast():
+        prompt = torch.tensor([ids] * 4, device=world.device)
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
+    return [text + enc.decode(row).partition("<|end|>")[0] for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -685,8 +705,8 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     position = loader.position
     # each rank reads the masks of the whole step: its first backward pass needs the count, before any all-reduce
     num_targets = loader.count_targets(num_windows)
-    # during the batch ramp, a rank may have fewer windows than B
-    B = fit.largest_divisor(num_windows // world.size, loader.B)
+    # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
+    B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
     losses = []
     for micro_step in range(grad_accum_steps):
@@ -708,13 +728,14 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     # the only host-device synchronization in a step (float16's scaler adds its own); it sums the ranks' signals, too
     loss_sum, signalled = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    # float16: gradients that overflow make the scaler skip the step and lower its scale; they are the same on all ranks
+    # float16: where gradients overflow, on all ranks alike, no optimizer takes a step, and the scaler lowers its scale
     scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_can_skip):
         windows = [position + i * B + row for i in world.find_not_finite(losses) for row in range(B)]
         raise runs.diverged(step, loss, norm, loader.describe(windows[:4]), config.out_dir)
     for optimizer in optimizers:
-        scaler.step(optimizer)
+        if math.isfinite(norm):
+            scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     # a single rank also sees signals received since then
@@ -808,6 +829,7 @@ def train(config, world, lock):
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
+    token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
@@ -820,14 +842,18 @@ def train(config, world, lock):
         # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
         for step in range(start_step, max_steps + 1):
             last_step = step == max_steps
-            if not stopping:
-                if is_due(step, config.val_every, max_steps):
-                    loss = evaluate_val_loss(unwrapped, val_loader, num_val_windows, world)
-                    run.log_val_loss(step, loss, loss / math.log(2), raw_model)
-                if is_due(step, config.hellaswag_every, max_steps):
-                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, world))
-                if is_due(step, config.sample_every, max_steps) and world.is_master:
-                    run.log_samples(step, generate_samples(raw_model, enc, config, world))
+            if not stopping and is_due(step, config.val_every, max_steps):
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, run.signals, world)
+                stopping = losses is None
+                if not stopping:
+                    run.log_val_loss(step, *losses, raw_model)
+            if not stopping and is_due(step, config.hellaswag_every, max_steps):
+                counts = evaluate_hellaswag(raw_model, examples, enc, run.signals, world)
+                stopping = counts is None
+                if not stopping:
+                    run.log_hellaswag(step, counts)
+            if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
+                run.log_samples(step, generate_samples(raw_model, enc, config, world))
             is_milestone = is_due(step, config.milestone_every, max_steps)
             if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
                 run.save(step, training_state(raw_model, optimizers, scaler, train_loader))  # copied at once

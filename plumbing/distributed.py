@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from plumbing.cli import UserError, is_rank_0, refusal, suggest
+from plumbing.cli import UserError, first_line, is_rank_0, refusal, suggest
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -196,12 +196,17 @@ class World:
                 if not os_error.filename:
                     raise
                 error = refusal(os_error)
-        # tensors are broadcast one by one, and only the structure that holds them is pickled
-        skeleton = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
-        dist.broadcast_object_list(skeleton)
-        if skeleton[1]:
-            raise skeleton[1]
-        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else skeleton[0])
+        # a checkpoint's dict has tensors, which are broadcast one by one; what is pickled is the structure around them.
+        # HellaSwag's lists have none, but a million numbers among which to look for them
+        has_tensors = isinstance(result, dict)
+        skeleton = tree_map_only(torch.Tensor, lambda t: t.to("meta"), result) if has_tensors else result
+        message = [skeleton, has_tensors, error]
+        dist.broadcast_object_list(message)
+        skeleton, has_tensors, error = message
+        if error:
+            raise error
+        result = result if self.is_master else skeleton
+        return tree_map_only(torch.Tensor, self.broadcast, result) if has_tensors else result
 
     def broadcast(self, tensor):
         """Rank 0's tensor on every rank, on the CPU; the other ranks give one of its shape and dtype."""
@@ -213,24 +218,34 @@ class World:
         return received.cpu()
 
 
+CONNECT_SECONDS = 60  # how long a rank tries to reach the others
+TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wait for each other
+
+
 def create_store(rank, world_size):
     """The store through which the ranks find each other, created afresh by rank 0 on every start.
 
     torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
     """
-    shared, host = next(dist.rendezvous("env://"))[0], os.environ["MASTER_ADDR"]
+    connect, host = datetime.timedelta(seconds=CONNECT_SECONDS), os.environ["MASTER_ADDR"]
+    shared = next(dist.rendezvous("env://", timeout=connect))[0]
+    shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return shared  # not from torchrun's agent: rank 0 has just created this store
     if rank == 0:
-        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         shared.set("port", str(store.port))
         return store
-    while True:  # until rank 0 has published its port: nobody listens on one from before a restart
-        with contextlib.suppress(dist.DistNetworkError):
-            timeout = datetime.timedelta(seconds=2)
-            store = dist.TCPStore(host, int(shared.get("port")), world_size, timeout=timeout, wait_for_workers=False)
-            store.set_timeout(datetime.timedelta(minutes=30))
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:  # until rank 0 has published its port: one from before a restart refuses the connection
+        port, attempt = int(shared.get("port")), datetime.timedelta(seconds=2)
+        try:
+            store = dist.TCPStore(host, port, world_size, timeout=attempt, wait_for_workers=False)
+            store.set_timeout(TIMEOUT)
             return store
+        except dist.DistNetworkError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def is_restart():
@@ -272,7 +287,15 @@ def setup_distributed(device):
                 "unset RANK and WORLD_SIZE for a single process."
             )
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        store = create_store(rank, world_size)
+        try:
+            store = create_store(rank, world_size)
+        except (RuntimeError, ValueError) as error:  # all that torch says of an address, a port, a time-out
+            place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+            reason = first_line(error).rstrip(".")
+            raise UserError(
+                f"Rank {rank} cannot reach the others at {place}: {reason}. Start all ranks within a minute, with one "
+                "MASTER_ADDR that they can reach and a free MASTER_PORT; or use torchrun, which sets both."
+            ) from None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return World(rank, local_rank, world_size, device)
 

@@ -23,8 +23,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from plumbing import cli
 from plumbing.cli import UserError
-from plumbing.files import atomic_write
+from plumbing.files import atomic_write, open_regular
+from plumbing.shards import sample
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
@@ -40,6 +42,12 @@ class Source(NamedTuple):
     size: int  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
     revision: str = ""  # on the hub: the commit
+    sampled_hash: str = ""  # of a local file: to recognize other contents of the same size
+
+    def recorded(self):
+        """What meta.json says of it: [name, size, hash]; a local file may be moved."""
+        is_local = not self.repo and not is_url(self.name)
+        return [os.path.basename(self.name) if is_local else self.name, self.size, self.sampled_hash]
 
 
 class Piece(NamedTuple):
@@ -69,21 +77,32 @@ class Batch(NamedTuple):
 # Inputs
 
 
-def list_inputs(patterns):
-    """The files and URLs that `patterns` name, each glob's sorted by name."""
+def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
+    """The files and URLs that `patterns` name: of a folder its files, of a glob those that match, sorted by name."""
     sources = []
     for pattern in patterns:
-        is_one = is_url(pattern) or os.path.exists(pattern)
-        names = [pattern] if is_one else sorted(glob.glob(pattern, recursive=True))
+        names = [pattern]
+        if os.path.isdir(pattern):
+            files = [file for file in sorted(os.listdir(pattern)) if file_type(file) and not OURS.match(file)]
+            names = [os.path.join(pattern, file) for file in files]
+        elif not is_url(pattern) and not os.path.lexists(pattern):
+            names = sorted(glob.glob(pattern, recursive=True))
         if not names:
-            raise UserError(f"No file matches {pattern}. Check the path.")
+            raise UserError(f"No file matches {pattern}. Check the path. {SUPPORTED}")
         for name in names:
-            if os.path.isdir(name):
-                raise UserError(f"{name} is a folder, not a file. Give the files in it, for example '{name}/*.txt'.")
-            file_type(name)
-            with explain_errors(name):  # a broken link
-                sources.append(Source(name, 0 if is_url(name) else os.path.getsize(name)))
+            if file_type(name) not in types:
+                raise UserError(f"{name} is not one of {', '.join(types)}, which can be read here. {SUPPORTED}")
+            sources.append(Source(name, 0) if is_url(name) else local_source(name))
     return sources
+
+
+SUPPORTED = "Text is read from .parquet, .jsonl (or .json) and .txt; the last two may be compressed (.gz, .zst)."
+OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # in a folder: no input
+
+
+def local_source(name):
+    blocks = sample(name)
+    return Source(name, os.path.getsize(name), sampled_hash=hashlib.sha256(blocks).hexdigest()[:16])
 
 
 def is_url(name):
@@ -91,15 +110,10 @@ def is_url(name):
 
 
 def file_type(name):
-    """ "a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
+    """ "a/b.jsonl.gz" -> ".jsonl", "a.csv" -> ""; a .json file is read as JSON lines, as in C4."""
     path = urllib.parse.urlsplit(name).path if is_url(name) else name
     match = re.search(r"\.(parquet|(?:(jsonl?)|(txt))(?:\.gz|\.zst)?)$", path)
-    if not match:
-        raise UserError(
-            f"{name} is not of a supported type. Convert it to .parquet, .jsonl or .txt; the last two may be "
-            "compressed (.gz, .zst)."
-        )
-    return ".jsonl" if match[2] else ".txt" if match[3] else ".parquet"
+    return (".jsonl" if match[2] else ".txt" if match[3] else ".parquet") if match else ""
 
 
 # -----------------------------------------------------------------------------
@@ -131,15 +145,11 @@ def explain_errors(name):
             f"{name} is not UTF-8 text ({error.reason}). Convert it, for example with iconv -t UTF-8."
         ) from None
     except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own errors
-        if isinstance(error, OSError) and error.errno:
-            raise UserError(
-                f"Could not open {name}: {error.strerror or error}. Check that it exists and that you have "
-                "permission to read it."
-            ) from None
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if getattr(error, "errno", None):
+            raise OSError(error.errno, os.strerror(error.errno), name) from None
         raise UserError(
-            f"{name} is damaged, or not of the type that its name says: {reason}. Replace it and run the same "
-            "command again."
+            f"{name} is damaged, or not of the type that its name says: {cli.first_line(error)}. Replace it and run "
+            "the same command again."
         ) from None
 
 
@@ -166,7 +176,7 @@ def read_parquet(path, name, text_column, row_groups=None):
     """One Piece per row, of all row groups or of those with the numbers `row_groups`."""
     file = open_parquet(path, name, text_column)
     for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
-        for text in batch.column(0).to_pylist():
+        for text in batch.column(text_column).to_pylist():  # its number is unknown: "a.b" is also a field b of a
             yield Piece(text or "", True)
 
 
@@ -235,10 +245,12 @@ def read_json_lines(path, name=None):
 
 def open_text(path):
     """Open a plain, .gz or .zst file as UTF-8 text, dropping a byte-order mark."""
-    import pyarrow  # slow to import
-
+    stream = open_regular(path)
     compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
-    stream = pyarrow.input_stream(str(path), compression=compression)
+    if compression:
+        import pyarrow  # slow to import
+
+        stream = pyarrow.CompressedInputStream(stream, compression)
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
@@ -387,7 +399,7 @@ def retry(name, advice, function, attempts=3):
         except UserError:
             raise
         except Exception as error:  # the hub's client has renamed its network errors from version to version
-            reason = f"{type(error).__name__} {error}".splitlines()[0][:200]
+            reason = cli.plain(f"{type(error).__name__} {error}".splitlines()[0])
             status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
             if status in (401, 403, 404):
                 raise UserError(

@@ -123,7 +123,7 @@ def find_what_fits(raw_model, wrap, config, world):
         outcome, reason = FITS, "on another rank"
         try:
             model = wrap(raw_model, compiled, world)
-            try_step(model, raw_model, B, T, world)
+            try_step(model, raw_model, B, T, min(2, windows_per_rank // B), world)
         except Exception as error:
             # torch.compile may raise anything. An error that it did not cause comes back in the try without it, and
             # is raised there
@@ -134,6 +134,8 @@ def find_what_fits(raw_model, wrap, config, world):
         raw_model.zero_grad(set_to_none=True)
         outcome = world.max_over_ranks(outcome)
         if outcome == FITS:
+            if world.device_type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # what failed trials took does not count
             return model, B
         model = None  # frees DDP's buckets as well
         gc.collect()
@@ -152,14 +154,20 @@ def find_what_fits(raw_model, wrap, config, world):
             distributed.enable_fused_attention(False)
 
 
-def try_step(model, raw_model, B, T, world):
-    """Forward and backward pass of one micro-batch of random tokens, with the memory of a training step."""
+def try_step(model, raw_model, B, T, micro_steps, world):
+    """Forward and backward passes on random tokens, with the memory of a training step.
+
+    If a step has two micro-steps or more, so has the trial: from the second one on, there are gradients from the start.
+    """
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
     reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
     x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=world.device).unbind()
-    # no_sync: a rank that fails here would leave the others waiting in the all-reduce
-    with world.autocast(), world.no_sync(model):
-        model(x, y, return_logits=False)[1].backward()
+    for _ in range(micro_steps):
+        # no_sync: a rank that fails here would leave the others waiting in the all-reduce
+        with world.no_sync(model):
+            with world.autocast():
+                loss = model(x, y, return_logits=False)[1]
+            loss.backward()
     del reserved
 
 

@@ -44,7 +44,8 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-100, cross_entropy=cr
 
     x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
     softmax is over all V ids, padding included. The logits are bfloat16. float8 matmuls run at twice the rate of
-    bfloat16 (Ada, Hopper and newer); N, C and V must be multiples of 16.
+    bfloat16 (Ada, Hopper and newer; N, C and V must be multiples of 16). Part of that gain is lost again: Hopper only
+    multiplies rows by rows, so the large gradient is also needed transposed, byte by byte.
     """
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index, cross_entropy)
 

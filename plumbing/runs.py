@@ -182,12 +182,15 @@ def inherit(config, parse):
     parent = Path(config.branch_from)
     # once the parent is gone, the branch's own checkpoints have its settings
     paths = list_checkpoints(config.out_dir) if config.resume else []
-    for path in reversed([*paths, *([parent] if parent.is_file() else list_checkpoints(parent))]):
-        with contextlib.suppress(Exception):  # a damaged one is reported when it is loaded
+    paths += [parent] if parent.is_file() else list_checkpoints(parent)
+    if not paths:
+        raise no_parent(parent)
+    for path in reversed(paths):
+        with contextlib.suppress(Exception):
             then = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"]
             break
     else:
-        raise no_parent(parent)
+        then = load_checkpoint(path, for_resume=True)["config"]  # says what is wrong with it
     taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     branch = parse(taken)
     different = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(branch, name)]
@@ -471,9 +474,9 @@ class Run:
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
         tokens = loader.num_windows * T
         epochs = c.max_steps * S / tokens
-        share = (
-            f"which the run reads {epochs:.1f} times" if epochs >= 1 else f"{100 * epochs:.2g}% of which the run reads"
-        )
+        share = f"which the run reads {epochs:.1f} times"
+        if epochs < 1:
+            share = f"of which the run reads {100 * epochs:.2g}%"
         shards = count(len(loader.shards), "shard")
         print0(f"data: {tokens:,} training tokens in {shards}, {share}")
         print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
@@ -521,7 +524,8 @@ class Run:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        words = [f"loss {loss:.4f}", f"lr {lr:.1e}".replace("e-0", "e-"), f"norm {norm:.2f}"]
+        words = [f"loss {loss:.{3 if loss >= 10 else 4}f}", f"lr {lr:.1e}".replace("e-0", "e-")]
+        words += [f"norm {norm:.{1 if norm >= 10 else 2}f}"]
         words += [f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s", f"{short(rate)} tok/s"]
         if self.peak:
             words.append(f"{rate * self.flops_per_token / self.peak:.0%} MFU")
@@ -596,8 +600,12 @@ def short(number):
 
 
 def duration(seconds):
-    """156 -> "2:36", 16300 -> "4h31", 400000 -> "4.6 days" """
-    minutes = round(seconds) // 60
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4h31", 400000 -> "4d" """
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if minutes < 10:
+        return f"{minutes}:{int(seconds) % 60:02d}"
     if minutes < 60:
-        return f"{minutes}:{round(seconds) % 60:02d}"
-    return f"{minutes // 60}h{minutes % 60:02d}" if minutes < 6000 else f"{seconds / 86400:.3g} days"
+        return f"{minutes}m"
+    if hours < 10:
+        return f"{hours}h{minutes % 60:02d}"
+    return f"{hours}h" if hours < 100 else f"{hours // 24}d"

@@ -7,25 +7,30 @@ counts as a target. Shards of two other programs are read, too: llm.c's .bin (a 
 (tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
 """
 
-import contextlib
 import fnmatch
+import functools
 import hashlib
+import itertools
 import json
-import math
 import os
 import re
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from plumbing import cli
 from plumbing.cli import UserError
-from plumbing.files import atomic_write
+from plumbing.files import atomic_write, lock_folder, open_regular
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 256  # int32
 LLAMA3_MAGIC = 20240801  # llm.c's shards of Llama 3's tokens, which are uint32
 NANOGPT_NAMES = ("train.bin", "val.bin")
+MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
 MASK_BLOCK = 2**24  # entries of a mask that are checked at a time
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
@@ -34,13 +39,35 @@ SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per
 
 
 @dataclass
+class OpenFile:
+    """A file that several threads may read from. It is closed when nobody refers to it any more."""
+
+    file: BinaryIO
+    lock: threading.Lock = field(default_factory=threading.Lock)  # reading moves the file's position
+
+    def read_into(self, array, offset):
+        """Fill `array` with what the file has from byte `offset` on; the number of bytes."""
+        with self.lock:
+            self.file.seek(offset)
+            return self.file.readinto(array)
+
+    def __del__(self):
+        self.file.close()
+
+
+def open_file(path):
+    return OpenFile(open_regular(path))
+
+
+@dataclass
 class Shard:
-    """An array on disk, checked once. It is opened for each read, so that no shard holds a file descriptor."""
+    """An array on disk, checked once. Its file is opened when it is read, by a function that may keep it open."""
 
     path: Path
     dtype: np.dtype
     length: int
     offset: int  # bytes before the first entry
+    open_file: Callable = open_file
 
     def __len__(self):
         return self.length
@@ -48,114 +75,142 @@ class Shard:
     def read(self, start=0, count=None):
         """The `count` entries from `start`, or fewer at the shard's end; by default all of them."""
         available = max(0, self.length - start)
-        count = available if count is None else min(count, available)
-        offset = self.offset + start * self.dtype.itemsize
-        try:
-            entries = np.fromfile(self.path, self.dtype, count, offset=offset)
-        except OSError as error:
-            raise could_not_open("shard", self.path, error) from None
-        if len(entries) < count:
+        entries = np.empty(available if count is None else min(count, available), self.dtype)
+        if self.open_file(self.path).read_into(entries, self.offset + start * self.dtype.itemsize) < entries.nbytes:
             raise UserError(f"Shard {self.path} became shorter while it was in use. Make it again.")
         return entries
 
 
-def could_not_open(kind, path, error):
-    return UserError(
-        f"Could not open {kind} {path}: {error.strerror or error}. Check that it exists and that you have "
-        "permission to read it."
-    )
+def open_shards(folder, split):
+    """A split's shards, for random reads by several threads: the MAX_OPEN files that were read last stay open.
+
+    To open a file for each read would take as long as a step on some network file systems.
+    """
+    keep_open = functools.lru_cache(MAX_OPEN)(open_file)
+    return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
 
-def open_shard(path):
+def open_masks(shards):
+    """The masks next to a split's shards; an empty list if there are none at all."""
+    paths = [shard.path.with_suffix(".mask") for shard in shards]
+    if not any(path.exists() for path in paths):
+        return []
+    return [open_mask(path, len(shard), shard.open_file) for path, shard in zip(paths, shards)]
+
+
+def open_shard(path, open_file=open_file):
     """The shard at `path`; UserError unless its header, type, dimensions and size are right."""
     path = Path(path)
     try:
         dtype, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
-    except OSError as error:  # the system's refusal says nothing about the contents
-        raise could_not_open("shard", path, error) from None
     except ValueError as error:
         raise UserError(
-            f"Shard {path} is damaged: {error}. Run the command that made it again; damaged shards are replaced."
+            f"Shard {path} is damaged: {error}. Rerun the command that made it; damaged shards are replaced."
         ) from None
     if dtype != np.uint16 or len(shape) != 1:
         raise UserError(
             f"Shard {path} holds {dtype} in {len(shape)} dimensions, but a shard is a one-dimensional array of "
             "uint16. Remove it from the folder, or delete it and make it again with fineweb.py."
         )
-    return Shard(path, dtype, shape[0], offset)
+    return Shard(path, dtype, shape[0], offset, open_file)
 
 
-def open_mask(path, length):
+def open_mask(path, length, open_file=open_file):
     """The mask at `path` of a shard of `length` tokens: 1 where a token counts as a target, see `check_masks`."""
     path = Path(path)
     try:
+        if not path.exists():
+            raise ValueError("it is missing, though other shards in that folder have one")
         dtype, shape, offset = open_npy(path)
         if shape != (length,) or dtype not in (np.uint8, np.bool_):
             raise ValueError(f"it holds {dtype} of shape {shape}, but its shard has {length:,} tokens")
-    except FileNotFoundError:
-        raise UserError(
-            f"The loss mask {path} is missing, though other shards in that folder have one. Delete the shard it "
-            "belongs to and run smoltalk.py again."
-        ) from None
-    except OSError as error:
-        raise could_not_open("loss mask", path, error) from None
     except ValueError as error:
         raise UserError(
             f"Loss mask {path} is damaged: {error}. Delete it and its shard, and run smoltalk.py again."
         ) from None
-    return Shard(path, dtype, length, offset)
+    return Shard(path, dtype, length, offset, open_file)
 
 
 def open_npy(path):
     """(dtype, shape, offset of the data in bytes) of a file as np.save writes it; ValueError unless it is whole."""
-    with open(path, "rb") as file:
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"its format is version {version}, not one of np.save's")
-        try:
-            if version == (1, 0):
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-        except OSError:
-            raise
-        except Exception as error:  # numpy parses the header as Python, which may raise anything
-            raise ValueError("its header cannot be read") from error
-        offset, num_bytes = file.tell(), os.fstat(file.fileno()).st_size
-    expected = offset + math.prod(shape) * dtype.itemsize
-    if num_bytes < expected or min(shape, default=0) < 0:
-        raise ValueError(f"it has {num_bytes:,} bytes, but its header says {expected:,}")
-    return dtype, shape, offset
+    open_regular(path).close()
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, which may raise anything
+        raise ValueError(cli.first_line(error).rstrip(".")) from None
+    if not isinstance(array, np.memmap):
+        raise ValueError("it is a zip archive, not a single array")
+    return array.dtype, array.shape, array.offset
 
 
 def open_bin(path):
     """(dtype, shape, offset of the data in bytes) of a shard of llm.c's or nanoGPT's; ValueError unless it is whole."""
-    header = np.fromfile(path, np.int32, BIN_HEADER)
+    with open_regular(path) as file:
+        header = np.fromfile(file, np.int32, BIN_HEADER)
+        num_bytes = os.fstat(file.fileno()).st_size
     magic = header[0] if len(header) else None
     if magic == LLAMA3_MAGIC:
         raise ValueError("it holds Llama 3's tokens (uint32), and only GPT-2's format (uint16) can be read")
     if path.name in NANOGPT_NAMES and magic != BIN_MAGIC:
-        num_tokens, odd_byte = divmod(os.path.getsize(path), 2)
-        if odd_byte:
+        if num_bytes % 2:
             raise ValueError("its size is odd, but its tokens have two bytes each")
-        return np.dtype(np.uint16), (num_tokens,), 0
+        return np.dtype(np.uint16), (num_bytes // 2,), 0
     if len(header) < BIN_HEADER:
         raise ValueError("it ends within its header")
     magic, version, num_tokens = header[:3].tolist()
     if (magic, version) != (BIN_MAGIC, BIN_VERSION):
         raise ValueError(f"its header starts with {magic}, {version} instead of {BIN_MAGIC}, {BIN_VERSION}")
-    num_bytes = os.path.getsize(path) - header.nbytes
-    if num_bytes != 2 * num_tokens:
-        raise ValueError(f"it has {num_bytes:,} bytes of tokens, but its header says {num_tokens:,} tokens")
+    if num_bytes - header.nbytes != 2 * num_tokens:
+        raise ValueError(f"it has {num_bytes:,} bytes, but its header says {num_tokens:,} tokens of two bytes")
     return np.dtype(np.uint16), (num_tokens,), header.nbytes
 
 
-def open_masks(shards):
-    """The masks next to the shards; an empty list if there are none at all."""
-    paths = [shard.path.with_suffix(".mask") for shard in shards]
-    if not any(path.exists() for path in paths):
-        return []
-    return [open_mask(path, len(shard)) for path, shard in zip(paths, shards)]
+def find_shards(folder, split):
+    """The paths of a split's shards in order. Raises UserError, with the remedy, if there are none."""
+    paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
+    if not paths:
+        raise UserError(
+            f"There are no {split} shards in {folder}. Make them with fineweb.py (conversations: smoltalk.py), "
+            "or give the folder that has them with --data."
+        )
+    return sorted(paths)
+
+
+def split_of(name):
+    """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" -> None."""
+    match = re.search(r"_(train|val)_.*\.(?:npy|bin)$|(?:^|_)(train|val)\.bin$", name)
+    return (match[1] or match[2]) if match else None
+
+
+def fingerprint(paths):
+    """A hash of shards and their masks, in order: of each file, its size and a fixed sample of blocks.
+
+    Other data of the same length almost always differ; only four blocks of 4 KB per file are read. Names do not
+    count, so a folder may be moved.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        for file_path in (Path(path), Path(path).with_suffix(".mask")):
+            if file_path.exists():
+                digest.update(sample(file_path))
+    return digest.hexdigest()
+
+
+def sample(path):
+    """The size of a file and a fixed sample of its bytes, from the first block to the last."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        parts = [size.to_bytes(8, "big")]
+        for i in range(SAMPLE_BLOCKS):
+            file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
+            parts.append(file.read(SAMPLE_BLOCK))
+    return b"".join(parts)
+
+
+# -----------------------------------------------------------------------------
+# What a run checks before it trains
 
 
 def check_size(folder, train_loader, tokens_per_step):
@@ -169,14 +224,13 @@ def check_size(folder, train_loader, tokens_per_step):
 
 
 def check_same_data(then, now):
-    """Raise UserError if `then`, a loader's state in a checkpoint, is of other data than `now`, its state."""
-    for name in ("num_windows", "T"):
-        if then[name] != now[name]:
-            raise UserError(
-                f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now "
-                f"gives {now['num_windows']:,} of {now['T']}. Give the original shards with --data, or start over "
-                "with --no-resume."
-            )
+    """Raise UserError unless the loader's state in a checkpoint, `then`, is of the data and T of its state `now`."""
+    if (then["num_windows"], then["T"]) != (now["num_windows"], now["T"]):
+        raise UserError(
+            f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now gives "
+            f"{now['num_windows']:,} of {now['T']}. Give the original shards with --data, or start over with "
+            "--no-resume."
+        )
 
 
 def check_not_empty(num_windows, folder, split, T):
@@ -199,30 +253,19 @@ def check_folder(folder, train_loader, val_loader, enc):
 
 def check_token_ids(shards, tokenizer, n_vocab):
     """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
-    for shard in shards:
-        largest = int(shard.read(0, 2**27 // len(shards)).max(initial=0))
-        if largest >= n_vocab:
+    largest = {shard.path: int(shard.read(0, 2**27 // len(shards)).max(initial=0)) for shard in shards}
+    for path, token in largest.items():
+        if token >= n_vocab:
             raise UserError(
-                f"Shard {shard.path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. "
+                f"Shard {path} contains token id {token}, but tokenizer {tokenizer} has only {n_vocab} ids. "
                 "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
             )
-
-
-def find_shards(folder, split):
-    """The paths of a split's shards in order. Raises UserError, with the remedy, if there are none."""
-    paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
-    if not paths:
-        raise UserError(
-            f"There are no {split} shards in {folder}. Make them with fineweb.py (conversations: smoltalk.py), "
-            "or give the folder that has them with --data."
+    is_nanogpts = all(path.name in NANOGPT_NAMES for path in largest)
+    if is_nanogpts and max(largest.values()) < 1000 <= n_vocab and cli.is_rank_0():
+        print(
+            f"note: All ids in {shards[0].path.parent} are below 1,000, as in nanoGPT's shards of characters, but they "
+            f"are read as {tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
         )
-    return sorted(paths)
-
-
-def split_of(name):
-    """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" -> None."""
-    match = re.search(r"_(train|val)_.*\.(?:npy|bin)$|(?:^|_)(train|val)\.bin$", name)
-    return (match[1] or match[2]) if match else None
 
 
 def check_masks(masks):
@@ -248,32 +291,35 @@ def check_masks(masks):
         )
 
 
-def fingerprint(paths):
-    """A hash of shards and their masks, in order: of each file, its size and a fixed sample of blocks.
+def check_meta(folder, paths):
+    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
 
-    Other data of the same length have another fingerprint. Names do not count, so a folder may be moved. 100
-    shards of 200 MB take a few hundredths of a second.
+    A folder without one, as other programs write it, is accepted.
     """
-    digest = hashlib.sha256()
-    for path in paths:
-        for file_path in (Path(path), Path(path).with_suffix(".mask")):
-            if not file_path.exists():
-                continue
-            with open(file_path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(size.to_bytes(8, "big"))
-                for i in range(SAMPLE_BLOCKS):  # from the first block to the last
-                    file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
-                    digest.update(file.read(SAMPLE_BLOCK))
-    return digest.hexdigest()
+    if (Path(folder) / "meta.pkl").exists():
+        raise UserError(
+            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
+            "Make shards of the text with fineweb.py --input."
+        )
+    metas = {path: read_meta(path) for path in sorted(Path(folder).glob("meta*.json"))}
+    for path, meta in metas.items():
+        if not is_finished(meta):
+            raise UserError(
+                f"The shards in {folder} are not complete, as {path.name} says. Run the command that makes them "
+                "again; it continues where it stopped."
+            )
+    listed = {name: length for meta in metas.values() for name, length in meta["shards"].items()}
+    found = {Path(path).name: len(open_shard(path)) for path in paths if listed}
+    for name in sorted(listed.keys() | found.keys()):
+        if listed.get(name) != found.get(name):
+            raise UserError(
+                f"meta.json in {folder} does not describe its shards: {name} has {describe(listed.get(name))} in "
+                f"meta.json and {describe(found.get(name))} on disk. Rerun the command that made them."
+            )
 
 
-def is_whole(path, num_tokens):
-    """Whether the shard at `path` can be read and has `num_tokens` tokens."""
-    try:
-        return len(open_shard(path)) == num_tokens
-    except UserError:
-        return False
+def describe(num_tokens):
+    return "no entry" if num_tokens is None else f"{num_tokens:,} tokens"
 
 
 # -----------------------------------------------------------------------------
@@ -285,12 +331,38 @@ def shard_name(prefix, number):
     return f"{prefix}_{'train' if number else 'val'}_{number:06d}.npy"
 
 
+def default_folder(sources):
+    """The folder for the shards of inputs: "texts/books.jsonl.gz" -> "books"."""
+    return os.path.basename(sources[0].name).split(".")[0] or "shards"
+
+
+def prefix_of(folder):
+    """The first part of the names of a folder's shards: "my data/" -> "my-data"."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+
+
 def write_shard(path, array):
     """Write tokens (uint16) or a mask (uint8) to `path` atomically, byte for byte as np.save does."""
     with atomic_write(path) as file:
         # header and data in two steps, because np.save would hide why a write failed
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
+
+
+def make_once(open_writer, make, lock_name=".lock"):
+    """Call `make(writer)` with the `open_writer()` of a folder, unless its shards are complete. Returns the folder.
+
+    What is complete can be used by several processes at once; the lock is only for those that write.
+    """
+    writer = open_writer()
+    if not writer.is_complete():
+        with lock_folder(writer.folder, lock_name):
+            writer = open_writer()  # another process may have worked on it until now
+            if not writer.is_complete():
+                make(writer)
+                return writer.folder
+    print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
+    return writer.folder
 
 
 class ShardWriter:
@@ -304,7 +376,14 @@ class ShardWriter:
 
     def is_complete(self):
         files = self.meta["shards"]
-        return self.meta["complete"] and all(is_whole(self.path(file), files[file]) for file in files)
+        return bool(files) and is_finished(self.meta) and all(self.is_whole(file) for file in files)
+
+    def is_whole(self, file):
+        """Whether a shard can be read and has as many tokens as meta.json says."""
+        try:
+            return len(open_shard(self.path(file))) == self.meta["shards"].get(file)
+        except (UserError, OSError):
+            return False
 
     def resume(self):
         """Keep the shards up to the last intact one; return the position in the input at which that ends."""
@@ -314,7 +393,7 @@ class ShardWriter:
             if file == self.validation_file:
                 kept[file] = 0
                 continue
-            if file not in meta["ends"] or not is_whole(self.path(file), num_tokens):
+            if file not in meta["ends"] or not self.is_whole(file):
                 break
             kept[file] = num_tokens
             *end, meta["documents"] = meta["ends"][file]
@@ -329,7 +408,7 @@ class ShardWriter:
         """The first `num_tokens` tokens of the sampled validation split; fewer if they are not there."""
         try:
             return open_shard(self.path(self.validation_file)).read(0, num_tokens)
-        except UserError:
+        except (UserError, OSError):
             return np.empty(0, dtype=np.uint16)
 
     def path(self, file):
@@ -361,8 +440,7 @@ class ShardWriter:
 
     def save(self):
         """Write meta.json, creating the folder."""
-        with contextlib.suppress(OSError):  # if the folder cannot be made, the write below reports it
-            os.makedirs(self.folder, exist_ok=True)
+        os.makedirs(self.folder, exist_ok=True)
         with atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
@@ -371,15 +449,20 @@ class ShardWriter:
         meta = self.meta
         meta["complete"] = True
         self.save()
-        counts = {"train": 0, "val": 0}
-        for file, num_tokens in meta["shards"].items():
-            counts[split_of(file)] += num_tokens
+        lengths = split_lengths([meta])
         *others, last = meta["shards"].values()
         shorter = ", the last one with what was left" if others and last < max(others) else ""
         print(
-            f"{self.folder}: {counts['train']:,} tokens to train on and {counts['val']:,} to validate on, in "
-            f"{len(meta['shards'])} shards{shorter}; {meta['documents']:,} documents"
+            f"{self.folder}: {cli.count(sum(lengths['train']), 'token')} to train on and {sum(lengths['val']):,} to "
+            f"validate on, in {cli.count(len(meta['shards']), 'shard')}{shorter}; "
+            f"{cli.count(meta['documents'], 'document')}"
         )
+
+
+def split_lengths(metas):
+    """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
+    shards = [item for meta in metas for item in meta["shards"].items()]
+    return {split: [length for name, length in shards if split_of(name) == split] for split in ("train", "val")}
 
 
 # -----------------------------------------------------------------------------
@@ -406,119 +489,46 @@ def new_meta(dataset, enc, made_from):
     return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
 
 
-META_TYPES = {
-    "dataset": str,
-    "tokenizer": str,
-    "vocab_size": int,
-    "documents": int,
-    "tokens": int,
-    "targets": int,
-    "shards": dict,
-    "complete": bool,
-    "made_from": dict,
-    "ends": dict,
-    "validation_every": int,
-}
-META_KEYS = ("tokenizer",)  # the keys without a default: people write short ones by hand
+META_TYPES = dict(dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, targets=int, shards=dict)
+META_TYPES |= dict(complete=bool, made_from=dict, ends=dict, validation_every=int)
 
 
 def read_meta(path):
-    """The contents of one meta.json; UserError unless they are of the form that fineweb.py and smoltalk.py write."""
+    """The contents of one meta.json; UserError unless they are of the form that fineweb.py and smoltalk.py write.
+
+    People write short ones by hand, with no more than the tokenizer's name.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, "r", encoding="utf-8") as file:
             meta = json.load(file)
-        if isinstance(meta, dict):
-            for key, value in {"dataset": "unknown", "shards": {}, "complete": True}.items():
-                meta.setdefault(key, value)  # last, so that a resumed run writes the keys in the same order
-        check_meta_form(meta)
-    except OSError as error:
-        raise could_not_open("file", path, error) from None
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if type(meta) is not dict or "tokenizer" not in meta:
+            raise ValueError("it names no tokenizer")
+        for key, value in dict(dataset="unknown", shards={}, complete=True).items():
+            meta.setdefault(key, value)  # last, so that a resumed run writes the keys in the same order
+        for key, expected_type in META_TYPES.items():
+            if type(meta.get(key, expected_type())) is not expected_type:
+                raise ValueError(f"its {key} is not of type {expected_type.__name__}")
+        length = 5 if meta.get("validation_every") else 4
+        if any(len(end) != length for end in meta.get("ends", {}).values()):
+            raise ValueError(f"its ends do not have {length} numbers")
+    except (ValueError, TypeError, RecursionError) as error:  # RecursionError: brackets nested too deeply
         raise UserError(
-            f"{path} is damaged, or was not written by fineweb.py or smoltalk.py: {reason}. Move its folder away, "
-            "or make the shards again in another folder."
+            f"{path} is damaged, or was not written by fineweb.py or smoltalk.py: {cli.first_line(error)}. Move its "
+            "folder away, or make the shards again in another folder."
         ) from None
     return meta
 
 
-def check_meta_form(meta):
-    """Raise ValueError unless `meta` has the keys and types of a meta.json."""
-    if not isinstance(meta, dict):
-        raise ValueError("it is not a JSON object")
-    for key in META_KEYS:
-        if key not in meta:
-            raise ValueError(f"it has no {key}")
-    for key, expected_type in META_TYPES.items():
-        if key in meta and type(meta[key]) is not expected_type:
-            raise ValueError(f"its {key} is not of type {expected_type.__name__}")
-    for name in (*meta["shards"], meta["tokenizer"]):
-        if not name or os.path.basename(name) != name or "\\" in name:  # only files of this folder
-            raise ValueError(f"it names {name!r}, which is not the name of a file in its folder")
-    for key in ("shards", "ends"):
-        numbers = meta.get(key, {}).values()
-        lists = numbers if key == "ends" else [list(numbers)]
-        for entries in lists:
-            if type(entries) is not list or any(type(n) is not int or n < 0 for n in entries):
-                raise ValueError(f"its {key} are not counts")
-    sources = meta.get("made_from", {}).get("sources", [])
-    if type(sources) is not list or any(not is_named_size(source) for source in sources):
-        raise ValueError("its sources are not pairs of name and size")
-    for end in meta.get("ends", {}).values():
-        if not 4 <= len(end) <= 5 or end[0] >= len(sources):
-            raise ValueError("its ends are not positions in its sources")
-    if type(meta.get("made_from", {}).get("revision", "")) is not str:
-        raise ValueError("its revision is not a string")
-
-
-def is_named_size(source):
-    return type(source) is list and [type(entry) for entry in source] == [str, int]
-
-
-def check_meta(folder, paths):
-    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
-
-    A folder without one, as other programs write it, is accepted.
-    """
-    if (Path(folder) / "meta.pkl").exists():
-        raise UserError(
-            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
-            "Make shards of the text with fineweb.py --input."
-        )
-    listed = {}
-    for path in sorted(Path(folder).glob("meta*.json")):
-        meta = read_meta(path)
-        if not meta["complete"]:
-            raise UserError(
-                f"The shards in {folder} are not complete, as {path.name} says. Run the command that makes them "
-                "again; it continues where it stopped."
-            )
-        listed |= meta["shards"]
-    if not listed:
-        return
-    found = {Path(path).name: len(open_shard(path)) for path in paths}
-    for name in sorted(listed.keys() | found.keys()):
-        if listed.get(name) != found.get(name):
-            raise UserError(
-                f"meta.json in {folder} does not describe its shards: {name} has {describe(listed.get(name))} in "
-                f"meta.json and {describe(found.get(name))} on disk. Run the command that made them again."
-            )
-
-
-def describe(num_tokens):
-    return "no entry" if num_tokens is None else f"{num_tokens:,} tokens"
+def is_finished(meta):
+    """Whether all shards were written: their lengths add up to the tokens, which a short meta.json does not give."""
+    total = sum(meta["shards"].values())
+    is_short = "tokens" not in meta
+    return meta["complete"] and (is_short or 0 < total == meta["tokens"])
 
 
 def read_metas(folder):
     """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder of other origin."""
-    try:
-        files = os.listdir(folder)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UserError(
-            f"Could not open the output folder {folder}: {error.strerror}. Choose another folder."
-        ) from None
+    files = os.listdir(folder) if os.path.lexists(folder) else []
     paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
     if not paths and any(split_of(file) for file in files):
         raise UserError(
@@ -543,28 +553,43 @@ def check_same_dataset(folder, metas, path, meta):
                 f"{folder} has shards that were made in {num_parts_of(other_path)} part(s), and --part now asks for "
                 f"{num_parts_of(path)}: the file names would be the same. Choose another output folder."
             )
-        was, now = identity(old, old), identity(meta, old)
-        for key in now:
-            if key == "sources" and other_path != path:
-                continue  # the parts of a data set differ in their files
-            if was.get(key) != now[key]:
-                raise UserError(
-                    f"{folder} has shards of other data: {key} was {str(was.get(key))[:90]} and is now "
-                    f"{str(now[key])[:90]}. Move the folder away, or choose another output folder."
-                )
+        was, now = settings(old), settings(meta)
+        changes = [(key, repr(was.get(key)), repr(now[key])) for key in now if was.get(key) != now[key]]
+        if other_path == path:  # the parts of a data set differ in their files
+            changes += changed_sources(old, meta)
+        for key, before, after in changes:
+            raise UserError(
+                f"{folder} has shards of other data: {key} was {cli.plain(before)} and is now {cli.plain(after)}. "
+                "Move the folder away, or choose another output folder."
+            )
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
 
 
-def identity(meta, old):
-    """What must be the same in `meta` and in `old`, the meta.json of the run that it continues.
+def settings(meta):
+    """What must be the same in the meta.json of two runs of which one continues the other, but for the sources."""
+    made_from = {key: value for key, value in meta["made_from"].items() if key != "sources"}
+    older = {"separator": ""}  # which older runs did not have
+    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"]} | older | made_from
 
-    Only the name of a file that `old` has not fully read counts: its bad lines may since have been fixed.
+
+def changed_sources(old, meta):
+    """[("the input", before, now)] for each file that is no longer what it was when `old`'s run read it.
+
+    Of a file that was not read to its end the size may differ: its bad lines may have been fixed.
     """
+    then, now = (m["made_from"]["sources"] for m in (old, meta))
     ends = list(old["ends"].values())
-    num_read = ends[-1][0] if ends else 0
-    sources = []
-    for i, (name, size) in enumerate(meta["made_from"]["sources"]):
-        is_read = old["complete"] or i < num_read
-        sources.append([name, size if is_read else 0])
-    made_from = {"separator": ""} | meta["made_from"]  # older runs did not have this flag
-    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"], **made_from, "sources": sources}
+    num_read = len(then) if old["complete"] else ends[-1][0] if ends else -1
+    changes = []
+    for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file"])):
+        may_differ = i > num_read or (i == num_read and before[1:2] != after[1:2])
+        known = 1 if may_differ else min(3, len(before))  # older runs recorded no hash
+        if before[0] != after[0]:
+            changes.append(("the input", before[0], after[0]))
+        elif before[:known] != after[:known]:
+            changes.append(("the input", describe_source(*before), describe_source(*after)))
+    return changes
+
+
+def describe_source(name, size, sampled_hash="unknown"):
+    return f"{name} ({size:,} bytes, hash {sampled_hash})"

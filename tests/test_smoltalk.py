@@ -207,7 +207,7 @@ def test_a_faulty_conversation_of_the_hub_is_no_conversation():
 
 def test_too_little_to_split_is_refused(tmp_path):
     path = write_conversations(tmp_path / "chats.jsonl", [talk("a", "b")])
-    with pytest.raises(UserError, match="1 conversations fill only one block"):
+    with pytest.raises(UserError, match="1 conversation, fills only one block"):
         prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
     assert not (tmp_path / "out").exists()
 
@@ -228,7 +228,7 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
 
 def test_other_inputs_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="a.txt is not a file of JSON lines"):
+    with pytest.raises(UserError, match="a.txt is not one of .jsonl"):
         prepare(Options(input=(str(tmp_path / "a.txt"),), tokenizer="bytes"))
     with pytest.raises(UserError, match="--max-length is 1"):
         prepare(Options(max_length=1))
