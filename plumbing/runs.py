@@ -326,7 +326,7 @@ def describe_run(config, start_step, branched):
     }
     if branched:
         lines["branched"] = json.dumps(branched)
-    return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
+    return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
 
 
 def facts_for_all_ranks(config):
