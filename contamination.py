@@ -1,7 +1,7 @@
 """Which evaluation examples occur in the training text? Training on them would inflate the score.
 
     python contamination.py --data edu_fineweb10B
-    python contamination.py --data books --eval hellaswag/hellaswag_val.jsonl --num-proc 4
+    python contamination.py --data books --eval examples.jsonl --num-proc 4
 
 searches all shards of a folder for 13-grams of tokens from HellaSwag's examples (the context with each
 of its endings). The match is exact: hashes only narrow down the candidates, tokens decide. Memory does

@@ -1,10 +1,10 @@
 """Turn documents into token shards: FineWeb-Edu from the hub, your own text, or Python's documentation.
 
-    python fineweb.py                                   10B tokens of FineWeb-Edu, 100 shards
-    python fineweb.py --pretokenized 10                 10 ready-made shards and the validation shard
+    python fineweb.py                        10B tokens of FineWeb-Edu
+    python fineweb.py --pretokenized 10      1B of them, ready-made
+    python fineweb.py --dataset python-docs  a few MB without a network
     python fineweb.py --input books/*.txt --out-dir books
-    python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken --out-dir mine
-    python fineweb.py --dataset python-docs             a few MB of English without a network
+    python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The documents' tokens, in input order, form one stream, which is cut into shards of
@@ -70,34 +70,9 @@ import numpy as np
 from tqdm import tqdm
 
 import tokenizer
+from plumbing import documents, shards
 from plumbing.cli import UserError
-from plumbing.documents import (
-    PYTHON_DOCS,
-    Source,
-    explain_errors,
-    fetch_hub,
-    file_type,
-    is_url,
-    list_hub,
-    list_inputs,
-    load_pieces,
-    num_cores,
-    open_text,
-    read_batches,
-    run_in_background,
-)
 from plumbing.files import FolderInUse, lock_folder
-from plumbing.shards import (
-    ShardWriter,
-    check_same_dataset,
-    default_folder,
-    make_once,
-    meta_path,
-    new_meta,
-    open_shard,
-    prefix_of,
-    read_metas,
-)
 
 # -----------------------------------------------------------------------------
 # Options
@@ -107,6 +82,7 @@ EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
+MUCH_TEXT = 100_000_000  # training tokens from which on GPT-2 124M is worth its time
 SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
 
 
@@ -124,8 +100,6 @@ def check_options(options):
             "--pretokenized fetches shards that are ready, so it does not go with --input, --part or --tokenizer. "
             "Leave those out."
         )
-    if options.out_dir == "":
-        errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if errors:
         raise UserError(" ".join(errors))
 
@@ -152,7 +126,7 @@ def encode_pieces(enc, pieces):
     """
     eot = np.array([enc.eot_token], dtype=np.uint32)
     arrays, lengths = [eot[:0]], []
-    for text, starts in load_pieces(pieces):
+    for text, starts in documents.load_pieces(pieces):
         ids = tokenizer.encode_text(enc, text)
         arrays += [eot, ids] if starts else [ids]
         lengths.append(len(ids) + starts)
@@ -347,36 +321,32 @@ def prepare(options):
         if options.separator:
             made_from["separator"] = options.separator
         made_from |= {"revision": sources[0].revision, "sources": [source.recorded() for source in sources]}
-        meta = new_meta("input" if options.input else options.dataset, enc, made_from)
-        prefix = DATASETS[options.dataset][1]
+        meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
         if options.input:
-            prefix = prefix_of(folder)
             # a large corpus needs fewer pieces; with --part only the first part has a validation split
             every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
             meta["validation_every"] = every if part == 0 else 0
-        meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, part, num_parts), meta)
-        return ShardWriter(folder, prefix, part, num_parts, meta, enc.eot_token)
+        prefix = "" if options.input else DATASETS[options.dataset][1]
+        return shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
 
     def make(writer):
         make_shards(options, enc, writer, sources)
 
-    return make_once(open_writer, make, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock")
+    return shards.make_once(open_writer, make, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock")
 
 
 def plan(options, part, num_parts):
     """(folder of the shards, sources of this part)."""
-    if options.input:
-        sources = list_inputs(options.input)
-        folder = options.out_dir or default_folder(sources)
-    else:
-        sources = [Source(PYTHON_DOCS, 0)]
-        folder = options.out_dir or DATASETS[options.dataset][0]
+    sources = documents.list_inputs(options.input)
+    folder = shards.output_folder(options.out_dir, sources, DATASETS[options.dataset][0])
+    if options.dataset == "python-docs" and not options.input:
+        sources = [documents.Source(documents.PYTHON_DOCS, 0)]
     if options.dataset == "fineweb-edu" and not options.input:
-        old = read_metas(folder).get(meta_path(folder, part, num_parts))
+        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
         if old:  # resume with the same files
             revision = old["made_from"].get("revision", "")
-            return folder, [Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
-        sources = list_hub(EDU_REPO, EDU_FOLDER)
+            return folder, [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
+        sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
         raise UserError(
             f"--part {options.part} makes {num_parts} parts, but there are only {len(sources)} input files. Use "
@@ -389,12 +359,10 @@ def make_shards(options, enc, writer, sources):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     folder, meta = writer.folder, writer.meta
     source, piece, skip, *_ = writer.resume()
-    num_proc = options.num_proc or num_cores()
+    num_proc = options.num_proc or documents.num_cores()
     limit = (options.max_tokens or sys.maxsize) - meta["tokens"]
     if sources[0].repo:
         announce_download(options, writer, sources[source:], limit, num_proc)
-    for name in (s.name for s in sources if not options.separator):
-        suggest_separator(name)
 
     sample = None
     if writer.validation_file:
@@ -405,7 +373,8 @@ def make_shards(options, enc, writer, sources):
 
     downloads = os.path.join(folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
-    batches = read_batches(sources, options.text_column, downloads, source, piece, prefetch, options.separator)
+    column, separator = options.text_column, options.separator
+    batches = documents.read_batches(sources, column, downloads, source, piece, prefetch, separator)
     encoded = encode_all(enc, batches, num_proc)
     writing = None
     with tqdm(initial=meta["tokens"] - skip, unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
@@ -420,7 +389,7 @@ def make_shards(options, enc, writer, sources):
                     end.append(sample.num_tokens)
                 if end:  # goes to disk while the next one fills
                     validation = sample.tokens() if sample else None
-                    writing = run_in_background(write_shard, writer, enc, last, end, validation)
+                    writing = documents.run_in_background(write_shard, writer, enc, last, end, validation)
         finally:  # however the reading ends, finish a shard that was begun
             encoded.close()
             if writing:
@@ -482,19 +451,6 @@ def announce_download(options, writer, sources, limit, num_proc):
     )
 
 
-def suggest_separator(name):
-    """Print a note if <|endoftext|> seems to separate the documents of a local .txt."""
-    if name == PYTHON_DOCS or is_url(name) or not os.path.exists(name) or file_type(name) != ".txt":
-        return
-    with explain_errors(name), open_text(name) as file:
-        lines = file.read(2**16).splitlines()
-    if tokenizer.EOT in lines:
-        print(
-            f"note: {name} has lines with {tokenizer.EOT}, which are treated as text. If they separate documents, "
-            f'add --separator "{tokenizer.EOT}".'
-        )
-
-
 def check_disk_space(folder, size):
     """Raise UserError if the disk has less than `size` bytes free."""
     path = Path(folder).absolute()
@@ -513,20 +469,19 @@ def check_disk_space(folder, size):
 
 def fetch_pretokenized(options):
     """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
-    folder = options.out_dir or DATASETS["fineweb-edu"][0]
+    folder = shards.output_folder(options.out_dir, [], DATASETS["fineweb-edu"][0])
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     with lock_folder(folder):
         enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
-        meta = new_meta(READY_REPO, enc, {"sources": []})
-        meta = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-        writer = ShardWriter(folder, "finewebedu", 0, 1, meta, enc.eot_token)
+        meta = shards.new_meta(READY_REPO, enc, {"sources": []})
+        writer = shards.ShardWriter(folder, meta, enc, "finewebedu")
         missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))
         print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                path = fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
+                path = documents.fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
                 add_shard(writer, path, file)
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
@@ -546,7 +501,7 @@ def save_gpt2(folder):
 def add_shard(writer, path, file):
     """Move a shard that was downloaded to `path` into the writer's folder as `file`."""
     meta = writer.meta
-    tokens = open_shard(path).read()
+    tokens = shards.open_shard(path).read()
     writer.save()  # before the shard, so that the folder is recognized as ours if this is killed in between
     os.replace(path, os.path.join(writer.folder, file))
     if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
@@ -560,8 +515,32 @@ def add_shard(writer, path, file):
 
 
 def main(args=None):
-    """Make shards of documents."""
-    prepare(parse_args(args))
+    """Make shards of documents, and print the command that trains on them."""
+    folder = prepare(parse_args(args))
+    metas = shards.read_metas(folder)
+    num_parts = max(map(shards.num_parts_of, metas))
+    if len(metas) < num_parts or not all(meta["complete"] for meta in metas.values()):
+        print(f"note: {folder} has {len(metas)} of {num_parts} parts. Make the others with --part, too.")
+        return
+    command = training_command(folder, shards.split_lengths(metas.values()))
+    if command:
+        cli.print_next(command)
+
+
+def training_command(folder, lengths):
+    """The command that trains on shards of these lengths: GPT-2 on much text, else a small model; None if too short."""
+    command = ["python", "train_gpt2.py"] + (["--data", folder] if folder != DATASETS["fineweb-edu"][0] else [])
+    steps = sum(lengths["train"]) // 2**19
+    if steps > 18_000:  # the preset's 10B tokens
+        return command
+    if sum(lengths["train"]) >= MUCH_TEXT:  # once over it, with the preset's share of warmup
+        return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
+    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
+    T = min(128, *(max(lengths[split], default=0) - 1 for split in ("train", "val")))
+    windows = sum((length - 1) // T for length in lengths["train"]) if T > 0 else 0
+    if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
+        command += ["--sequence-length", T, "--total-batch-size", T * min(16, windows)]
+    return command if windows else None
 
 
 if __name__ == "__main__":

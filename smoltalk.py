@@ -1,14 +1,14 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
-    python smoltalk.py                                     SmolTalk, 1M conversations from the hub
-    python smoltalk.py --input chats.jsonl --out-dir chats
-    python train_gpt2.py --preset chat --init-from log     then: fine-tune, with the shards in smoltalk/
+    python smoltalk.py                                     SmolTalk, from the hub
+    python smoltalk.py --input chats.jsonl --init-from log/quickstart
+    python train_gpt2.py --preset chat --init-from log     then: fine-tune
 
 A line of `--input` is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]},
 roles user, assistant and system. It becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
-                                                    ^^^^^^^^^^^^^^  what is learned: mask 1
+                                                    ^^^^^^^^^^^^^^ mask 1
 
 where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
@@ -28,9 +28,10 @@ from plumbing import cli
 class Options:
     input: tuple[str, ...] = ()  # JSON lines of conversations: files (.jsonl, .gz, .zst), folders or globs; or SmolTalk
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
-    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file; the role markers are added to it
+    init_from: str = ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
+    tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
-    max_length: int = 1024  # tokens per block: the sequence length that the model will be trained with
+    max_length: int = 0  # tokens per block: the sequence length to train with; 0: 1024, or the model's longest
 
 
 def parse_args(args=None):
@@ -49,20 +50,9 @@ import numpy as np
 from tqdm import tqdm
 
 import tokenizer
+from plumbing import shards
 from plumbing.cli import UserError
 from plumbing.documents import is_url, list_inputs, read_json_lines, retry
-from plumbing.shards import (
-    ShardWriter,
-    check_same_dataset,
-    default_folder,
-    make_once,
-    meta_path,
-    new_meta,
-    prefix_of,
-    read_metas,
-    shard_name,
-    write_shard,
-)
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
@@ -201,38 +191,70 @@ def write_blocks(writer, blocks, max_length, enc):
         writer.save()  # creates the folder
         tokenizer.save_for_folder(enc, writer.folder)
     path = os.path.join(writer.folder, writer.next_name())
-    write_shard(path.removesuffix(".npy") + ".mask", mask)
+    shards.write_shard(path.removesuffix(".npy") + ".mask", mask)
     writer.write(tokens, None)
 
 
 def prepare(options):
-    """Make the shards that `options` describe. Returns their folder."""
+    """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
     check_options(options)
     sources = list_inputs(options.input, types=(".jsonl",))
-    for name, *_ in sources:
-        if is_url(name):
-            raise UserError(f"{name} is a URL, but --input takes only local files here. Download it first.")
-    enc = tokenizer.shard_encoding(options.tokenizer.removesuffix("+chat") + "+chat")
-    folder = options.out_dir or (default_folder(sources) if sources else "smoltalk")
+    for source in sources:
+        if is_url(source.name):
+            raise UserError(f"{source.name} is a URL, but --input takes only local files here. Download it first.")
+    enc, block_size = model_tokenizer(options)
+    max_length = options.max_length or block_size
+    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
 
     def open_writer():
         """The writer of the folder's shards, with the meta.json of an earlier run if that is complete."""
-        made_from = {"shard_size": options.shard_size, "max_length": options.max_length}
+        made_from = {"shard_size": options.shard_size, "max_length": max_length}
         made_from["sources"] = [source.recorded() for source in sources]
-        meta = new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-        old = check_same_dataset(folder, read_metas(folder), meta_path(folder, 0, 1), meta)
-        writer = ShardWriter(folder, prefix_of(folder), 0, 1, old, enc.eot_token)
+        meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+        writer = shards.ShardWriter(folder, meta, enc)
         if not writer.is_complete():
             writer.meta = meta  # an interrupted run starts over, as its input may have been fixed
         return writer
 
-    return make_once(open_writer, lambda writer: make_shards(options, enc, writer, sources))
+    shards.make_once(open_writer, lambda writer: make_shards(options.shard_size, max_length, enc, writer, sources))
+    lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
+    cli.print_next(training_command(options.init_from, folder, block_size, max_length, lengths))
+    return folder
 
 
-def make_shards(options, enc, writer, sources):
+def model_tokenizer(options):
+    """(tokenizer with role markers, longest sequence) of --init-from, or else --tokenizer and GPT-2's 1024."""
+    if not options.init_from:
+        return tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat"), 1024
+    from plumbing.checkpoint import load_model_state  # imports torch
+
+    shape, _, enc = load_model_state(options.init_from)
+    return enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc), shape["block_size"]
+
+
+def training_command(init_from, folder, block_size, max_length, lengths):
+    """The command that fine-tunes on shards of these lengths, at most three times over."""
+    command = ["python", "train_gpt2.py", "--preset", "chat", "--init-from", init_from or "log"]
+    if folder != "smoltalk":
+        command += ["--data", folder, "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
+    if block_size != 1024:
+        command += ["--block-size", block_size]
+    if max_length != 1024:
+        command += ["--sequence-length", max_length]
+    blocks = sum(length // max_length for length in lengths)
+    per_step = min(2**17 // max_length, 2 ** max(0, (blocks // 8).bit_length() - 1))  # 8 steps or more over the data
+    steps = min(3000, 3 * blocks // per_step)
+    if per_step * max_length != 2**17:
+        command += ["--total-batch-size", per_step * max_length]
+    if steps < 3000:
+        command += ["--max-steps", steps, "--warmup-steps", steps // 10]
+    return command
+
+
+def make_shards(shard_size, max_length, enc, writer, sources):
     """Read, render, pack and write all shards, from the start."""
     meta = writer.meta
-    if os.path.exists(meta_path(writer.folder, 0, 1)):
+    if os.path.exists(shards.meta_path(writer.folder, 0, 1)):
         remove_shards(writer.folder, writer.prefix)
     counts = {"read": 0, "cut": 0, "left out": 0}
     meta["targets"] = 0
@@ -240,7 +262,7 @@ def make_shards(options, enc, writer, sources):
     def render():
         for messages in read_files([source.name for source in sources]) if sources else read_hub():
             ids, mask = render_conversation(messages, enc)
-            fitting, mask = truncate(options.max_length, ids, mask, enc)
+            fitting, mask = truncate(max_length, ids, mask, enc)
             counts["read"] += 1
             counts["cut"] += 0 < len(fitting) < len(ids)
             counts["left out"] += not fitting
@@ -248,23 +270,23 @@ def make_shards(options, enc, writer, sources):
             if fitting:
                 yield fitting, mask
 
-    blocks, per_shard = [], max(1, options.shard_size // options.max_length)
-    for block in pack(render(), options.max_length):
+    blocks, per_shard = [], max(1, shard_size // max_length)
+    for block in pack(render(), max_length):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
-            write_blocks(writer, blocks, options.max_length, enc)
+            write_blocks(writer, blocks, max_length, enc)
             blocks = []
         blocks.append(block)
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
-        check_two_blocks(blocks, counts["read"], options.max_length)
-        write_blocks(writer, blocks[::10], options.max_length, enc)
+        check_two_blocks(blocks, counts["read"], max_length)
+        write_blocks(writer, blocks[::10], max_length, enc)
         del blocks[::10]
-    write_blocks(writer, blocks, options.max_length, enc)
+    write_blocks(writer, blocks, max_length, enc)
     meta["conversations"] = counts
     writer.finish()
     print(
         f"{counts['read']:,} conversations, {counts['cut']:,} of them cut after the last answer that fits in "
-        f"{options.max_length} tokens, {counts['left out']:,} left out (no answer, or none that fits); "
+        f"{max_length} tokens, {counts['left out']:,} left out (no answer, or none that fits); "
         f"{meta['targets']:,} tokens are targets"
     )
 
@@ -272,7 +294,7 @@ def make_shards(options, enc, writer, sources):
 def remove_shards(folder, prefix):
     """Remove the shards and masks of an interrupted run: the files that it named, and no others."""
     for number in itertools.count():
-        name = shard_name(prefix, number)
+        name = shards.shard_name(prefix, number)
         names = (name, name.removesuffix(".npy") + ".mask")
         paths = [os.path.join(folder, name) for name in names]
         existing = [path for path in paths if os.path.exists(path)]
@@ -285,10 +307,10 @@ def remove_shards(folder, prefix):
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
-    if options.max_length < 2:
-        errors.append(f"--max-length is {options.max_length}, but it must be 2 or more.")
-    if options.out_dir == "":
-        errors.append("--out-dir is empty. Give the name of a folder, or leave the flag out.")
+    if options.max_length == 1:
+        errors.append("--max-length is 1, but it must be 2 or more.")
+    if options.init_from and options.tokenizer:
+        errors.append("--init-from gives the tokenizer, so leave --tokenizer out.")
     if errors:
         raise UserError(" ".join(errors))
 

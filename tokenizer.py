@@ -1,14 +1,14 @@
 """Tokenizers: GPT-2's, plain bytes, or one trained here. Each is a `tiktoken.Encoding`.
 
-    enc = get_encoding("gpt2")          # OpenAI's 50,257 ids; the tables are downloaded once
-    enc = get_encoding("bytes")         # 256 bytes and <|endoftext|>; needs no network
-    enc = get_encoding("my.tiktoken")   # what this file trained
-    enc = get_encoding("gpt2+chat")     # any of them with the role markers of a conversation
+    enc = get_encoding("gpt2")         # OpenAI's 50,257 ids, downloaded once
+    enc = get_encoding("bytes")        # 256 bytes and <|endoftext|>; no network
+    enc = get_encoding("my.tiktoken")  # what this file trained
+    enc = get_encoding("gpt2+chat")    # any of them with a chat's role markers
 
 Train your own byte-level BPE for fineweb.py and smoltalk.py:
 
-    python tokenizer.py --input docs/*.parquet --vocab-size 32768 --out my.tiktoken
-    python tokenizer.py --input book.txt --vocab-size 4096 --out book.tiktoken --compare other.txt
+    python tokenizer.py --input docs --vocab-size 32768 --out my.tiktoken
+    python tokenizer.py --input a.txt --out a.tiktoken --compare other.txt
 
 `my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token, which
 `tiktoken.load.load_tiktoken_bpe` reads, too. That format has no place for anything else, so the name, the
@@ -45,13 +45,13 @@ import itertools
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
 from plumbing import documents, shards
 from plumbing.files import atomic_write, check_new_output, open_regular
@@ -334,7 +334,7 @@ def huggingface_model(pat_str, vocab=None, merges=None):
     return model
 
 
-def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=(), progress=False):
+def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
     """Train byte-level BPE on an iterable of strings; `vocab_size` counts the special tokens, <|endoftext|> first.
 
     The name ends in a digest of the tokenizer's contents, so that tokenizers with the same name are
@@ -348,7 +348,7 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256, seen or not: any text can be encoded
-        show_progress=progress,
+        show_progress=False,  # its bar for an unknown number of texts says "242 / 0"
     )
     model.train_from_iterator(texts, trainer)
     char_bytes = {char: byte for byte, char in byte_chars().items()}
@@ -437,9 +437,8 @@ def main(args=None):
     if first is None:
         raise cli.UserError("The input contains no text. Check --input and --text-column.")
     name = os.path.basename(options.out).removesuffix(".tiktoken")
-    texts = itertools.chain([first], texts)
-    progress = sys.stderr.isatty()  # elsewhere the library prints empty lines for its bar
-    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens, progress)
+    texts = tqdm(itertools.chain([first], texts), unit=" texts", desc="learning", delay=0.5)
+    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
     if enc.n_vocab < options.vocab_size:
@@ -449,6 +448,8 @@ def main(args=None):
         )
     if options.compare:
         print_compression(enc, list(read_texts(options.compare, options.text_column)))
+    column = ["--text-column", options.text_column] if options.text_column != "text" else []
+    cli.print_next(["python", "fineweb.py", "--input", *options.input, *column, "--tokenizer", options.out])
 
 
 if __name__ == "__main__":

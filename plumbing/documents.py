@@ -31,6 +31,7 @@ from plumbing.shards import sample
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
+MAX_PIECE = 2**17  # so long a text without a place to cut it between tokens, say of one letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
 # bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000
 # documents, some 5 MB, into one
@@ -130,7 +131,7 @@ def read_pieces(path, name, text_column, skip=0, separator=""):
     elif file_type(name) == ".jsonl":
         pieces = read_jsonl(path, name, text_column)
     else:
-        pieces = read_txt(path, separator)
+        pieces = read_txt(path, name, separator)
     with explain_errors(name):
         yield from itertools.islice(pieces, skip, None)
 
@@ -254,23 +255,31 @@ def open_text(path):
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
-def read_txt(path, separator=""):
+def read_txt(path, name, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
     with open_text(path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         if separator:
-            yield from split_at_separator(blocks, separator)
-        else:
-            for i, text in enumerate(split_between_tokens(blocks)):
-                yield Piece(text, starts=i == 0)
+            yield from split_at_separator(blocks, separator, name)
+            return
+        is_noted = False
+        for i, text in enumerate(split_between_tokens(blocks)):
+            if "\n<|endoftext|>" in text and not is_noted:
+                print(
+                    f"note: {name} has lines with <|endoftext|>, which are treated as text. If they separate "
+                    'documents, add --separator "<|endoftext|>".'
+                )
+                is_noted = True
+            yield Piece(text, starts=i == 0)
 
 
-def split_at_separator(blocks, separator):
+def split_at_separator(blocks, separator, name):
     """The pieces of documents with `separator` between them, without the line ends around it; empty ones are skipped.
 
     "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
     held, starts = "", True  # what has been read and not been yielded, and whether a document starts there
+    searched = num_documents = 0  # `searched`: up to here, `held` has no place to cut it
     for block in itertools.chain(blocks, [separator]):
         *texts, held = (held + block).split(separator)
         for text in texts:
@@ -278,12 +287,20 @@ def split_at_separator(blocks, separator):
             text = text.rstrip("\r\n")
             if text:
                 yield Piece(text, starts)
-            starts = True
+            starts, searched = True, 0
+        num_documents += len(texts)
         if len(held) > 2 * BLOCK_CHARS:  # a long document: the separator may have begun in the last characters
-            cut = find_token_boundary(held.rstrip("\r\n")[: -len(separator)])
-            if cut:
-                yield Piece(held[:cut].lstrip("\r\n") if starts else held[:cut], starts)
-                held, starts = held[cut:], False
+            stop = len(held.rstrip("\r\n")) - len(separator)
+            cut = find_token_boundary(held, searched, stop)
+            if len(held) > MAX_PIECE:
+                cut = cut or len(held) - len(separator)
+            text = held[:cut].lstrip("\r\n") if starts else held[:cut]
+            if text:
+                yield Piece(text, starts)
+                starts = False
+            held, searched = held[cut:], 0 if cut else max(0, stop - 1)
+    if num_documents == 1:
+        print(f"note: {separator!r} does not occur in {name}, so all of it is one document. Check --separator.")
 
 
 def split_between_tokens(blocks):
@@ -293,13 +310,15 @@ def split_between_tokens(blocks):
     """
     held = []
     for block in blocks:
-        cut = find_token_boundary(block)
+        cut = find_token_boundary(block, 0, len(block))
+        if sum(map(len, held)) > MAX_PIECE:
+            cut = cut or len(block)
         if cut:
             yield "".join([*held, block[:cut]])
             held = [block[cut:]]
         else:
             held.append(block)
-    if held:
+    if any(held):
         yield "".join(held)
 
 
@@ -309,14 +328,14 @@ AFTER_A_LETTER = (
 )
 
 
-def find_token_boundary(text):
-    """The last position in `text` that no token of the patterns in tokenizer.py crosses, 0 if there is none.
+def find_token_boundary(text, start, stop):
+    """The last position between `start` and `stop` that no token of the patterns in tokenizer.py crosses, else 0.
 
     That is (1) before a space that follows anything but white space, or (2), as not all scripts have spaces,
     between a letter and a line end or punctuation: no pattern has a token in which these follow each other.
     subtle: an apostrophe is left out, and so is a line end after punctuation, which GPT-4's pattern joins.
     """
-    for position in range(len(text) - 1, 0, -1):
+    for position in range(stop - 1, start, -1):
         before, after = text[position - 1], text[position]
         if after == " " and not before.isspace():
             return position

@@ -331,14 +331,11 @@ def shard_name(prefix, number):
     return f"{prefix}_{'train' if number else 'val'}_{number:06d}.npy"
 
 
-def default_folder(sources):
-    """The folder for the shards of inputs: "texts/books.jsonl.gz" -> "books"."""
-    return os.path.basename(sources[0].name).split(".")[0] or "shards"
-
-
-def prefix_of(folder):
-    """The first part of the names of a folder's shards: "my data/" -> "my-data"."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+def output_folder(out_dir, sources, default):
+    """--out-dir, or else a folder named after the first input: "texts/books.jsonl.gz" -> "books"."""
+    if out_dir == "":
+        raise UserError("--out-dir is empty. Give the name of a folder, or leave the flag out.")
+    return out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else default)
 
 
 def write_shard(path, array):
@@ -368,11 +365,13 @@ def make_once(open_writer, make, lock_name=".lock"):
 class ShardWriter:
     """Writes the shards of a folder, or of one part of it, and the meta.json that describes them."""
 
-    def __init__(self, folder, prefix, part, num_parts, meta, eot_token):
-        self.folder, self.prefix, self.part, self.num_parts = folder, prefix, part, num_parts
-        self.meta, self.eot_token = meta, eot_token
+    def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
+        """`meta` describes the shards to be made: those in `folder` are continued, and refused if they are others."""
+        self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
+        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+        self.meta = check_same_dataset(folder, meta_path(folder, part, num_parts), meta)
         # a validation split that is sampled from all of the input grows with every training shard
-        self.validation_file = shard_name(prefix, 0) if meta.get("validation_every") else None
+        self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
     def is_complete(self):
         files = self.meta["shards"]
@@ -545,8 +544,9 @@ def read_metas(folder):
     return metas
 
 
-def check_same_dataset(folder, metas, path, meta):
+def check_same_dataset(folder, path, meta):
     """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
+    metas = read_metas(folder)
     for other_path, old in metas.items():
         if num_parts_of(other_path) != num_parts_of(path):
             raise UserError(

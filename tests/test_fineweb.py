@@ -231,7 +231,7 @@ def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
     joined += "<|endoftext|>\n".join(texts[2:])
     (tmp_path / "stories.txt").write_bytes(joined.encode() + b"\n<|endoftext|>\n")
     found = []
-    for text, starts in documents.read_txt(tmp_path / "stories.txt", "<|endoftext|>"):
+    for text, starts in documents.read_txt(tmp_path / "stories.txt", "", "<|endoftext|>"):
         found += [text] if starts else []
         if not starts:
             found[-1] += text
