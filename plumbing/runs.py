@@ -172,8 +172,17 @@ def no_parent(config):
 def inherit(config, parse):
     """The config of a branch, whose parent gives the settings that the command leaves out.
 
-    parse: parses the same command line once more, with these values in place of the presets' own.
+    A run from the weights of another model takes its block size where that is shorter. parse: parses the same command
+    line once more, with these values in place of the presets' own.
     """
+    if config.init_from and not config.branch_from:
+        # the run's own checkpoints know it, too, once the other model is gone
+        length = (config.resume and checkpoints.peek_block_size(config.out_dir)) or checkpoints.peek_block_size(
+            config.init_from
+        )
+        return parse(
+            {name: min(length or math.inf, getattr(config, name)) for name in ("block_size", "sequence_length")}
+        )
     if not config.branch_from:
         return config
     # once the parent is gone, the branch's own checkpoints have its settings
