@@ -109,29 +109,24 @@ def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
     for number, example in documents.read_json_lines(path):
-        try:
-            check_example(example)
-        except ValueError as error:
+        if not is_example(example):
             raise UserError(
-                f"Line {number} of {path} is not a HellaSwag example: {error}. Fix or remove that line."
-            ) from None
+                f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, a "
+                f"list of four texts as endings, and a label from 0 to 3. Fix or remove it: {cli.plain(example, 60)}"
+            )
         yield {"ind": number - 1, **example}
     if number == 0:
         raise UserError(f"{path} is empty. Replace it with HellaSwag's file of JSON lines.")
 
 
-def check_example(example):
-    """Raise ValueError unless `example` has what scoring needs."""
-    missing = [key for key in ("activity_label", "ctx", "endings", "label") if key not in example]
-    if missing:
-        raise ValueError(f"it has no {', '.join(missing)}")
-    if not isinstance(example["endings"], list) or len(example["endings"]) != 4:
-        raise ValueError("its endings are not a list of four")
-    contexts = [example[key] for key in ("activity_label", "ctx", "ctx_a", "ctx_b") if key in example]
-    if not all(isinstance(text, str) for text in contexts + example["endings"]):
-        raise ValueError("its activity_label, ctx and endings are not all strings")
-    if str(example["label"]) not in ("0", "1", "2", "3"):  # the hub's copy has them as strings
-        raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
+def is_example(example):
+    """Whether a dictionary has what scoring needs. The hub's copy has labels that are strings."""
+    texts = [example.get(name) for name in ("activity_label", "ctx")]
+    texts += [example[name] for name in ("ctx_a", "ctx_b") if name in example]
+    endings = example.get("endings")
+    if not isinstance(endings, list) or len(endings) != 4 or str(example.get("label")) not in list("0123"):
+        return False
+    return all(isinstance(text, str) for text in texts + endings)
 
 
 def load_examples(path, enc, limit=0):
@@ -389,14 +384,10 @@ def write_predictions(path, examples, predictions):
     """Write each example's label and its predictions in both conventions, one JSON line each."""
     with new_output(path) as file:
         for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
-            line = {
-                "ind": example["ind"],
-                "label": int(example["label"]),
-                "pred": int(nanogpt[0]),
-                "pred_norm": int(nanogpt[1]),
-                "harness_pred": int(harness[0]),
-                "harness_pred_norm": int(harness[2]),
-            }
+            line = dict(
+                ind=example["ind"], label=int(example["label"]), pred=int(nanogpt[0]), pred_norm=int(nanogpt[1])
+            )
+            line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
             file.write(json.dumps(line) + "\n")
 
 

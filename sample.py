@@ -66,17 +66,11 @@ def parse_args(args=None):
         errors.append(
             "The prompt is empty or missing. Give the text to continue in quotes, or use --chat for a conversation."
         )
-    if options.export and not is_free(Path(options.export)):
-        errors.append(f"--export {options.export} exists already and is not an empty folder. Choose another folder.")
+    if options.export and os.path.lexists(options.export):
+        errors.append(f"--export {options.export} exists already. Choose a new folder.")
     if errors:
         raise UserError(" ".join(errors))
     return options
-
-
-def is_free(path):
-    """Whether `path` does not exist or is an empty folder."""
-    is_folder = path.is_dir() and not path.is_symlink()
-    return not any(path.iterdir()) if is_folder else not os.path.lexists(path)
 
 
 if __name__ == "__main__":
@@ -101,13 +95,10 @@ def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
     device = next(model.parameters()).device
     prompt = torch.tensor([ids] * rows, device=device)
     # the flags may be too small for float32; below these values, only the most likely token is left
-    sampling = {
-        "temperature": options.temperature if options.temperature > 1e-6 else 0,
-        "top_k": options.top_k,
-        "top_p": max(options.top_p, 1e-9),
-    }
+    temperature = options.temperature if options.temperature > 1e-6 else 0
+    sampling = dict(temperature=temperature, top_k=options.top_k, top_p=max(options.top_p, 1e-9), generator=generator)
     running = [True] * rows
-    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling, generator=generator):
+    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling):
         next_ids = next_ids.tolist()
         running = [on and token not in stop_ids for on, token in zip(running, next_ids)]
         if not any(running):
@@ -134,27 +125,13 @@ def complete(model, enc, options, generator):
     steps = generate_rows(model, enc, ids, options, generator, options.num_samples)
     prompt = enc.decode(ids)
     if options.num_samples == 1:
-        print_stream(prompt, enc, steps)
-    else:
-        print_samples(prompt, enc, list(steps), options.num_samples)
-
-
-def print_stream(prompt, enc, steps):
-    """Print the only row of `steps` while it is generated."""
-    print(prompt, end="", flush=True)
-    tokens = (token for (token,) in steps)
-    for piece in stream_text(enc, tokens):
-        print(piece, end="", flush=True)
-    print()
-
-
-def print_samples(prompt, enc, steps, num_samples):
-    """Print all rows of `steps` with rules between them."""
-    samples = []
-    for row in range(num_samples):
-        tokens = [step[row] for step in steps if step[row] is not None]
-        samples.append(prompt + enc.decode(tokens))
-    print(f"\n{'-' * 80}\n".join(samples))
+        for piece in itertools.chain([prompt], stream_text(enc, (token for (token,) in steps))):
+            print(piece, end="", flush=True)
+        print()
+        return
+    steps = list(steps)
+    rows = [[step[i] for step in steps if step[i] is not None] for i in range(options.num_samples)]
+    print(f"\n{'-' * 80}\n".join(prompt + enc.decode(row) for row in rows))
 
 
 # -----------------------------------------------------------------------------
@@ -212,10 +189,9 @@ def answer(model, enc, messages, options, generator):
         )
         return
     steps = generate_rows(model, enc, ids, options, generator, stop_ids=enc._special_tokens.values())
-    tokens = (token for (token,) in steps)
     is_chat_model, text = tokenizer.has_chat_tokens(enc), ""
     try:
-        for piece in stream_text(enc, tokens):
+        for piece in stream_text(enc, (token for (token,) in steps)):
             # subtle: a base model would continue with the user's next message
             ends_here = not is_chat_model and text.strip() and "\n" in piece
             if ends_here:
@@ -232,16 +208,13 @@ def answer(model, enc, messages, options, generator):
 
 def chat(model, enc, options, generator):
     """Answer line after line until /quit or the end of the input."""
-    greeting = "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."
-    print(greeting, file=sys.stderr, flush=True)
+    said = ["Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."]
     if not tokenizer.has_chat_tokens(enc):
-        print(
+        said.append(
             f"note: {options.model} was not trained to chat (tokenizer {enc.name} has no role markers), so it only "
-            "continues the text. To teach it, run smoltalk.py, then train_gpt2.py --preset chat "
-            f"--init-from {options.model}.",
-            file=sys.stderr,
-            flush=True,
+            f"continues the text. To teach it, begin with smoltalk.py --init-from {options.model}."
         )
+    print("\n".join(said), file=sys.stderr, flush=True)
     messages = []
     first_lines = [options.prompt] if options.prompt else []
     for line in itertools.chain(first_lines, read_lines()):

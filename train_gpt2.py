@@ -1,22 +1,25 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
-    python train_gpt2.py --preset quickstart                 # a laptop: three minutes, no network
-    python fineweb.py                                        # then the real thing, GPT-2 124M: the data,
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # and 8 GPUs (on one: python train_gpt2.py)
+    python train_gpt2.py --preset quickstart   # a laptop: three minutes
+    python fineweb.py                          # the data of GPT-2 124M, and
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # 8 GPUs for it
 
-A preset holds the defaults of all other flags:
+(On one GPU: python train_gpt2.py.) A preset holds the defaults of all other flags:
 
-    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's hyperparameters (the default)
-    gpt2-medium   the next larger GPT-2, 350M parameters, on the same tokens
+    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's
+                  hyperparameters; the default
+    gpt2-medium   350M parameters, on the same tokens
     gpt2-large    774M parameters
     gpt2-xl       1.6B parameters
-    speedrun      gpt2's architecture on half as many tokens, with Muon and another schedule
-    quickstart    a small model of bytes, on the documentation that ships with Python
-    chat          fine-tune the model of --init-from on conversations that smoltalk.py has prepared
+    speedrun      gpt2's architecture on half as many tokens, with Muon and
+                  another schedule
+    quickstart    a small model of bytes, on Python's own documentation
+    chat          fine-tunes the model of --init-from on conversations that
+                  smoltalk.py has prepared
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (what was run, and where),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
-resumes a run that was stopped, was killed or has crashed, on any number of GPUs, as if nothing had happened.
+continues a run that was stopped, was killed or has crashed, on any number of GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -799,8 +802,8 @@ def train(config, world, lock):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written before the `with` below
-    train_loader, val_loader, enc = load_data(config, world)
-    fingerprints = {"train": train_loader.fingerprint, "val": val_loader.fingerprint}
+    loader, val_loader, enc = load_data(config, world)
+    fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
     if runs.is_finished(config, saved):  # it has printed that
@@ -818,11 +821,11 @@ def train(config, world, lock):
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
     model, B = fit_to_machine(raw_model, config, world)
     unwrapped = model.module if world.size > 1 else model
-    train_loader.B = val_loader.B = B
+    loader.B = val_loader.B = B
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        restore_state(saved, optimizers, scaler, train_loader)
+        restore_state(saved, optimizers, scaler, loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
@@ -833,38 +836,39 @@ def train(config, world, lock):
     stopping = False
     # opens the run's folder, and from here on signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
-        saved = None  # frees gigabytes
-        run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
+        signals, saved = run.signals, None  # None frees gigabytes
+        run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
         gc.collect()
         # everything allocated so far lives to the end of the run: exclude it from garbage collection
         gc.freeze()
 
         # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
         for step in range(start_step, max_steps + 1):
-            last_step = step == max_steps
             if not stopping and is_due(step, config.val_every, max_steps):
-                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, run.signals, world)
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, signals, world)
                 stopping = losses is None
                 if not stopping:
                     run.log_val_loss(step, *losses, raw_model)
             if not stopping and is_due(step, config.hellaswag_every, max_steps):
-                counts = evaluate_hellaswag(raw_model, examples, enc, run.signals, world)
+                counts = evaluate_hellaswag(raw_model, examples, enc, signals, world)
                 stopping = counts is None
                 if not stopping:
                     run.log_hellaswag(step, counts)
             if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
                 run.log_samples(step, generate_samples(raw_model, enc, config, world))
-            is_milestone = is_due(step, config.milestone_every, max_steps)
-            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
-                run.save(step, training_state(raw_model, optimizers, scaler, train_loader))  # copied at once
-            if last_step or stopping:
+            ends = stopping or step == max_steps
+            if ends or any(
+                is_due(step, every, max_steps) for every in (config.checkpoint_every, config.milestone_every)
+            ):
+                run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied at once
+            if ends:
                 break
 
             start = time.perf_counter()
             lr = apply_schedules(optimizers, step, config)
-            num_windows = get_batch_size(train_loader.position * T, config) // T
+            num_windows = get_batch_size(loader.position * T, config) // T
             loss, norm, stopping = train_step(
-                model, train_loader, num_windows, optimizers, scaler, step, config, run.signals, world
+                model, loader, num_windows, optimizers, scaler, step, config, signals, world
             )
             run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
@@ -874,7 +878,7 @@ def train(config, world, lock):
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
     config = runs.inherit(parse_args(args), lambda parent: parse_args(args, parent))
-    fit.check_config(config, distributed.get_world_size())
+    fit.check_config(config, distributed.environment_number("WORLD_SIZE", 1))
     world = distributed.setup_distributed(config.device)
     if config.compile is None:
         config.compile = world.device_type == "cuda"

@@ -1,6 +1,7 @@
 """Find, read and write checkpoints, and read the weights that other programs have saved."""
 
 import contextlib
+import json
 import math
 import pickle
 import re
@@ -72,6 +73,19 @@ def load_checkpoint(path, for_resume=False):
         raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {NOT_OURS}")
     content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
     return {"val_loss": None, "best_val_loss": None} | content  # older ones may lack these
+
+
+def peek_block_size(source):
+    """The block size of a checkpoint, of a folder's newest, or of a Hugging Face folder; None if unknown."""
+    path = Path(source)
+    with contextlib.suppress(Exception):  # what is wrong with it is said when it is loaded
+        if (path / "config.json").exists():
+            return json.loads((path / "config.json").read_text(encoding="utf-8"))["n_positions"]
+        newest = path if path.is_file() else list_checkpoints(path)[-1]
+        with allow_peer_config():
+            weights = torch.load(newest, map_location="cpu", mmap=True, weights_only=True)["model"]
+        return next(len(weight) for name, weight in weights.items() if name.endswith("wpe.weight"))
+    return None
 
 
 def read_pickle(path):

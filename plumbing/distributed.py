@@ -165,22 +165,16 @@ class World:
             return
         facts_of_ranks = [None] * self.size
         dist.all_gather_object(facts_of_ranks, facts)
-        ranks_by_difference = {}
+        expected, ranks = facts_of_ranks[0], {}
         for rank, theirs in enumerate(facts_of_ranks):
-            for name in facts_of_ranks[0] | theirs:
-                value, expected = theirs.get(name), facts_of_ranks[0].get(name)
-                if value != expected:
-                    difference = f"{name} is {value} instead of {expected}"
-                    ranks_by_difference.setdefault(difference, []).append(rank)
-        if ranks_by_difference:
-            differences = "; ".join(
-                f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {difference}"
-                for difference, ranks in ranks_by_difference.items()
-            )
-            raise UserError(
-                f"The ranks do not agree with rank 0: {differences}. Start all of them with the same program, flags "
-                "and data."
-            )
+            for name in expected | theirs:
+                if theirs.get(name) != expected.get(name):
+                    difference = f"{name} is {theirs.get(name)} instead of {expected.get(name)}"
+                    ranks.setdefault(difference, []).append(str(rank))
+        if ranks:
+            differences = "; ".join(f"on rank {', '.join(numbers)} {what}" for what, numbers in ranks.items())
+            advice = "Start all of them with the same program, flags and data."
+            raise UserError(f"The ranks do not agree with rank 0: {differences}. {advice}")
 
     def broadcast_from_master(self, action, *args):
         """Run action(*args) on rank 0 and return its result on every rank; its UserError is raised on every rank."""
@@ -264,15 +258,10 @@ def environment_number(name, default):
     return int(text)
 
 
-def get_world_size():
-    """The number of ranks that torchrun has started; they need not be connected yet."""
-    return environment_number("WORLD_SIZE", 1)
-
-
 def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
     rank, local_rank = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
-    world_size = get_world_size()
+    world_size = environment_number("WORLD_SIZE", 1)
     device = choose_device(device)
     if device == "cuda":
         device = f"cuda:{local_rank}"
@@ -281,21 +270,20 @@ def setup_distributed(device):
     if "RANK" in os.environ or world_size > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing or rank >= world_size:
+            problem = f"{missing[0]} is not set" if missing else "ranks count from 0"
             raise UserError(
-                f"The environment says that this is rank {rank} of {world_size}, but "
-                f"{missing[0] + ' is not set' if missing else 'ranks count from 0'}. Start the ranks with torchrun, or "
-                "unset RANK and WORLD_SIZE for a single process."
+                f"The environment says that this is rank {rank} of {world_size}, but {problem}. Start the ranks with "
+                "torchrun, or unset RANK and WORLD_SIZE for a single process."
             )
-        backend = "nccl" if device.startswith("cuda") else "gloo"
+        place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
         try:
             store = create_store(rank, world_size)
         except (RuntimeError, ValueError) as error:  # all that torch says of an address, a port, a time-out
-            place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-            reason = first_line(error).rstrip(".")
             raise UserError(
-                f"Rank {rank} cannot reach the others at {place}: {reason}. Start all ranks within a minute, with one "
-                "MASTER_ADDR that they can reach and a free MASTER_PORT; or use torchrun, which sets both."
+                f"Rank {rank} cannot reach the others at {place}: {first_line(error).rstrip('.')}. Start all ranks "
+                "within a minute, with one MASTER_ADDR that they can reach and a free MASTER_PORT, or with torchrun."
             ) from None
+        backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return World(rank, local_rank, world_size, device)
 

@@ -1,7 +1,9 @@
 """Fitting a run to the machine: its settings are checked before anything is loaded, and its first step is tried."""
 
 import gc
+import math
 import os
+import traceback
 
 import torch
 
@@ -52,9 +54,9 @@ def check_machine(config):
         errors.append(f"--dtype fp8 needs sizes that are multiples of 16, and {flags} is not. Change it, or the dtype.")
     local_ranks, gpus = distributed.environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if device == "cuda" and local_ranks > gpus:
+        advice = f"Start it with --nproc_per_node={gpus}."
         errors.append(
-            f"torchrun started {count(local_ranks, 'process')}es on this machine, but PyTorch sees "
-            f"{count(gpus, 'GPU')}. Start it with --nproc_per_node={gpus}."
+            f"torchrun started {local_ranks} processes on this machine, which has {count(gpus, 'GPU')}. {advice}"
         )
     if config.wandb and not mirror.is_installed():
         errors.append("--wandb needs a package that is not installed. Install it with: pip install wandb")
@@ -69,13 +71,12 @@ def check_memory(config, device):
     c = config
     num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd) + (c.vocab_size + c.block_size + 2) * c.n_embd
     needed = 16 * num_params
+    place, available = "machine", math.inf
     if device.startswith("cuda"):
         place, available = "GPU", torch.cuda.get_device_properties(device).total_memory
     elif hasattr(os, "sysconf"):  # not on Windows
-        place, available = "machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         needed += c.n_layer * 2**16  # Python's objects for a block, whatever its size
-    else:
-        return []
     if needed <= available:
         return []
     return [
@@ -84,21 +85,22 @@ def check_memory(config, device):
     ]
 
 
-def check_batch(total_batch_size, T, world_size, batch_ramp):
-    """A sentence for each way in which a step of so many tokens cannot be split over the ranks."""
+def check_batch(total, T, world_size, batch_ramp):
+    """A sentence for each way in which a step of `total` tokens cannot be split over the ranks."""
     errors = []
     tokens = T * world_size  # of the smallest possible micro-step, with B = 1
-    if total_batch_size % tokens:
-        windows, nearest = total_batch_size // T, tokens * max(1, round(total_batch_size / tokens))
-        remedy = "Try" if total_batch_size % T else f"Start a number of ranks that divides {windows}, or try"
+    what = f"--sequence-length {T} x {count(world_size, 'rank')}"
+    if total % tokens:
+        nearest = tokens * max(1, round(total / tokens))
+        advice = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
         errors.append(
-            f"--total-batch-size {total_batch_size} is not a multiple of {tokens}, which is --sequence-length {T} x "
-            f"{count(world_size, 'rank')}. {remedy} --total-batch-size {nearest}."
+            f"--total-batch-size {total} is not a multiple of {tokens}, which is {what}. {advice} "
+            f"--total-batch-size {nearest}."
         )
-    if batch_ramp and (total_batch_size % 2**15 or 2**15 % tokens):
+    if batch_ramp and (total % 2**15 or 2**15 % tokens):
         errors.append(
-            "--batch-ramp starts at 32,768 tokens, which must be a multiple of --sequence-length x ranks "
-            f"({tokens}) and divide --total-batch-size ({total_batch_size}). Change these, or use --batch-ramp 0."
+            f"--batch-ramp starts at 32,768 tokens, which must be a multiple of {tokens}, which is {what}, and divide "
+            f"--total-batch-size {total}. Change these, or use --batch-ramp 0."
         )
     return errors
 
@@ -181,11 +183,6 @@ def is_out_of_memory(error):
 
     torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep no more than its text.
     """
-    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
-    seen = []
-    while error is not None and error not in seen:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts):
-            return True
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return False
+    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
+    words = ("MemoryError", "out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    return any(word in said for word in words)

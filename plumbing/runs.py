@@ -31,6 +31,7 @@ from plumbing.checkpoint import (
     load_initial_weights,
     model_tokenizer,
     newest_checkpoint,
+    peek_block_size,
     step_of,
 )
 from plumbing.cli import UserError, count, is_rank_0, print_next
@@ -175,8 +176,15 @@ def check_data(checkpoint, fingerprints, config):
 def inherit(config, parse):
     """The config of a branch, whose parent gives the settings that the command leaves out.
 
-    parse: parses the same command line once more, with these values in place of the presets' own.
+    A run from the weights of another model takes its block size where that is shorter. parse: parses the same command
+    line once more, with these values in place of the presets' own.
     """
+    if config.init_from and not config.branch_from:
+        # the run's own checkpoints know it, too, once the other model is gone
+        length = (config.resume and peek_block_size(config.out_dir)) or peek_block_size(config.init_from)
+        return parse(
+            {name: min(length or math.inf, getattr(config, name)) for name in ("block_size", "sequence_length")}
+        )
     if not config.branch_from:
         return config
     parent = Path(config.branch_from)

@@ -167,7 +167,7 @@ def test_less_data_than_a_step(folder):
 
 @pytest.mark.parametrize(
     "meta, said",
-    [('{"tokenizer": "byt', "meta.json"), ("{}", "tokenizer"), ('{"tokenizer": "my-1a2b3c4d"}', "my-1a2b3c4d")],
+    [('{"tokenizer": "byt', "meta.json"), ("{}", "tokenizer"), ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken")],
 )
 def test_a_meta_json_that_does_not_describe_the_shards(meta, said, folder):
     (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")

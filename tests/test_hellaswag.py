@@ -241,20 +241,21 @@ def test_the_file_is_downloaded_once_and_must_be_whole(tmp_path, monkeypatch):
 GOOD = json.dumps(EXAMPLES[0])
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("", "bad.jsonl is empty"),
-        (GOOD + "\n{broken\n", "Line 2 .*bad.jsonl is not valid JSON: Expecting property name"),
-        (GOOD + "\n[1]\n", "Line 2 .*bad.jsonl is not a JSON object"),
-        (GOOD.replace('"label"', '"lable"'), "Line 1 .*bad.jsonl .*it has no label"),
-        (GOOD.replace('"label": 3', '"label": 4'), "bad.jsonl .*label is 4"),
-        (GOOD.replace('"is using wrap.", ', ""), "bad.jsonl .*not a list of four"),
-        (GOOD.replace('"is using wrap."', "7"), "bad.jsonl .*not all strings"),
-        (GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'), "bad.jsonl .*not all strings"),
-        ("[" * 10**6, "Line 1 .*bad.jsonl is nested too deeply"),
-    ],
-)
+ODD = [
+    GOOD.replace('"label"', '"lable"'),
+    GOOD.replace('"label": 3', '"label": 4'),
+    GOOD.replace('"is using wrap.", ', ""),
+    GOOD.replace('"is using wrap."', "7"),
+    GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'),
+]
+BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | {
+    "": "bad.jsonl is empty",
+    GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not valid JSON: Expecting property name",
+    GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is not a JSON object",
+}
+
+
+@pytest.mark.parametrize("text, reason", BAD.items())
 def test_bad_examples_name_file_and_line(tmp_path, text, reason):
     (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=reason):

@@ -2,15 +2,14 @@
 
 import io
 import os
-import pickle
+import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, listing, refusal_of, run, status_of, tiny_model
+from conftest import ROOT, listing, refusal_of, status_of, tiny_model
 from test_huggingface import parrot_model
 
 import sample
@@ -171,7 +170,7 @@ def test_a_prompt_that_spells_a_special_token_is_text(model, tmp_path, capsys):
 def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
     path, folder = save(tmp_path / "m.pt", model), tmp_path / "out"
     status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
-    assert status == 0 and said.splitlines()[-1].split() == ["python", "sample.py", '"The', '"', "-m", str(folder)]
+    assert status == 0 and shlex.split(said)[-5:] == ["python", "sample.py", "The ", "-m", str(folder)]
     back, enc = train_gpt2.load_model(str(folder))
     weights = dict(model.named_parameters())
     for name, parameter in back.named_parameters():
@@ -199,42 +198,24 @@ def test_a_prompt_that_is_not_utf8_is_one_line(model, tmp_path, capsys):
     assert "not UTF-8" in capsys.readouterr().err
 
 
-class Hostile:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
 def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     path = save(tmp_path / "m.pt", model)
-    torch.save({"model": Hostile(str(tmp_path / "made"))}, tmp_path / "hostile.pt")
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(str(tmp_path / "made")), protocol=2))
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "m.pt").read_bytes()[:3000])
     mistakes = {
-        "prompt is empty": ["", "-m", path],
-        "The prompt has 33 tokens": ["x" * 33, "-m", path],
-        "no-such.pt": ["x", "-m", str(tmp_path / "no-such.pt")],
-        "hostile.pt": ["x", "-m", str(tmp_path / "hostile.pt")],
-        "pickle.pt": ["x", "-m", str(tmp_path / "pickle.pt")],
-        "cut.pt": ["x", "-m", str(tmp_path / "cut.pt")],
-        "--temperature is -1": ["x", "-m", path, "--temperature", "-1"],
-        "--temperature is nan": ["x", "-m", path, "--temperature", "nan"],
-        "--top-p is 0": ["x", "-m", path, "--top-p", "0"],
-        "--seed is 18446744073709551616": ["x", "-m", path, "--seed", str(2**64)],
-        "--num-samples is 0": ["x", "-m", path, "-n", "0"],
-        "--top-kk": ["x", "-m", path, "--top-kk", "3"],
-        "no device called 'tpu'": ["x", "-m", path, "--device", "tpu"],
+        "prompt is empty": [""],
+        "The prompt has 33 tokens": ["x" * 33],
+        "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
+        "--temperature is -1": ["x", "--temperature", "-1"],
+        "--temperature is nan": ["x", "--temperature", "nan"],
+        "--top-p is 0": ["x", "--top-p", "0"],
+        "--top-p is 1.5": ["x", "--top-p", "1.5"],
+        "--seed is 18446744073709551616": ["x", "--seed", 2**64],
+        "--num-samples is 0": ["x", "-n", "0"],
+        "--top-kk": ["x", "--top-kk", "3"],
+        "no device called 'tpu'": ["x", "--device", "tpu"],
     }
-    for number, (part, args) in enumerate(mistakes.items()):
-        output = tmp_path / f"out{number}"
-        assert run(sample.main, args, output=output) == [2], part
-        said = output.read_text()
-        assert said.startswith("error: ") and part in said and said.count("\n") == 1, said
-    assert not (tmp_path / "made").exists(), "nothing in a file is run"
+    for part, args in mistakes.items():
+        status, _, said = refusal_of(sample.main, *args, *([] if "-m" in args else ["-m", path]))
+        assert status == 2 and said.startswith("error: ") and part in said and said.count("\n") == 1, said
 
 
 # -----------------------------------------------------------------------------
@@ -308,6 +289,5 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     process.stdin.flush()
     assert process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
     out, err = process.communicate(b"/quit\n", timeout=60)
     assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err
