@@ -129,7 +129,7 @@ def plain(request, tmp_path_factory):
     return folder, start, plain_loop(start, folder, request.param)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, tmp_path):
     folder, start, expected = plain
     assert train(folder, tmp_path / "out", init_from=start, batch_size=batch_size, **PLAIN) == 0
@@ -204,7 +204,7 @@ def test_two_processes_equal_one_with_muon(data, tmp_path):
     check_ranks_agree(tmp_path / "report", 10)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 64])
+@pytest.mark.parametrize("batch_size", [5, 64])
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, batch_size, tmp_path):
     """37 windows, which no B here divides, of the validation split, compared with one batch of 37 rows."""
     folder, start, _ = plain
@@ -241,14 +241,13 @@ def test_the_same_command_gives_the_same_bits_and_another_seed_others(data, tmp_
     assert not set(read_log(tmp_path / "a").values()) & set(read_log(tmp_path / "c").values())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_model_learns_one_batch_by_heart(optimizer, tmp_path):
+def test_a_model_learns_one_batch_by_heart(tmp_path):
     """8 windows of random letters: nothing to learn but the letters themselves, and the loss goes to 0."""
     folder = make_shards(tmp_path / "data", lengths=(200, 129))
     tokens = np.random.default_rng(0).integers(97, 113, 129).astype(np.uint16)
     np.save(folder / "tiny_train_000001.npy", tokens)
     options = dict(max_steps=80, max_lr=1e-2, min_lr=1e-3, val_every=0, batch_size=8, checkpoint_every=0)
-    assert train(folder, tmp_path / "out", optimizer=optimizer, **options) == 0
+    assert train(folder, tmp_path / "out", optimizer="muon", **options) == 0
     curve = losses(tmp_path / "out")
     assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1
 
@@ -303,23 +302,6 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
-def test_the_batch_ramp_reads_more_windows_from_step_to_step(tmp_path):
-    """32K tokens, then 64K when half of the ramp is seen: position counts windows of T = 512."""
-    folder = make_shards(tmp_path / "data", lengths=(2000, 140_000))
-    sizes = []
-
-    def note(model, loader, num_windows, *rest):
-        sizes.append(num_windows)
-        loader.position += num_windows
-        return 1.0, 1.0, False
-
-    options = dict(block_size=512, sequence_length=512, batch_size=16, total_batch_size=2**16, batch_ramp=2**17)
-    with patched(train_gpt2, "train_step", note):
-        assert train(folder, tmp_path / "out", **options, n_layer=1, max_steps=5, val_every=0, checkpoint_every=0) == 0
-    # tokens seen 0, 32K, 64K (half of the ramp: full * 1/2 = 32K), 96K (3/4: 48K, down to 32K), 128K
-    assert sizes == [64, 64, 64, 64, 128]
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Muon
 
@@ -348,35 +330,24 @@ def test_orthogonalize_equals_a_loop_over_matrices_and_makes_singular_values_nea
         assert (one.numpy() * (U @ Vt)).sum() / min(shape) > 0.7
 
 
-def test_a_muon_step_equals_one_worked_matrix_by_matrix():
-    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns), decayed."""
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(48, 16)) for _ in range(2)]
+@pytest.mark.parametrize("shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0)])
+def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
+    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed."""
+    weights = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]
     expected = [p.detach().double().numpy().copy() for p in weights]
-    muon = train_gpt2.Muon([{"params": weights, "split": 3, "peak_lr": 0.02}], 0.02, 0.9, 0.1)
-    momenta = [np.zeros((48, 16)) for _ in weights]
+    muon = train_gpt2.Muon([{"params": weights, "split": split, "peak_lr": 0.02}], 0.02, 0.9, 0.1)
+    momenta = [np.zeros(shape) for _ in weights]
     for _ in range(3):
         for i, p in enumerate(weights):
-            p.grad = torch.randn(48, 16)
+            p.grad = torch.randn(shape)
             gradient = p.grad.double().numpy()
             momenta[i] = 0.9 * momenta[i] + 0.1 * gradient
-            update = 0.9 * momenta[i] + 0.1 * gradient
-            parts = [newton_schulz_by_hand(part) for part in np.split(update, 3)]
-            # each part is 16 x 16: no scale
-            expected[i] = expected[i] * (1 - 0.02 * 0.1) - 0.02 * np.concatenate(parts)
+            parts = np.split(0.9 * momenta[i] + 0.1 * gradient, split)
+            update = np.concatenate([newton_schulz_by_hand(part) for part in parts])
+            expected[i] = expected[i] * (1 - 0.02 * 0.1) - 0.02 * scale * update
         muon.step()
     for p, value in zip(weights, expected):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
-
-
-def test_muon_scales_tall_matrices_by_the_root_of_their_shape():
-    """A 64 x 16 matrix moves by lr * sqrt(64 / 16) = 2 lr times an orthogonal one; a 16 x 64 one by lr."""
-    for shape, scale in (((64, 16), 2.0), ((16, 64), 1.0)):
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape)
-        expected = -0.02 * scale * newton_schulz_by_hand(p.grad.double().numpy())
-        train_gpt2.Muon([{"params": [p], "peak_lr": 0.02}], 0.02, 0.0, 0.0).step()
-        assert np.allclose(p.detach().numpy(), expected, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -420,16 +391,6 @@ print(sorted(checkpoint))
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert {"model", "optimizer", "config", "step", "loader", "tokenizer", "val_loss"} <= set(eval(done.stdout))
-
-
-def test_the_newest_checkpoints_stay_and_their_val_loss_is_the_logs(data, tmp_path):
-    assert train(data, tmp_path / "out", keep_checkpoints=3, checkpoint_every=2) == 0
-    names = sorted(path.name for path in (tmp_path / "out").glob("model_*"))
-    assert names == ["model_00008.pt", "model_00010.pt", "model_00012.pt"]
-    for path in names:
-        checkpoint = load_checkpoint(tmp_path / "out" / path)
-        at = checkpoint["step"] // 4 * 4  # the newest validation
-        assert float(read_log(tmp_path / "out", "val")[at]) == pytest.approx(checkpoint["val_loss"], rel=1e-8)
 
 
 def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
@@ -501,19 +462,6 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
 
 
-def test_a_step_that_the_float16_scaler_skips_is_no_error(data, tmp_path):
-    """A scale so large that the first gradients overflow: that step changes nothing and the scale is halved."""
-
-    def huge_scale(device, enabled):
-        return GradScaler(device, init_scale=2.0**40, enabled=enabled)
-
-    with patched(torch.amp, "GradScaler", huge_scale) as GradScaler:
-        assert train(data, tmp_path / "out", dtype="float16", max_steps=3, val_every=1, checkpoint_every=0) == 0
-    val = losses(tmp_path / "out", "val")
-    assert val[0] == val[1] == val[2]
-    assert load_checkpoint(tmp_path / "out" / "model_00003.pt", for_resume=True)["scaler"]["scale"] == 2.0**37
-
-
 def infinite(model, loss):
     """The same loss; the gradient of the embedding, which is AdamW's, becomes infinite."""
     model.transformer.wte.weight.register_hook(lambda grad: grad * math.inf)
@@ -524,7 +472,9 @@ def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path
     with spoiled(1, 0, infinite):
         assert train(data, tmp_path / "out", dtype="float16", optimizer="muon", max_steps=3, val_every=1) == 0
     val = losses(tmp_path / "out", "val")
-    assert val[0] != val[1] == val[2]
+    assert val[0] != val[1] == val[2] != val[3]
+    # the scaler begins at 65,536
+    assert load_checkpoint(tmp_path / "out" / "model_00003.pt", for_resume=True)["scaler"]["scale"] == 2.0**15
 
 
 def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_path, capsys):
@@ -776,14 +726,6 @@ def test_a_presets_flags_are_defaults_and_the_command_line_wins():
     assert (config.n_head, config.max_steps) == (8, 7)
     assert train_gpt2.parse_args(["--preset=quickstart"]).data == "python_docs"
     assert train_gpt2.parse_args([]).total_batch_size == 524288
-
-
-def test_help_prints_every_flag_with_its_comment(capsys):
-    assert status_of(train_gpt2.main, ["--help"]) == 0
-    printed = capsys.readouterr().out
-    for name in TINY:
-        assert "--" + name.replace("_", "-") in printed
-    assert "sequencesperrankandmicro-step" in "".join(printed.split())  # however wide the terminal
 
 
 # ----------------------------------------------------------------------------------------------------------
