@@ -298,7 +298,7 @@ def flag_names(config_class, synonyms):
     switches = ["no-" + field.name for field in fields if field.type in (bool, bool | None)]
     names = [field.name for field in fields] + switches
     meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
-    return {name.replace("_", "-"): flag_of(name) for name in names} | meanings
+    return {name.replace("_", "-"): flag_of(name) for name in [*names, "help"]} | meanings
 
 
 def flag_of(name):

@@ -20,20 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.checkpoint import (
-    BEST,
-    CHECKPOINT_NAME,
-    SHAPE,
-    CheckpointWriter,
-    check_tokenizer,
-    list_checkpoints,
-    load_checkpoint,
-    load_initial_weights,
-    model_tokenizer,
-    newest_checkpoint,
-    peek_block_size,
-    step_of,
-)
+from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, is_rank_0, print_next
 from plumbing.distributed import flops_per_token, is_restart, print0
 from plumbing.files import atomic_write, lock_folder, open_regular
@@ -54,7 +41,7 @@ MAY_CHANGE_ON_RESUME = set(
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
-SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
+SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
 
 # settings that a branch does not take over from its parent: they say where it runs, and which run it is
 OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
@@ -79,22 +66,21 @@ def find_start(config, preset, enc, fingerprints):
     """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
-    first starts, the one of --branch-from, with the entry "branched" for run.txt; or the weights of --init-from.
-    Refuses a folder with a different run, and says what differs. preset: the TrainConfig of --preset.
-    fingerprints: {split: what shards.fingerprint says of its shards}.
+    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
+    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the shards of each split.
     """
     out_dir, checkpoint = Path(config.out_dir), None
     if resumes(config):
-        checkpoint = newest_checkpoint(out_dir)
+        checkpoint = checkpoints.newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint["config"], out_dir)
-        elif (out_dir / "log.txt").exists():  # stopped before its first checkpoint
+        elif (out_dir / "log.txt").exists() and (out_dir / "log.txt").stat().st_size:  # no checkpoint was written yet
             check_resume(config, last_config(out_dir), out_dir)
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if not checkpoint:
-        return load_initial_weights(config, preset, enc) if config.init_from else {}
-    check_tokenizer(model_tokenizer(checkpoint), enc, config.data)
+        return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
+    checkpoints.check_tokenizer(checkpoints.model_tokenizer(checkpoint), enc, config.data)
     check_data(checkpoint, fingerprints, config)
     is_last = checkpoint["step"] == config.max_steps
     n_head = checkpoint["config"]["n_head"]
@@ -128,12 +114,9 @@ def settings_that_differ(config, then, place):
     for field in dataclasses.fields(config):
         name, now = field.name, getattr(config, field.name)
         before = then.get(name, field.default)
-        is_left_to_the_run = (
-            (name == "dtype" and "auto" in (now, before))
-            or (name == "vocab_size" and 0 in (now, before))
-            or (name in SHAPE and config.init_from)
-        )
-        if now != before and not is_left_to_the_run:
+        left_to_the_run = {"dtype": "auto", "vocab_size": 0}.get(name)
+        is_inherited = name in checkpoints.SHAPE and config.init_from
+        if now != before and left_to_the_run not in (now, before) and not is_inherited:
             different[name] = before, now
     return different
 
@@ -150,15 +133,15 @@ def check_resume(config, then, out_dir):
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it "
-            f"with the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another "
-            "--out-dir, or move the old run aside with --no-resume."
+            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or use the new "
+            f"ones in another folder, with --branch-from {out_dir} --out-dir NEW; or move the old run aside with "
+            "--no-resume."
         )
     # a run that started elsewhere is not taken for this branch; a branch may also be resumed without the flag
     if config.branch_from and Path(config.branch_from) != Path(then.get("branch_from", "")):
         raise UserError(
-            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
-            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. To continue it, leave "
+            "that out; or choose another --out-dir, or move the old run aside with --no-resume."
         )
 
 
@@ -173,6 +156,19 @@ def check_data(checkpoint, fingerprints, config):
         )
 
 
+def parent_checkpoints(config):
+    """The paths of the checkpoints that --branch-from names, oldest first."""
+    parent = Path(config.branch_from)
+    return [parent] if parent.is_file() else checkpoints.list_checkpoints(parent)
+
+
+def no_parent(config):
+    return UserError(
+        f"There is no checkpoint in {config.branch_from} that can be read. Give --branch-from a run's folder or one of "
+        "its model_*.pt files."
+    )
+
+
 def inherit(config, parse):
     """The config of a branch, whose parent gives the settings that the command leaves out.
 
@@ -181,36 +177,25 @@ def inherit(config, parse):
     """
     if config.init_from and not config.branch_from:
         # the run's own checkpoints know it, too, once the other model is gone
-        length = (config.resume and peek_block_size(config.out_dir)) or peek_block_size(config.init_from)
-        return parse(
-            {name: min(length or math.inf, getattr(config, name)) for name in ("block_size", "sequence_length")}
-        )
+        peek, names = checkpoints.peek_block_size, ("block_size", "sequence_length")
+        length = (config.resume and peek(config.out_dir)) or peek(config.init_from) or math.inf
+        return parse({name: min(length, getattr(config, name)) for name in names})
     if not config.branch_from:
         return config
-    parent = Path(config.branch_from)
     # once the parent is gone, the branch's own checkpoints have its settings
-    paths = list_checkpoints(config.out_dir) if config.resume else []
-    paths += [parent] if parent.is_file() else list_checkpoints(parent)
-    if not paths:
-        raise no_parent(parent)
-    for path in reversed(paths):
-        with contextlib.suppress(Exception):
+    own = checkpoints.list_checkpoints(config.out_dir) if config.resume else []
+    then = None
+    for path in [*own, *parent_checkpoints(config)]:
+        with contextlib.suppress(Exception):  # a damaged one is reported when it is loaded
             then = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"]
-            break
-    else:
-        then = load_checkpoint(path, for_resume=True)["config"]  # says what is wrong with it
+    if then is None:
+        raise no_parent(config)
     taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     branch = parse(taken)
     different = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(branch, name)]
     if different:
-        print0(f"From {parent}: {', '.join(different)}.")
+        print0(f"From {config.branch_from}: {', '.join(different)}.")
     return branch
-
-
-def no_parent(parent):
-    return UserError(
-        f"There is no checkpoint in {parent} to branch from. Give a run's folder or one of its model_*.pt files."
-    )
 
 
 def find_parent(config):
@@ -222,15 +207,15 @@ def find_parent(config):
             f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
             "Choose another --out-dir for the branch."
         )
-    checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
+    checkpoint = checkpoints.newest_checkpoint(parent)
     if not checkpoint:
-        raise no_parent(parent)
+        raise no_parent(config)
     different = settings_that_differ(config, checkpoint["config"], parent)
     fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
     if fixed:  # --init-from may be left out
         raise UserError(
-            f"A branch takes over weights, optimizer state and position in the data of {parent}, so some settings must "
-            f"be the same: {say(fixed)}. Leave these flags out, or start a new run with --init-from."
+            f"A branch takes over the state of {parent}, so some settings must be the same: {say(fixed)}. Leave these "
+            "flags out, or start a new run with --init-from."
         )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
@@ -255,13 +240,8 @@ def is_finished(config, start):
 
 def resumes(config):
     """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
-
-
-def belongs_to_this_launch(out_dir):
-    """Whether the run in out_dir was started by the torchrun that has now restarted this process."""
-    launches = re.findall(r"^launch: (.+)$", read_text(Path(out_dir) / "run.txt"), re.MULTILINE)
-    return launches[-1:] == [launch()]
+    launches = re.findall(r"^launch: (.+)$", read_text(Path(config.out_dir, "run.txt")), re.MULTILINE)
+    return config.resume or (is_restart() and launches[-1:] == [launch()])
 
 
 def launch():
@@ -276,7 +256,8 @@ def launch():
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    names = ("run.txt", "log.txt", checkpoints.BEST, "hf", "wandb")
+    return path.name in names or checkpoints.CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -330,7 +311,7 @@ def describe_run(config, start_step, branched):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
     }
     if branched:
         lines["branched"] = json.dumps(branched)
@@ -447,8 +428,9 @@ class Run:
         """Start the run in its folder."""
         start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
+        keep, every = self.config.keep_checkpoints, self.config.milestone_every
         temporary = temporary_checkpoints(self.out_dir, saved)
-        self.writer = CheckpointWriter(self.lock, self.config.keep_checkpoints, self.config.milestone_every, temporary)
+        self.writer = checkpoints.CheckpointWriter(self.lock, keep, every, temporary)
         self.mirror = None
         if self.config.wandb:
             lines = read_log(self.out_dir / "log.txt", self.start_step)
@@ -584,7 +566,7 @@ class Run:
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
         if self.config.keep_best and self.best_val_loss < math.inf:
-            best = self.out_dir / BEST
+            best = self.out_dir / checkpoints.BEST
             print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
         print_next(*next_commands(self.config, enc))
         return status
@@ -592,12 +574,11 @@ class Run:
 
 def temporary_checkpoints(out_dir, saved):
     """The steps of the checkpoints in out_dir that a run which begins with the dict `saved` may delete."""
-    if not saved:
-        return []
-    steps = [step_of(path) for path in list_checkpoints(out_dir)]
-    every = saved["config"].get("milestone_every", 0)  # older checkpoints do not say which ones are temporary
-    temporary = saved.get("temporary", [step for step in steps if not (every and step % every == 0)])
-    return [*temporary, *(step for step in steps if step > saved["step"])]  # later ones are damaged
+    if saved and "temporary" not in saved:  # an older one, whose milestones are those of its settings
+        every = saved["config"].get("milestone_every", 0)
+        steps = [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(out_dir)]
+        return [step for step in steps if step <= saved["step"] and not (every and step % every == 0)]
+    return saved["temporary"] if saved else []
 
 
 def short(number):
