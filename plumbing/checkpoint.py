@@ -78,17 +78,20 @@ def check_content(path, content, for_resume=False):
     return {"val_loss": None, "best_val_loss": None} | content  # older ones may lack these
 
 
-def peek_block_size(source):
-    """The block size of a checkpoint, of a folder's newest, or of a Hugging Face folder; None if unknown."""
-    path = Path(source)
-    with contextlib.suppress(Exception):  # what is wrong with it is said when it is loaded
-        if (path / "config.json").exists():
-            return json.loads((path / "config.json").read_text(encoding="utf-8"))["n_positions"]
-        newest = path if path.is_file() else list_checkpoints(path)[-1]
-        with allow_peer_config():
-            weights = torch.load(newest, map_location="cpu", mmap=True, weights_only=True)["model"]
-        return next(len(weight) for name, weight in weights.items() if name.endswith("wpe.weight"))
-    return None
+def peek_settings(*sources):
+    """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
+
+    No weights are read, and what is wrong with a file is said when it is loaded.
+    """
+    for path in map(Path, sources):
+        for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
+            with contextlib.suppress(Exception), allow_peer_config():
+                content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+                config = content.get("model_args") or content["config"]
+                return config if isinstance(config, dict) else vars(config)
+        with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
+            return {"block_size": json.load(file)["n_positions"]}
+    return {}
 
 
 def read_pickle(path):
