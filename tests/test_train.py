@@ -165,12 +165,12 @@ def train_and_report(args, report):
                 train_gpt2.main(args)
             finally:
                 found = {"weights": digests, "reductions": len(reductions)}
-                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
+                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
 
 
 def check_ranks_agree(report, steps):
     """The weights are those of the other rank after every step, and the gradients were reduced once in each."""
-    first, second = [json.loads(Path(f"{report}.{rank}").read_text()) for rank in (0, 1)]
+    first, second = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
     assert len(set(first["weights"])) == steps and first == second
     assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
 
@@ -185,12 +185,14 @@ def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     folder, start, expected = plain
     args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
     output = tmp_path / "output"
-    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text()
+    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text(
+        encoding="utf-8"
+    )
     assert np.allclose(losses(tmp_path / "out"), expected["train"], atol=2e-5, rtol=0)
     assert np.allclose(losses(tmp_path / "out", "norm"), expected["norm"], rtol=1e-4)
     assert losses(tmp_path / "out", "val")[1] == pytest.approx(expected["val"][0], abs=1e-5)
     check_ranks_agree(tmp_path / "report", 10)
-    assert (tmp_path / "output.1").read_text() == ""  # rank 1 has nothing to say
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
 
 
 def test_two_processes_equal_one_with_muon(data, tmp_path):
@@ -198,7 +200,9 @@ def test_two_processes_equal_one_with_muon(data, tmp_path):
     assert train(data, tmp_path / "one", **options | {"batch_size": 8}) == 0
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", **options)
-    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text()
+    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text(
+        encoding="utf-8"
+    )
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "two", stream), atol=2e-5, rtol=0)
     check_ranks_agree(tmp_path / "report", 10)
@@ -256,8 +260,9 @@ def hellaswag_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
     """An example per context, with endings of four lengths."""
     rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
     examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
-    (folder / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    return folder / "hellaswag.jsonl"
+    path = folder / "hellaswag.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    return path
 
 
 def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
@@ -282,7 +287,9 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "one", **options) == 0
     args = tiny_flags(data, tmp_path / "two", **options)
-    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text()
+    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text(
+        encoding="utf-8"
+    )
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
     examples = hellaswag.load_examples(hellaswag_data, enc)
     total, mean = hellaswag.score(model, examples, enc.n_vocab)
@@ -356,7 +363,7 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
 
 def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
     assert train(data, tmp_path / "out") == 0
-    lines = (tmp_path / "out" / "log.txt").read_text().splitlines()
+    lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
@@ -365,7 +372,7 @@ def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys
     for step, line in enumerate(printed):
         assert re.match(rf"step +{step} \| loss \d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
     assert len(printed) == 12
-    text = (tmp_path / "out" / "run.txt").read_text()
+    text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
     assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine", "commit"))
 
 
@@ -606,8 +613,8 @@ def test_what_one_rank_cannot_do_all_give_up(train_on_both, said, data, tmp_path
     """And what DDP had set up for the failed try doesn't sum gradients any more."""
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
-    assert run(train_on_both, args, output=output, ranks=2) == [0, 0], output.read_text()
-    assert output.read_text().count(said) == 1
+    assert run(train_on_both, args, output=output, ranks=2) == [0, 0], output.read_text(encoding="utf-8")
+    assert output.read_text(encoding="utf-8").count(said) == 1
     assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
@@ -617,7 +624,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.held, self.peak, self.storages = 0, 0, weakref.WeakKeyDictionary()
+        self.peak, self.storages = 0, weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
@@ -695,14 +702,14 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     """Step 3 of 8 windows, micro-step 1 of B = 2 on rank 1: windows 24 + (1 * 2 + 1) * 2 = 30, 31; tokens 480, 496."""
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2], output.read_text()
-    errors = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in output.read_text()
+    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2], output.read_text(encoding="utf-8")
+    errors = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in output.read_text(encoding="utf-8")
     assert "step 3" in errors[0] and "loss is nan" in errors[0]
     assert "tiny_train_000001.npy token 480, tiny_train_000001.npy token 496" in errors[0]
     assert "token 448" not in errors[0]  # rank 0's window of that micro-step
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
-    assert (tmp_path / "output.1").read_text() == errors[0] + "\n"
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == errors[0] + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command continues to the end
