@@ -148,7 +148,10 @@ def help_text(config_class, default=None):
     docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
     paragraphs = docstring.strip().split("\n\n")
     # examples and tables, which are indented, stay as they are
-    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    paragraphs = [
+        text if re.search("^ ", text, re.M) else textwrap.fill(text, width, break_on_hyphens=False)
+        for text in paragraphs
+    ]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     program = Path(sys.argv[0])
     usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
@@ -171,7 +174,9 @@ def help_text(config_class, default=None):
                 text += f" (default: {value})"
             column = " " * 25  # of the text; a longer flag has a line of its own
             first = f"  {name:21}  " if len(name) <= 21 else f"  {name}\n{column}"
-            entries.append(first + textwrap.fill(column + text, width, subsequent_indent=column).lstrip())
+            entries.append(
+                first + textwrap.fill(column + text, width, subsequent_indent=column, break_on_hyphens=False).lstrip()
+            )
             comments = []
     usage = f"usage: {' '.join(usage)} [flags]"
     return "\n\n".join([*paragraphs, usage, "\n".join(entries).lstrip("\n")])
