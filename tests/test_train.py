@@ -18,20 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    flags,
-    free_port,
-    make_shards,
-    patched,
-    read_log,
-    run,
-    status_of,
-    tiny_flags,
-    tiny_model,
-    train,
-)
+from conftest import ROOT, TINY, flags, make_shards, patched, read_log, run, status_of, tiny_flags, tiny_model, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -823,7 +810,7 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers():
 def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
     """Where nobody listens at all, and where torchrun's store has the port of a rank 0 that is gone."""
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)
-    port = str(free_port())
+    port = "1"  # where nobody listens
     for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"127.0.0.1, port {port}: .*. Start all ranks within a minute"):
