@@ -93,7 +93,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     if not unknown and not complaint:
         return config
 
-    meanings = flag_names(config_class, synonyms or {})
+    meanings = flag_names(config_class, synonyms or {}) | {name: f"--preset {name}" for name in presets or ()}
     # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
     first_words, *groups = split_at_flags(args)
     errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
@@ -150,7 +150,9 @@ def help_text(config_class, default=None):
     # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    usage, entries, comments = [Path(sys.argv[0]).name], [], []
+    program = Path(sys.argv[0])
+    usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
+    entries, comments = [], []
     for line in inspect.getsource(config_class).splitlines():
         comment = re.fullmatch(r" +# (.+)", line)
         declared = re.match(r"    (\w+): (?:.*  # (.+))?", line)
@@ -235,7 +237,9 @@ def explain(words, unknown, complaint, meanings):
         return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
     if unknown[0].endswith(".py") and "preset" in meanings:  # nanoGPT's config/train_shakespeare_char.py
         return f"{plain(unknown[0])} is not read: the settings are flags, and --preset names a set of them. {SEE_HELP}"
-    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
+    preset = meanings.get(unknown[0], "")
+    hint = f"Did you mean {preset}?" if preset.startswith("--preset ") else SEE_HELP
+    return f"The argument {unknown[0]!r} was not expected. {hint}"
 
 
 def suggest(name, known, synonyms=None):
@@ -298,7 +302,7 @@ def flag_names(config_class, synonyms):
     switches = ["no-" + field.name for field in fields if field.type in (bool, bool | None)]
     names = [field.name for field in fields] + switches
     meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
-    return {name.replace("_", "-"): flag_of(name) for name in names} | meanings
+    return {name.replace("_", "-"): flag_of(name) for name in [*names, "help"]} | meanings
 
 
 def flag_of(name):

@@ -75,6 +75,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--max-steps"], "--max-steps needs a value."),
         (["-m"], "-m/--model needs a value."),
         (["--max-step", "3"], "There is no flag called --max-step. Did you mean --max-steps?"),
+        (["--hlep"], "There is no flag called --hlep. Did you mean --help?"),
         (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
@@ -223,6 +224,8 @@ def test_a_switch_may_be_spelled_with_a_value_and_know_that_it_was_not_given(wor
 def test_the_words_of_nanogpt_are_answered():
     options = dict(config_class=train_gpt2.TrainConfig, synonyms=cli.OTHER_TRAINERS)
     assert "--preset names" in error_of("config/train_shakespeare_char.py", **options)
+    said = error_of("quickstart", **options, presets=train_gpt2.PRESETS)
+    assert said == "The argument 'quickstart' was not expected. Did you mean --preset quickstart?"
     assert "no dropout" in error_of("--dropout=0.1", **options)
 
 
