@@ -39,7 +39,7 @@ class Options:
     """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
 
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
-    model_type: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
+    model_type: Annotated[str, tyro.conf.arg(aliases=["-m", "--model"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
     data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
     limit: int = 0  # score only this many examples, from the first; 0: all
@@ -49,7 +49,7 @@ class Options:
 
 # what nanoGPT, transformers and lm-evaluation-harness call these
 SYNONYMS = {
-    "--model-type": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
+    "--model": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
     "--limit": "num-examples max-examples num-samples length",
     "--batch-tokens": "batch-size",
     "--predictions": "output-path output out log-samples",
@@ -61,6 +61,8 @@ def parse_args(args=None):
     """The Options of a command line. Raises UserError with all that is wrong with the flags."""
     options = cli.parse(Options, args, synonyms=SYNONYMS)
     errors = cli.check_numbers(options, above_0=())
+    if options.data and not os.path.exists(options.data):
+        errors.append(f"There is no file {options.data}. Give HellaSwag's JSON lines, or leave --data out.")
     if errors:
         raise UserError(" ".join(errors))
     return options
@@ -361,13 +363,13 @@ def main(args=None):
     options = parse_args(args)
     if options.predictions:
         check_new_output(options.predictions)
-    examples = list(itertools.islice(iterate_examples(options.data or download()), options.limit or None))
     from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
     device = choose_device(options.device)
     model, enc = load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
+    examples = list(itertools.islice(iterate_examples(options.data or download()), options.limit or None))
 
     predictions = {}
     for convention in ("harness", "build-nanogpt"):

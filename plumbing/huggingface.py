@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -58,12 +57,14 @@ def load_huggingface(name_or_directory):
 
 def download(name):
     """Download a model from the hub, unless it is in the cache; return its folder."""
-    from huggingface_hub import hf_hub_download  # slow to import; it retries and resumes
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
-        hf_hub_download(name, "model.safetensors")
+        if not isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+            get_hf_file_metadata(hf_hub_url(name, "model.safetensors"))  # without a network, an error at once
+        hf_hub_download(name, "model.safetensors")  # retries and resumes
         return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError) as error:  # the hub's own exceptions are among these
+    except Exception as error:  # the hub's client has renamed its network errors from version to version
         raise UserError(
             f"Could not download {name}: {first_line(error).rstrip('.')}. "
             "Check the network and run the same command again, or give a folder in Hugging Face format."
@@ -198,7 +199,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         make_way(directory)
         part.rename(directory)
     except SafetensorError as error:
-        reason = (re.findall('message: "(.+?)"', str(error)) or [first_line(error)])[0]
+        reason = str(error).split("error: ")[-1].split(" (os error")[0]
         raise UserError(f"Could not write {part}: {reason}. Make room there and run the same command again.") from None
     finally:
         remove_part(part)

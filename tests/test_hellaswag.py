@@ -273,8 +273,8 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
 
 def test_the_words_of_other_programs_are_known():
     words = {
-        "--pretrained": "--model-type",
-        "--out_dir": "--model-type",
+        "--pretrained": "--model",
+        "--out_dir": "--model",
         "--num-examples": "--limit",
         "--output-path": "--predictions",
     }
