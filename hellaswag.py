@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -274,7 +275,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     order = np.argsort(-row_lengths, kind="stable")
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = [torch.zeros(0, device=device)]
-    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, delay=3, disable=not progress) as bar:
+    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar:
         for batch in run_ahead(batches):
             if stop:
                 raise Stopped
@@ -396,11 +397,13 @@ def write_predictions(path, examples, predictions):
 def print_accuracies(examples, predictions):
     """Print the accuracies in both conventions."""
     labels = np.array([[int(example["label"])] for example in examples])
+    number = cli.count(len(examples), "example")
     num_derived = sum("ctx_b" not in example for example in examples)
-    note = f"; {num_derived} lack ctx_a and ctx_b, which are derived from ctx" if num_derived else ""
-    print(f"lm-evaluation-harness (cleaned text; acc by sum, acc_norm by sum over characters{note}):")
+    if num_derived:
+        print(f"note: {num_derived:,} have no ctx_a and ctx_b, which were made of their ctx.", file=sys.stderr)
+    print(f"lm-evaluation-harness (cleaned text, acc_norm by characters), {number}:")
     print(summary(predictions["harness"][:, [0, 2]] == labels, errors=True))
-    print("build-nanogpt (ctx as it is; acc by sum, acc_norm by mean over tokens):")
+    print(f"build-nanogpt (ctx as it is, acc_norm by tokens), {number}:")
     print(summary(predictions["build-nanogpt"][:, :2] == labels))
 
 
