@@ -379,19 +379,13 @@ def main(args=None):
             model, rendered, enc.n_vocab, batch_tokens=options.batch_tokens, progress=True
         )
     if options.predictions:
-        write_predictions(options.predictions, examples, predictions)
+        with new_output(options.predictions) as file:
+            for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
+                line = dict(ind=example["ind"], label=int(example["label"]))
+                line |= dict(pred=int(nanogpt[0]), pred_norm=int(nanogpt[1]))
+                line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
+                file.write(json.dumps(line) + "\n")
     print_accuracies(examples, predictions)
-
-
-def write_predictions(path, examples, predictions):
-    """Write each example's label and its predictions in both conventions, one JSON line each."""
-    with new_output(path) as file:
-        for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
-            line = dict(
-                ind=example["ind"], label=int(example["label"]), pred=int(nanogpt[0]), pred_norm=int(nanogpt[1])
-            )
-            line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
-            file.write(json.dumps(line) + "\n")
 
 
 def print_accuracies(examples, predictions):

@@ -51,7 +51,15 @@ def load_huggingface(name_or_directory):
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory))
-    config, weights = read_config(directory), read_weights(directory)
+    path = directory / "config.json"
+    config = {"model_type": None} | read_json(path, COPY_AGAIN)
+    for name, values in SUPPORTED.items():
+        if config.get(name, values[0]) not in values:
+            raise UserError(
+                f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
+                f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
+            )
+    weights = read_weights(directory)
     return shape_of(weights, config.get("n_head", 12), directory), weights
 
 
@@ -69,19 +77,6 @@ def download(name):
             f"Could not download {name}: {first_line(error).rstrip('.')}. "
             "Check the network and run the same command again, or give a folder in Hugging Face format."
         ) from None
-
-
-def read_config(directory):
-    """Return config.json as a dict. Raises UserError if it describes a model that GPT does not implement."""
-    path = Path(directory, "config.json")
-    config = {"model_type": None} | read_json(path, COPY_AGAIN)
-    for name, values in SUPPORTED.items():
-        if config.get(name, values[0]) not in values:
-            raise UserError(
-                f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
-                f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
-            )
-    return config
 
 
 def read_weights(directory):
