@@ -4,49 +4,83 @@
 25%. Each ending is scored by the log-likelihood of its tokens given the context. Implementations
 differ in the text they score and in the normalization, so each number names its convention:
 
-    build-nanogpt            the field `ctx` as it is; acc takes the ending with the largest sum,
-                             acc_norm the one with the largest mean over its tokens
-    lm-evaluation-harness    the activity and the cleaned context; acc by the sum, acc_norm by the
-                             sum over the number of the ending's characters
+    build-nanogpt           the field `ctx` as it is; acc: the largest sum,
+                            acc_norm: the largest mean over the ending's tokens
+    lm-evaluation-harness   the activity and the cleaned context; acc: the sum,
+                            acc_norm: the sum over the ending's characters
 
 OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by the second.
 
-    python hellaswag.py -m gpt2 -d cuda              OpenAI's weights
-    python hellaswag.py -m log/model_19073.pt        a checkpoint, a run, or a Hugging Face folder
+    python hellaswag.py -m gpt2 -d cuda          OpenAI's weights
+    python hellaswag.py -m log/model_19073.pt    a checkpoint, a run, or hf/
 
 The four endings of an example share one pass over its context: a row holds the context, then each
 ending. The position ids of every ending start after the context, and the attention mask hides the
 endings from one another. This takes half the tokens of the usual four rows.
 """
 
-import http.client
 import itertools
 import json
 import math
 import os
 import re
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+import tyro
+
+from plumbing import cli
+from plumbing.cli import UserError
+
+
+@dataclass
+class Options:
+    """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
+
+    # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
+    model_type: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
+    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
+    data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
+    limit: int = 0  # score only this many examples, from the first; 0: all
+    predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
+    batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
+
+
+# what nanoGPT, transformers and lm-evaluation-harness call these
+SYNONYMS = {
+    "--model-type": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
+    "--limit": "num-examples max-examples num-samples length",
+    "--batch-tokens": "batch-size",
+    "--predictions": "output-path output out log-samples",
+    "Scoring reads no prompt.": "prompt start",
+}
+
+
+def parse_args(args=None):
+    """The Options of a command line. Raises UserError with all that is wrong with the flags."""
+    options = cli.parse(Options, args, synonyms=SYNONYMS)
+    errors = cli.check_numbers(options, above_0=())
+    if errors:
+        raise UserError(" ".join(errors))
+    return options
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # before torch is imported, which takes seconds
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from tqdm import tqdm
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-from plumbing.cli import UserError
+from plumbing import documents
 from plumbing.distributed import choose_device
-from plumbing.documents import read_json_lines
-from plumbing.files import atomic_write
+from plumbing.files import check_new_output, new_output, open_regular
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
-PAD_TO = 16  # row lengths are rounded up to this: 14 shapes and 7% padding on a GPU; with 32, 9 and 11%
+PAD_TO = 16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
 PADDING_SEGMENT = 5  # 0 is the context, 1 to 4 are the endings
 # positions whose logits are computed at a time, in float32 of 50,304 ids: 52 MB suit a CPU's caches best, and 412 MB
 # keep a GPU busy with few kernel launches
@@ -56,91 +90,43 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 # Data
 
 
-def download(path="hellaswag/hellaswag_val.jsonl", url=URL, num_lines=NUM_EXAMPLES, attempts=5, wait=1.0):
-    """Download the validation file to `path` unless it exists; waits `wait` seconds, then twice as long."""
-    if os.path.exists(path):
-        check_downloaded(path, num_lines)
-        return path
-    content = fetch(url, num_lines, path, attempts, wait)
-    try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    except OSError as error:
+def download(path="hellaswag/hellaswag_val.jsonl", attempts=4):
+    """Download the validation file to `path` unless it is there; return `path`."""
+    if not os.path.exists(path):
+        advice = f"Check the network and run the same command again, or save the file as {path} yourself."
+        documents.download(URL, path, advice, attempts)
+    with open_regular(path) as file:
+        found = sum(1 for line in file)
+    if found != NUM_EXAMPLES:
         raise UserError(
-            f"Could not write {path}: {error.strerror}. Check that its folder exists, is writable and has free "
-            "space, then run the same command again."
-        ) from None
-    with atomic_write(path) as file:
-        file.write(content)
-    return path
-
-
-def check_downloaded(path, num_lines):
-    """Raise UserError unless the file at `path` has as many lines as the validation file."""
-    try:
-        with open(path, "rb") as file:
-            found = len(file.read().splitlines())
-    except OSError as error:
-        raise UserError(
-            f"Could not open {path}: {error.strerror}. Check that it is a file and that you have permission to read it."
-        ) from None
-    if found != num_lines:
-        raise UserError(
-            f"{path} has {found} lines, but HellaSwag's validation file has {num_lines}. "
+            f"{path} has {found} lines, but HellaSwag's validation file has {NUM_EXAMPLES}. "
             "Delete it and run the same command again to download it."
         )
-
-
-def fetch(url, num_lines, path, attempts, wait):
-    """Return the file at `url`. Raises UserError after `attempts`, or at once if trying again would not help."""
-    for attempt in range(1, attempts + 1):
-        may_retry = True
-        try:
-            with urllib.request.urlopen(url, timeout=30) as response:  # raises unless the status is 2xx
-                content = response.read()
-            found = len(content.splitlines())
-            if found == num_lines:
-                return content
-            problem = f"the file has {found} lines instead of {num_lines}"
-        except urllib.error.HTTPError as error:
-            problem = f"the server answered with status {error.code}"
-            may_retry = error.code >= 500 or error.code == 429  # 429: too many requests
-        except (OSError, http.client.HTTPException) as error:  # no network, timed out, cut short
-            problem = str(error)
-        if not may_retry or attempt == attempts:
-            raise UserError(
-                f"Could not download {url}: {problem}. "
-                f"Check the network and run the same command again, or save the file as {path} yourself."
-            )
-        time.sleep(wait * 2 ** (attempt - 1))
+    return path
 
 
 def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
-    for number, example in read_json_lines(path):
-        try:
-            check_example(example)
-        except ValueError as error:
+    for number, example in documents.read_json_lines(path):
+        if not is_example(example):
             raise UserError(
-                f"Line {number} of {path} is not a HellaSwag example: {error}. Fix or remove that line."
-            ) from None
+                f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, a "
+                f"list of four texts as endings, and a label from 0 to 3. Fix or remove it: {cli.plain(example, 60)}"
+            )
         yield {"ind": number - 1, **example}
     if number == 0:
         raise UserError(f"{path} is empty. Replace it with HellaSwag's file of JSON lines.")
 
 
-def check_example(example):
-    """Raise ValueError unless `example` has what scoring needs."""
-    missing = [key for key in ("activity_label", "ctx", "endings", "label") if key not in example]
-    if missing:
-        raise ValueError(f"it has no {', '.join(missing)}")
-    if not isinstance(example["endings"], list) or len(example["endings"]) != 4:
-        raise ValueError("its endings are not a list of four")
-    contexts = [example[key] for key in ("activity_label", "ctx", "ctx_a", "ctx_b") if key in example]
-    if not all(isinstance(text, str) for text in contexts + example["endings"]):
-        raise ValueError("its activity_label, ctx and endings are not all strings")
-    if str(example["label"]) not in ("0", "1", "2", "3"):  # the hub's copy has them as strings
-        raise ValueError(f"its label is {example['label']!r}, not 0, 1, 2 or 3")
+def is_example(example):
+    """Whether a dictionary has what scoring needs. The hub's copy has labels that are strings."""
+    texts = [example.get(name) for name in ("activity_label", "ctx")]
+    texts += [example[name] for name in ("ctx_a", "ctx_b") if name in example]
+    endings = example.get("endings")
+    if not isinstance(endings, list) or len(endings) != 4 or str(example.get("label")) not in list("0123"):
+        return False
+    return all(isinstance(text, str) for text in texts + endings)
 
 
 def load_examples(path, enc, limit=0):
@@ -262,13 +248,17 @@ def attention_mask(segment):
     return (causal & ((query == key) | (key == 0)))[:, None]
 
 
+class Stopped(Exception):
+    """Scoring was ended before it was done, as by a signal."""
+
+
 @torch.no_grad()
-def score(model, examples, n_vocab, batch_tokens=0, progress=False):
+def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     """The sum and the mean of the log-likelihoods of each ending's tokens: two arrays (examples, 4).
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. `n_vocab` is the
     tokenizer's: higher ids are padding and get no probability. `batch_tokens` limits the tokens per
-    batch; 0 chooses a limit that suits the device.
+    batch; 0 chooses a limit that suits the device. Raises Stopped once the list `stop` has an entry.
     """
     device = next(model.parameters()).device
     if batch_tokens == 0:
@@ -284,6 +274,8 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False):
     log_probs = [torch.zeros(0, device=device)]
     with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, delay=3, disable=not progress) as bar:
         for batch in run_ahead(batches):
+            if stop:
+                raise Stopped
             log_probs.extend(score_batch(model, batch, n_vocab))
             bar.update(len(batch[0]))
     log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
@@ -330,9 +322,9 @@ def score_batch(model, batch, n_vocab):
         yield -F.cross_entropy(logits.float(), targets[chunk], reduction="none")
 
 
-def predict(model, examples, n_vocab, batch_tokens=0, progress=False):
+def predict(model, examples, n_vocab, **options):
     """The predicted ending by largest sum, mean over tokens, and sum over characters: ints (examples, 3)."""
-    total, mean = score(model, examples, n_vocab, batch_tokens, progress)
+    total, mean = score(model, examples, n_vocab, **options)
     characters = np.array([example.characters for example in examples], dtype=int).reshape(-1, 4).clip(1)
     return np.stack([values.argmax(1) for values in (total, mean, total / characters)], axis=1)
 
@@ -346,11 +338,17 @@ class Counts(NamedTuple):
     acc_char: int  # largest sum over characters; on the harness' text this is its acc_norm
 
 
-def evaluate(model, examples, n_vocab, batch_tokens=0, rank=0, world_size=1, progress=False):
-    """The Counts on this rank's share of the rendered examples: every `world_size`-th, starting at `rank`."""
+def evaluate(model, examples, n_vocab, rank=0, world_size=1, **options):
+    """The Counts on this rank's share of the rendered examples: every `world_size`-th, starting at `rank`.
+
+    If `stop` ends it, the Counts are of no examples. For the other options see `score`.
+    """
     local = examples[rank::world_size]
     labels = np.array([example.label for example in local], dtype=int)
-    correct = predict(model, local, n_vocab, batch_tokens, progress) == labels[:, None]
+    try:
+        correct = predict(model, local, n_vocab, **options) == labels[:, None]
+    except Stopped:
+        return Counts(0, 0, 0, 0)
     return Counts(len(local), *correct.sum(0).tolist())
 
 
@@ -358,34 +356,12 @@ def evaluate(model, examples, n_vocab, batch_tokens=0, rank=0, world_size=1, pro
 # Command line
 
 
-@dataclass
-class Options:
-    """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
-
-    # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
-    model_type: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
-    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
-    data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
-    limit: int = 0  # score only this many examples, from the first; 0: all
-    predictions: str = ""  # write each example's label and predictions to this file, one JSON line each
-    batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
-
-
-def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
-    values = {"--limit": options.limit, "--batch-tokens": options.batch_tokens}
-    errors = [f"{flag} is {value}, but it must be 0 or more." for flag, value in values.items() if value < 0]
-    if errors:
-        raise UserError(" ".join(errors))
-
-
 def main(args=None):
     """Score the model in both conventions; the last line is build-nanogpt's."""
-    options = cli.parse(Options, args)
-    check_options(options)
-    examples = list(iterate_examples(options.data or download()))
-    if options.limit:
-        examples = examples[: options.limit]
+    options = parse_args(args)
+    if options.predictions:
+        check_new_output(options.predictions)
+    examples = list(itertools.islice(iterate_examples(options.data or download()), options.limit or None))
     from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
     device = choose_device(options.device)
@@ -396,7 +372,9 @@ def main(args=None):
     predictions = {}
     for convention in ("harness", "build-nanogpt"):
         rendered = [render_example(example, enc, convention == "harness") for example in examples]
-        predictions[convention] = predict(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
+        predictions[convention] = predict(
+            model, rendered, enc.n_vocab, batch_tokens=options.batch_tokens, progress=True
+        )
     if options.predictions:
         write_predictions(options.predictions, examples, predictions)
     print_accuracies(examples, predictions)
@@ -404,16 +382,12 @@ def main(args=None):
 
 def write_predictions(path, examples, predictions):
     """Write each example's label and its predictions in both conventions, one JSON line each."""
-    with atomic_write(path, "w") as file:
+    with new_output(path) as file:
         for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
-            line = {
-                "ind": example["ind"],
-                "label": int(example["label"]),
-                "pred": int(nanogpt[0]),
-                "pred_norm": int(nanogpt[1]),
-                "harness_pred": int(harness[0]),
-                "harness_pred_norm": int(harness[2]),
-            }
+            line = dict(
+                ind=example["ind"], label=int(example["label"]), pred=int(nanogpt[0]), pred_norm=int(nanogpt[1])
+            )
+            line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
             file.write(json.dumps(line) + "\n")
 
 

@@ -1,9 +1,9 @@
 """Continue a prompt, or chat, with any checkpoint.
 
     python sample.py "Hello, I'm a language model," -m log/model_19073.pt -n 4
-    python sample.py "Once upon a time" -m gpt2 --temperature 0        greedy, OpenAI's weights
-    python sample.py --chat -m log/chat                                a conversation
-    python sample.py -m log/model_00500.pt --export hf                 export in Hugging Face format
+    python sample.py "Once upon" -m gpt2 --temperature 0    OpenAI's GPT-2, greedy
+    python sample.py --chat -m log/chat                     a conversation
+    python sample.py -m log/model_00500.pt --export hf      for other programs
 
 The model is a checkpoint, a run's folder (its newest checkpoint), a folder in Hugging Face format or
 the name of a GPT-2. A single sample is streamed as it is generated; several are printed when all are done.
@@ -12,22 +12,16 @@ the name of a GPT-2. A single sample is streamed as it is generated; several are
 import codecs
 import dataclasses
 import itertools
-import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
-import tokenizer
-from plumbing import cli  # before torch: sets how OpenMP threads wait
-from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing import cli
 from plumbing.cli import UserError
-from plumbing.distributed import choose_device, choose_dtype
-from plumbing.huggingface import export_huggingface
-from train_gpt2 import load_model
 
 
 @dataclass
@@ -47,33 +41,48 @@ class Options:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of the weights
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
-    export: str = ""  # write the model to this folder in Hugging Face format instead of sampling
+    export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
 
 
-def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
-    errors = []
-    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-        value = getattr(options, name)
-        if not least <= value < math.inf:
-            errors.append(f"{cli.flag_of(name)} is {value}, but it must be {least} or more, and finite.")
-    if not 0 < options.top_p <= 1:
-        errors.append(f"--top-p is {options.top_p}, but it must be greater than 0 and at most 1.")
-    if not 0 <= options.seed < 2**63:
-        errors.append(f"--seed is {options.seed}, but it must be from 0 to {2**63 - 1}.")
+# what nanoGPT, transformers and others call these
+SYNONYMS = {
+    "Give the text in quotes, without a flag.": "prompt start text input",
+    "--model": "out-dir init-from model-name-or-path model-type model-path checkpoint ckpt",
+    "--num-samples": "num-return-sequences samples nsamples batch-size",
+    "--max-new-tokens": "length max-length max-tokens",
+    "--top-p": "nucleus",
+    "--temperature 0": "greedy",
+    "--chat": "interactive",
+}
+
+
+def parse_args(args=None):
+    """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
+    options = cli.parse(Options, args, synonyms=SYNONYMS)
+    errors = cli.check_numbers(options, above_0=("num_samples", "max_new_tokens", "top_p"))
+    if options.top_p > 1:
+        errors.append(f"--top-p is {options.top_p}, but it must be at most 1.")
     if not options.prompt and not options.chat and not options.export:
         errors.append(
             "The prompt is empty or missing. Give the text to continue in quotes, or use --chat for a conversation."
         )
-    if options.export and not is_free(Path(options.export)):
-        errors.append(f"--export {options.export} exists already and is not an empty folder. Choose another folder.")
+    if options.export and os.path.lexists(options.export):
+        errors.append(f"--export {options.export} exists already. Choose a new folder.")
     if errors:
         raise UserError(" ".join(errors))
+    return options
 
 
-def is_free(path):
-    """Whether `path` does not exist or is an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+if __name__ == "__main__":
+    cli.run(parse_args)  # before torch is imported, which takes seconds
+
+import torch
+
+import tokenizer
+from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.distributed import choose_device, choose_dtype
+from plumbing.huggingface import export_huggingface
+from train_gpt2 import load_model
 
 
 def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
@@ -86,13 +95,10 @@ def generate_rows(model, enc, ids, options, generator, rows=1, stop_ids=()):
     device = next(model.parameters()).device
     prompt = torch.tensor([ids] * rows, device=device)
     # the flags may be too small for float32; below these values, only the most likely token is left
-    sampling = {
-        "temperature": options.temperature if options.temperature > 1e-6 else 0,
-        "top_k": options.top_k,
-        "top_p": max(options.top_p, 1e-9),
-    }
+    temperature = options.temperature if options.temperature > 1e-6 else 0
+    sampling = dict(temperature=temperature, top_k=options.top_k, top_p=max(options.top_p, 1e-9), generator=generator)
     running = [True] * rows
-    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling, generator=generator):
+    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling):
         next_ids = next_ids.tolist()
         running = [on and token not in stop_ids for on, token in zip(running, next_ids)]
         if not any(running):
@@ -119,27 +125,13 @@ def complete(model, enc, options, generator):
     steps = generate_rows(model, enc, ids, options, generator, options.num_samples)
     prompt = enc.decode(ids)
     if options.num_samples == 1:
-        print_stream(prompt, enc, steps)
-    else:
-        print_samples(prompt, enc, list(steps), options.num_samples)
-
-
-def print_stream(prompt, enc, steps):
-    """Print the only row of `steps` while it is generated."""
-    print(prompt, end="", flush=True)
-    tokens = (token for (token,) in steps)
-    for piece in stream_text(enc, tokens):
-        print(piece, end="", flush=True)
-    print()
-
-
-def print_samples(prompt, enc, steps, num_samples):
-    """Print all rows of `steps` with rules between them."""
-    samples = []
-    for row in range(num_samples):
-        tokens = [step[row] for step in steps if step[row] is not None]
-        samples.append(prompt + enc.decode(tokens))
-    print(f"\n{'-' * 80}\n".join(samples))
+        for piece in itertools.chain([prompt], stream_text(enc, (token for (token,) in steps))):
+            print(piece, end="", flush=True)
+        print()
+        return
+    steps = list(steps)
+    rows = [[step[i] for step in steps if step[i] is not None] for i in range(options.num_samples)]
+    print(f"\n{'-' * 80}\n".join(prompt + enc.decode(row) for row in rows))
 
 
 # -----------------------------------------------------------------------------
@@ -147,13 +139,13 @@ def print_samples(prompt, enc, steps, num_samples):
 
 
 def read_lines():
-    """Yield the lines that the user types, or that come from a pipe."""
+    """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    while True:
+    while sys.stdin:
         try:
             yield input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
+        except (EOFError, OSError):
             return
 
 
@@ -197,10 +189,9 @@ def answer(model, enc, messages, options, generator):
         )
         return
     steps = generate_rows(model, enc, ids, options, generator, stop_ids=enc._special_tokens.values())
-    tokens = (token for (token,) in steps)
     is_chat_model, text = tokenizer.has_chat_tokens(enc), ""
     try:
-        for piece in stream_text(enc, tokens):
+        for piece in stream_text(enc, (token for (token,) in steps)):
             # subtle: a base model would continue with the user's next message
             ends_here = not is_chat_model and text.strip() and "\n" in piece
             if ends_here:
@@ -217,14 +208,13 @@ def answer(model, enc, messages, options, generator):
 
 def chat(model, enc, options, generator):
     """Answer line after line until /quit or the end of the input."""
+    said = ["Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."]
     if not tokenizer.has_chat_tokens(enc):
-        print(
+        said.append(
             f"note: {options.model} was not trained to chat (tokenizer {enc.name} has no role markers), so it only "
-            "continues the text. To teach it, run smoltalk.py, then train_gpt2.py --preset chat "
-            f"--init-from {options.model}.",
-            file=sys.stderr,
-            flush=True,
+            f"continues the text. To teach it, begin with smoltalk.py --init-from {options.model}."
         )
+    print("\n".join(said), file=sys.stderr, flush=True)
     messages = []
     first_lines = [options.prompt] if options.prompt else []
     for line in itertools.chain(first_lines, read_lines()):
@@ -252,7 +242,9 @@ def export(model, enc, options):
         export_huggingface(model, enc, options.export, run_folder, checkpoint["step"], sample)
     else:
         export_huggingface(model, enc, options.export)
-    print(f"The model is in {options.export}, in Hugging Face format.")
+    print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
+    words = ["--chat"] if tokenizer.has_chat_tokens(enc) else [options.prompt or "The "]
+    cli.print_next(["python", "sample.py", *words, "-m", options.export])
 
 
 def sample_for_card(model, enc, options, prompt):
@@ -273,8 +265,7 @@ def sample_for_card(model, enc, options, prompt):
 
 def main(args=None):
     """Load the model, then export it, chat with it, or continue the prompt."""
-    options = cli.parse(Options, args)
-    check_options(options)
+    options = parse_args(args)
     device = choose_device(options.device)
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"

@@ -1,22 +1,25 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
-    python train_gpt2.py --preset quickstart                 # a laptop: three minutes, no network
-    python fineweb.py                                        # then the real thing, GPT-2 124M: the data,
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # and 8 GPUs (on one: python train_gpt2.py)
+    python train_gpt2.py --preset quickstart   # a laptop: three minutes
+    python fineweb.py                          # the data of GPT-2 124M, and
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # 8 GPUs for it
 
-A preset holds the defaults of all other flags:
+(On one GPU: python train_gpt2.py.) A preset holds the defaults of all other flags:
 
-    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's hyperparameters (the default)
-    gpt2-medium   the next larger GPT-2, 350M parameters, on the same tokens
+    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's
+                  hyperparameters; the default
+    gpt2-medium   350M parameters, on the same tokens
     gpt2-large    774M parameters
     gpt2-xl       1.6B parameters
-    speedrun      gpt2's architecture on half as many tokens, with Muon and another schedule
-    quickstart    a small model of bytes, on the documentation that ships with Python
-    chat          fine-tune the model of --init-from on conversations that smoltalk.py has prepared
+    speedrun      gpt2's architecture on half as many tokens, with Muon and
+                  another schedule
+    quickstart    a small model of bytes, on Python's own documentation
+    chat          fine-tunes the model of --init-from on conversations that
+                  smoltalk.py has prepared
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (what was run, and where),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
-resumes a run that was stopped, was killed or has crashed, on any number of GPUs, as if nothing had happened.
+continues a run that was stopped, was killed or has crashed, on any number of GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -28,29 +31,10 @@ import gc
 import math
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.utils.checkpoint
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-import hellaswag
-import tokenizer
-from plumbing import (
-    checkpoint,
-    cli,  # before torch: sets how OpenMP threads wait
-    distributed,
-    kernels,
-    runs,
-    shards,
-)
-from plumbing.cli import UserError
+from plumbing import cli  # before torch: sets how OpenMP threads wait
 
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
@@ -70,9 +54,10 @@ class TrainConfig:
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     seed: int = 1337  # seed of the weights, data order and samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # compute dtype; fp8: bfloat16, with float8 in the output layer. Only float32 losses agree to 1e-5 on any ranks
+    # auto: the fastest of this device; fp8: bfloat16, with the output layer in float8. Only in float32 do losses agree
+    # to 1e-5 whatever the number of ranks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    compile: bool = field(default_factory=torch.cuda.is_available)  # torch.compile the model
+    compile: bool | None = None  # torch.compile the model; by default on CUDA only
     # the model
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per block
@@ -85,7 +70,7 @@ class TrainConfig:
     sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
-    shuffle: bool = True  # visit the windows in random order; --no-shuffle: in file order
+    shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     # the schedule
     max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step)
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
@@ -107,9 +92,9 @@ class TrainConfig:
     val_tokens: int = 10 * 2**20  # validation tokens, the same ones every time
     hellaswag_every: int = 250  # steps between HellaSwag scores
     hellaswag_limit: int = 0  # examples to score; 0: all
-    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # downloaded if it does not exist
+    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # its examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue
+    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue, or answer
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
@@ -124,55 +109,43 @@ PRESETS = {
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
     # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
-    "speedrun": dict(
-        max_steps=9536,
-        warmup_steps=250,
-        schedule="wsd",
-        max_lr=1.8e-3,
-        optimizer="muon",
-        muon_lr=0.025,
-        muon_weight_decay=0.05,
-    ),
-    "quickstart": dict(
-        data="python_docs",
-        out_dir="log/quickstart",
-        compile=False,
-        n_layer=4,
-        n_head=4,
-        n_embd=128,
-        block_size=128,
-        sequence_length=128,
-        batch_size=16,
-        total_batch_size=2048,
-        max_steps=400,
-        warmup_steps=20,
-        max_lr=4e-3,
-        min_lr=4e-4,
-        optimizer="muon",
-        muon_lr=0.04,
-        schedule="wsd",
-        val_every=100,
-        val_tokens=2**15,
-        hellaswag_every=0,
-        sample_every=200,
-        sample_prompt="The ",
-        checkpoint_every=200,
-        keep_best=True,
-    ),
-    "chat": dict(
-        data="smoltalk",
-        out_dir="log/chat",
-        batch_size=32,
-        total_batch_size=2**17,
-        max_steps=3000,
-        warmup_steps=100,
-        max_lr=1e-4,
-        min_lr=1e-5,
-        hellaswag_every=0,
-        keep_best=True,
-    ),
+    "speedrun": dict(max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3)
+    | dict(optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
+    "quickstart": dict(data="python_docs", out_dir="log/quickstart", compile=False)
+    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128)
+    | dict(batch_size=16, sequence_length=128, total_batch_size=2048)
+    | dict(max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4, optimizer="muon", muon_lr=0.04)
+    | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ")
+    | dict(checkpoint_every=200, keep_best=True),
+    "chat": dict(data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17)
+    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True)
+    | dict(sample_prompt="Why is the sky blue?"),
 }
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
+
+
+def parse_args(args=None, inherited=None):
+    """Parse a command line into a TrainConfig: flags override the settings `inherited`, and those the preset's."""
+    presets = {name: dataclasses.replace(preset, **inherited or {}) for name, preset in PRESETS.items()}
+    return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
+
+
+if __name__ == "__main__":
+    cli.run(parse_args)  # --help and mistyped flags are answered before the imports below, which take seconds
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+
+import hellaswag
+import tokenizer
+from plumbing import checkpoint, distributed, fit, kernels, runs, shards
 
 # ----------------------------------------------------------------------------------------------------------
 # Model
@@ -183,7 +156,7 @@ class GPTConfig:
     """The five numbers that define the shape of a GPT-2."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens, padded: even tiles for the largest matmul
+    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64: the largest matmul is faster
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -211,11 +184,10 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
         options = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
-        if x.is_cpu:  # on a CPU attention is faster in float32, even if the matmuls are in bfloat16
-            with torch.autocast("cpu", enabled=False):
-                y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
-        else:
+        if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
+        else:
+            y = kernels.attention_on_cpu(q, k, v, **options)  # the same
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -250,15 +222,14 @@ IGNORE_INDEX = -100  # targets that are excluded from the loss
 
 
 class GPT(nn.Module):
-    """GPT-2 with the parameter names of OpenAI's checkpoint, so that the state dicts map key by key."""
+    """GPT-2 with the parameter names of transformers' GPT2LMHeadModel, so that the state dicts map key by key."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.activation_checkpointing = False
+        self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # compute a loss from float8 logits, in training and validation
-        self.fused_loss = ""  # or "torch" or "triton": compute the loss with its gradient
+        self.float8_lm_head = False  # multiply by the output layer in float8 where only the loss is wanted
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -271,12 +242,13 @@ class GPT(nn.Module):
         # weight tying: one matrix for input and output
         self.lm_head.weight = self.transformer.wte.weight
 
-        # GPT-2's initialization, except that its position embeddings had std 0.01; 0.02 for both is now standard
+        # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif name.endswith("c_proj.weight"):
-                # 2 * n_layer projections are summed into the residual stream: keep its variance (GPT-2, section 2.3)
+                # 2 * n_layer projections are summed into the residual stream: scaled like this, its variance does not
+                # grow with depth (GPT-2, section 2.3)
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -285,7 +257,7 @@ class GPT(nn.Module):
         """Token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
         pos: position ids (B, T), default 0, 1, 2, ...; attn_mask: (B, 1, T, T), True where a token may attend,
-        default causal; cache: a KVCache, whose contents idx continues.
+        default causal; cache: a KVCache of the tokens before idx.
         """
         if pos is None:
             start = cache.length if cache else 0
@@ -293,7 +265,7 @@ class GPT(nn.Module):
         x = (self.transformer.wte(idx) + self.transformer.wpe(pos)).to(self.residual_dtype)  # (B, T, C)
         for block in self.transformer.h:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                x = recompute_in_backward(block, x, attn_mask, cache, use_reentrant=False)
             else:
                 x = block(x, attn_mask, cache)
         if cache:
@@ -303,18 +275,16 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, return_logits=True):
         """Token ids (B, T) to (logits, loss): logits (B, T, vocabulary), loss the mean over the targets.
 
-        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False returns None in place of the
-        logits, so that they need not be materialized for a caller that wants only the loss.
+        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False returns None in place of the logits,
+        which take the most memory of all, for a caller that wants only the loss.
         """
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
         x, targets = x.flatten(0, 1), targets.flatten()
-        if not return_logits and (self.float8_lm_head or self.fused_loss):
-            float8, triton = self.float8_lm_head, self.fused_loss == "triton"
-            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, float8, triton, IGNORE_INDEX)
-            return None, loss / num_targets
+        if self.float8_lm_head and not return_logits:
+            return None, kernels.linear_cross_entropy(x, self.lm_head.weight, targets, IGNORE_INDEX) / num_targets
         logits = self.lm_head(x)
         # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
         loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
@@ -347,7 +317,7 @@ class GPT(nn.Module):
                 probs = logits.softmax(-1)
                 if top_p < 1:
                     ordered, order = probs.sort(descending=True)
-                    before = ordered.cumsum(1) - ordered  # of all that is more likely
+                    before = ordered.cumsum(1) - ordered  # total probability of the more likely ids
                     probs.scatter_(1, order, ordered.where(before < top_p, 0))
                 next_ids = torch.multinomial(probs, 1, generator=generator)[:, 0]
             idx = torch.cat([idx, next_ids[:, None]], 1)
@@ -355,11 +325,10 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state(cls, shape, weights):
-        """The GPT with the fields `shape` of a GPTConfig and the state dict `weights`, which it takes over."""
+        """The GPT with the fields `shape` of a GPTConfig and the state dict `weights`, whose tensors it keeps."""
         with torch.device("meta"):  # without memory for weights that are replaced at once
             model = cls(GPTConfig(**shape))
-        checkpoint.check_weights(weights, model.state_dict())
-        model.load_state_dict({name: w.contiguous() for name, w in weights.items()}, assign=True)
+        checkpoint.load_weights(model, weights)
         model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
         return model
 
@@ -402,21 +371,21 @@ def load_model(source):
 def permute(index, n, keys):
     """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
 
-    Computed rather than stored: a Feistel network permutes the next power of four (Luby and Rackoff 1988); values
-    that land outside range(n) are permuted again until they land inside (cycle walking).
+    Computed rather than stored: a Feistel network permutes range(4**half), the smallest power of four that holds
+    range(n) (Luby and Rackoff 1988); values outside range(n) are permuted again until they are inside (cycle walking).
     """
-    half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     index = index.astype(np.uint64)
     outside = np.ones(len(index), bool)
     while outside.any():
         left, right = index[outside] >> half, index[outside] & mask
         for key in keys:
-            # Fibonacci hashing: the high bits are well mixed
+            # multiply and xor-shift as in splitmix64, whose upper 32 bits are mixed best
             mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(32)
-            left, right = right, left ^ (mixed & mask)
-        index[outside] = left << half | right
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        index[outside] = (left << half) | right
         outside = index >= n
     return index.astype(np.int64)
 
@@ -427,7 +396,7 @@ class DataLoaderLite:
     The shards of a split are cut into windows of T tokens at multiples of T (a tail shorter than T is dropped).
     All windows are visited in one global order, epoch after epoch: file order, or a permutation seeded by seed
     and epoch. Each call consumes the next B * world_size windows, of which rank r reads the B starting at r * B.
-    A step thus sees the same windows whatever the layout, and one number, `position`, is the loader's progress.
+    A step thus sees the same windows whatever B and the ranks, and one number, `position`, is the loader's progress.
     """
 
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
@@ -443,7 +412,7 @@ class DataLoaderLite:
         shards.check_not_empty(self.num_windows, folder, split, T)
         self.position = 0  # in windows of the global order
         self.executor = ThreadPoolExecutor(1)
-        self.prefetched = None, None  # (position, B) and the future of that batch
+        self.prefetched = {}  # (position, B) -> the future of that batch
 
     def locate(self, positions):
         """Map positions in the global order to (shard indices, token offsets of the windows)."""
@@ -476,16 +445,17 @@ class DataLoaderLite:
     def next_batch(self, B=None):
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
         B = B or self.B
-        key, future = self.prefetched
-        if key != (self.position, B):
-            future = self.executor.submit(self.read_batch, self.position, B)
-        batch = future.result()
+        # this batch, and two more that are read while the device works on it
+        keys = [(self.position + i * B * self.world_size, B) for i in range(3)]
+        known = self.prefetched
+        self.prefetched = {key: known.get(key) or self.executor.submit(self.read_batch, *key) for key in keys}
+        batch = self.prefetched.pop(keys[0]).result()
         self.position += B * self.world_size
-        # prefetch while the device works on this batch
-        self.prefetched = (self.position, B), self.executor.submit(self.read_batch, self.position, B)
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
-        x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+        tokens = tokens.long()
+        # subtle: a slice of one row would keep the stride T + 1, for which torch.compile compiles once more
+        x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
@@ -503,8 +473,8 @@ class DataLoaderLite:
 
     def state_dict(self):
         """The position, and the data and T that it belongs to."""
-        layout = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
-        return {"position": self.position, **layout}
+        data = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
+        return {"position": self.position, **data}
 
     def load_state_dict(self, state):
         """Restore the position. Raises UserError if the data or T differ."""
@@ -517,24 +487,21 @@ class DataLoaderLite:
 
 
 def get_lr(step, config):
-    """The learning rate of a step: linear warmup, then either cosine decay or a constant phase and linear decay."""
+    """The learning rate of a step: linear warmup, then half a cosine, or a constant phase and a linear decay."""
     # 1) linear warmup to max_lr; step + 1, so that step 0 learns, too
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    # 2) the final value, past the end of the schedule
-    if step >= config.max_steps:
-        return config.min_lr if config.schedule == "cosine" else 0.0
+    # 2) wsd: constant, then down to zero over the last decay_fraction of the run (Hu et al. 2024, section 4)
     if config.schedule == "wsd":
-        # 3a) constant, then down to zero over the last decay_fraction of the run (Hu et al. 2024, section 4)
         decay_steps = max(1, config.decay_fraction * config.max_steps)
-        return config.max_lr * min(1.0, (config.max_steps - step) / decay_steps)
-    # 3b) half a cosine from max_lr to min_lr
-    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        return config.max_lr * min(1.0, max(0, config.max_steps - step) / decay_steps)
+    # 3) cosine: from max_lr to min_lr at max_steps, and min_lr from there on
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
 def get_batch_size(tokens_seen, config):
-    """Tokens in the next step: total_batch_size, or less during the ramp, linear in steps of 32K (GPT-3, 2.3)."""
+    """Tokens in the next step: total_batch_size, or less in the ramp, linear in steps of 32K (GPT-3, appendix B)."""
     if tokens_seen >= config.batch_ramp:
         return config.total_batch_size
     grown = config.total_batch_size * tokens_seen / config.batch_ramp
@@ -562,9 +529,9 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
-    Not for embeddings, the output layer or vectors. Each parameter group holds matrices of one shape, which are
-    orthogonalized as one batch, sharded over the ranks; `split` is the number of matrices stacked in each (3 for
-    the fused query, key and value).
+    Not for embeddings, the output layer or vectors. The parameters of a group have one shape, and each of them is a
+    stack of `split` matrices (3 for the fused query, key and value). All matrices of a group are orthogonalized as one
+    batch, of which each rank does its share.
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -583,11 +550,12 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
             rows, cols = params[0].size(0) // group["split"], params[0].size(1)
-            updates = self.orthogonalize_over_ranks(torch.stack(updates).view(-1, rows, cols)).float()
+            matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
+            updates = self.orthogonalize_over_ranks(matrices).float().view(len(params), -1, cols)  # as the parameters
             # so that tall and square matrices change their outputs by similar amounts
             lr = group["lr"] * max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(updates.view(len(params), -1, cols)), alpha=-lr)
+            torch._foreach_add_(params, list(updates), alpha=-lr)
 
     @staticmethod
     def orthogonalize_over_ranks(matrices):
@@ -643,11 +611,6 @@ def apply_schedules(optimizers, step, config):
 # Fitting the machine
 
 
-def largest_divisor(number, at_most):
-    """The largest divisor of `number` that is not above `at_most`: 96, 64 -> 48."""
-    return max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
-
-
 def wrap(raw_model, compiled, world):
     """The model to train: compiled if asked for, and in DDP if there are several ranks."""
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
@@ -655,107 +618,76 @@ def wrap(raw_model, compiled, world):
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
         gpus = [world.local_rank] if world.device_type == "cuda" else None
-        model = DDP(model, gpus, gradient_as_bucket_view=True)
+        # 100 MB: at the default of 25, cuts between a LayerNorm and its matmul make a float32 copy of its output
+        model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
-def trial_step(model, raw_model, B, T, autocast, world):
-    """Forward and backward pass of one micro-batch of random tokens, with the memory of a training step."""
-    # reserve memory for the optimizer state, which is allocated later: two numbers per weight
-    reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
-    x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=world.device).unbind()
-    with autocast, world.no_sync(model):
-        model(x, y, return_logits=False)[1].backward()
-    del reserved
-
-
-FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial step; all ranks act on the worst one
-
-
-def fit_to_machine(raw_model, config, dtype, autocast, world):
-    """Move the model to the device, try one micro-step, and fall back from whatever fails on this machine.
-
-    Out of memory: B is halved. If the compiler or an attention kernel fails, the run continues without
-    it, after a warning. All ranks decide alike. Returns (model to train, B).
-    """
+def fit_to_machine(raw_model, config, world):
+    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/fit.py."""
     raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
-    raw_model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    raw_model.residual_dtype = torch.bfloat16 if world.dtype == torch.bfloat16 else torch.float32
     raw_model.float8_lm_head = config.dtype == "fp8"
-    T, compiled, fused_attention = config.sequence_length, config.compile, True
-    windows_per_rank = config.total_batch_size // (T * world.size)
-    B = largest_divisor(windows_per_rank, at_most=config.batch_size)
-    while True:
-        outcome, reason = FITS, "on another rank"
-        try:
-            model = wrap(raw_model, compiled, world)
-            trial_step(model, raw_model, B, T, autocast, world)
-        except Exception as error:
-            # the compiler may raise anything; an error with another cause recurs without it and is raised then
-            outcome = OUT_OF_MEMORY if distributed.is_out_of_memory(error) else FAILED
-            if outcome == FAILED and not compiled and not fused_attention:
-                raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raw_model.zero_grad(set_to_none=True)
-        outcome = world.max_over_ranks(outcome)
-        if outcome == FITS:
-            return model, B
-        model = None  # frees DDP's buckets as well
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing without CUDA
-        if outcome == OUT_OF_MEMORY:
-            if B == 1:
-                raise UserError(f"{T} tokens do not fit in memory. Try --activation-checkpointing or a smaller model.")
-            B = largest_divisor(windows_per_rank, at_most=B // 2)
-            distributed.print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
-        elif compiled:
-            distributed.print0(f"warning: torch.compile failed ({reason}). Continuing without it.")
-            compiled = False
-        else:
-            distributed.print0(f"warning: Fused attention failed ({reason}). Continuing without it.")
-            fused_attention = False
-            distributed.enable_fused_attention(False)
+    return fit.find_what_fits(raw_model, wrap, config, world)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Evaluation
 
 
-def evaluate_val_loss(model, loader, num_windows, B, autocast, world):
-    """The mean loss over the first num_windows windows of the validation split, on all ranks.
+def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
+    """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
 
-    Grad mode stays enabled, though there is no backward pass, so that the graph compiled for training is reused.
+    None if a rank has received one of the `signals` to stop. Bits per byte compare between tokenizers. Grad mode stays
+    enabled, though there is no backward pass, so that the graph compiled for training is reused.
     """
-    loader.position = 0
-    sums = torch.zeros(2, device=world.device)  # loss, targets
+    loader.position, B = 0, loader.B
+    sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
-        x, y = loader.next_batch(B)
+        if signals:
+            break
+        x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
-        with autocast:
+        with world.autocast():
             loss = model(x, y, return_logits=False)[1].detach()  # detach frees the activations
-        targets = (y != IGNORE_INDEX).sum()
-        sums += torch.stack([loss * targets, targets])
-    loss, targets = world.all_reduce_sum(sums).tolist()
-    return loss / targets
+        is_target = y != IGNORE_INDEX
+        targets, text = is_target.sum(), token_bytes[y.clamp(min=0)] * is_target
+        sums += torch.stack([loss * targets, targets, text.sum()])
+    if world.max_over_ranks(len(signals)):
+        return None
+    loss, targets, num_bytes = world.all_reduce_sum(sums).tolist()
+    return loss / targets, loss / math.log(2) / max(1, num_bytes)
 
 
-def evaluate_hellaswag(raw_model, examples, enc, autocast, world):
-    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks."""
-    with autocast, distributed.disable_cudnn_attention():
+def evaluate_hellaswag(raw_model, examples, enc, signals, world):
+    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks.
+
+    None if a rank has received one of the `signals` to stop.
+    """
+    with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, **share)
+        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
-    return hellaswag.Counts(*totals.tolist())
+    return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 
 
-def generate_samples(raw_model, enc, config, autocast, device):
-    """Four continuations of the prompt, as text. A separate generator leaves training's RNG state untouched."""
-    generator = torch.Generator(device=device).manual_seed(config.seed)
-    prompt = torch.tensor([enc.encode_ordinary(config.sample_prompt) or [enc.eot_token]] * 4, device=device)
-    with autocast:
+def generate_samples(raw_model, enc, config, world):
+    """Four continuations of the prompt, as text, or answers to it in chat fine-tuning.
+
+    They have a random generator of their own, so that the samples of different steps compare.
+    """
+    text = config.sample_prompt
+    ids = enc.encode_ordinary(text) or [enc.eot_token]
+    if tokenizer.has_chat_tokens(enc):
+        text = f"<|user|>{text}<|end|><|assistant|>"
+        ids = [enc.eot_token, *enc.encode(text, allowed_special="all")]
+    generator = torch.Generator(device=world.device).manual_seed(config.seed)
+    with world.autocast():
+        prompt = torch.tensor([ids] * 4, device=world.device)
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    return [config.sample_prompt + enc.decode(row) for row in torch.stack(next_ids, 1).tolist()]
+    return [text + enc.decode(row).partition("<|end|>")[0] for row in torch.stack(next_ids, 1).tolist()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -767,15 +699,17 @@ def is_due(step, every, max_steps):
     return every > 0 and (step % every == 0 or step == max_steps)
 
 
-def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, signals, autocast, world):
-    """One optimizer step on the next num_windows windows, in micro-batches of at most B windows per rank.
+def train_step(model, loader, num_windows, optimizers, scaler, step, config, signals, world):
+    """One optimizer step on the next num_windows windows, in micro-batches of at most loader.B windows per rank.
 
-    Returns (loss, gradient norm, whether a signal has reached any rank). The loss is the mean over all targets of the
-    step. Raises UserError, on all ranks and before the update, if the loss or the norm is not finite.
+    Returns (loss, gradient norm, whether any rank has received one of the `signals` to stop). The loss is the mean over
+    all targets of the step. Raises UserError, on all ranks and before the update, if loss or norm is not finite.
     """
-    position, num_targets = loader.position, loader.count_targets(num_windows)
-    # during the batch ramp, a rank may have fewer windows than B
-    B = largest_divisor(num_windows // world.size, B)
+    position = loader.position
+    # each rank reads the masks of the whole step: its first backward pass needs the count, before any all-reduce
+    num_targets = loader.count_targets(num_windows)
+    # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
+    B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
     losses = []
     for micro_step in range(grad_accum_steps):
@@ -783,33 +717,28 @@ def train_step(model, loader, num_windows, B, optimizers, scaler, step, config, 
         # all-reduce the gradients only once, in the backward pass of the last micro-step
         last = micro_step == grad_accum_steps - 1
         with contextlib.nullcontext() if last else world.no_sync(model):
-            with autocast:
+            with world.autocast():
                 _, loss = model(x, y, return_logits=False)
             # rescale the mean over this micro-batch's targets to its share of the mean over the step's targets;
             # times the world size, because DDP averages over the ranks
             loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
+    losses = torch.stack(losses)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # the only host-device synchronization in a step, and the same all-reduce sums the ranks' signals
-    signalled = torch.full_like(norm, len(signals))
-    loss_sum, signalled = world.all_reduce_sum(torch.stack([torch.stack(losses).sum(), signalled]))
+    # the only host-device synchronization in a step (float16's scaler adds its own); it sums the ranks' signals, too
+    loss_sum, signalled = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    # float16: the scaler skips the step and lowers its scale
-    overflow = scaler.is_enabled() and scaler.get_scale() > 1
-    if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-        # flattened, this (micro-step, rank) table of non-finite losses is in the global order of the windows
-        bad = torch.zeros(grad_accum_steps, world.size, device=world.device)
-        bad[:, world.rank] = (~torch.stack(losses).isfinite()).float()
-        bad = world.all_reduce_sum(bad).flatten().tolist()
-        suspects = [i for i, is_bad in enumerate(bad) if is_bad] or range(len(bad))
-        windows = [position + i * B + row for i in suspects for row in range(B)]
-        where = loader.describe(windows[:4])
-        raise runs.diverged(step, loss, norm, where, config.out_dir)
+    # float16: where gradients overflow, on all ranks alike, no optimizer takes a step, and the scaler lowers its scale
+    scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_can_skip):
+        windows = [position + i * B + row for i in world.find_not_finite(losses) for row in range(B)]
+        raise runs.diverged(step, loss, norm, loader.describe(windows[:4]), config.out_dir)
     for optimizer in optimizers:
-        scaler.step(optimizer)
+        if math.isfinite(norm):
+            scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     # a single rank also sees signals received since then
@@ -822,37 +751,38 @@ def load_data(config, world):
         import fineweb  # only this preset makes its own data; existing shards are reused
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
-        world.run_on_master(fineweb.prepare, corpus)
-    layout = dict(B=config.batch_size, T=config.sequence_length)
-    layout |= dict(rank=world.rank, world_size=world.size, device=world.device)
-    train_loader = DataLoaderLite(config.data, "train", **layout, seed=config.seed, shuffle=config.shuffle)
-    val_loader = DataLoaderLite(config.data, "val", **layout)
+        world.broadcast_from_master(fineweb.prepare, corpus)
+    options = dict(B=config.batch_size, T=config.sequence_length)
+    options |= dict(rank=world.rank, world_size=world.size, device=world.device)
+    train_loader = DataLoaderLite(config.data, "train", **options, seed=config.seed, shuffle=config.shuffle)
+    val_loader = DataLoaderLite(config.data, "val", **options)
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc)
     shards.check_size(config.data, train_loader, config.total_batch_size)
+    world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
     return train_loader, val_loader, enc
 
 
-def load_or_make_model(config, enc, fingerprint, world):
-    """The model of a run: resumed, branched, from --init-from, or new. Returns (GPT, checkpoint's dict or None)."""
-    start = world.run_on_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprint)
+def load_or_make_model(config, enc, fingerprints, world):
+    """The GPT of a run: resumed, branched, from --init-from, or new; and the checkpoint's dict of the first two."""
+    # empty for a new model; with --init-from, only the shape and the weights
+    start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
     else:
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    return model, start if "optimizer" in start else None  # --init-from gives weights only
+    return model, start if "optimizer" in start else None
 
 
 def training_state(raw_model, optimizers, scaler, loader):
-    """All that a run needs to resume exactly: read back by `restore_state` and, for the weights, `GPT.from_state`."""
+    """What a run needs to resume exactly, besides the step, which `Run.save` adds."""
     return {
         "model": raw_model.state_dict(),
         "optimizer": [optimizer.state_dict() for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "loader": loader.state_dict(),
-        "rng": torch.get_rng_state(),
     }
 
 
@@ -864,124 +794,98 @@ def restore_state(saved, optimizers, scaler, loader):
     if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
-    torch.set_rng_state(saved["rng"])
 
 
-def train(config, world):
-    """Start or resume the run that `config` describes. Returns the process's exit status."""
+def train(config, world, lock):
+    """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
 
     # everything is loaded and checked; nothing is written before the `with` below
-    world.check_agreement(runs.facts_for_all_ranks(config))
-    train_loader, val_loader, enc = load_data(config, world)
-    world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
-    raw_model, saved = load_or_make_model(config, enc, train_loader.fingerprint, world)
+    loader, val_loader, enc = load_data(config, world)
+    fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
+    raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, start_step):
+    if runs.is_finished(config, saved):  # it has printed that
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved, world.device)
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
+    world = dataclasses.replace(world, dtype=dtype)
     examples = []
     # a missing file is downloaded now, rather than in the middle of a run
     if config.hellaswag_every:
-        examples = world.run_on_master(hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit)
-    autocast = torch.autocast(world.device_type, dtype, enabled=dtype != torch.float32)  # the weights stay float32
-    # raw_model is saved, sampled from and scored; `compiled` is compiled for one shape, (B, T); `model` adds DDP
-    model, B = fit_to_machine(raw_model, config, dtype, autocast, world)
-    compiled = model.module if world.size > 1 else model
+        load = hellaswag.load_examples
+        examples = world.broadcast_from_master(load, config.hellaswag_data, enc, config.hellaswag_limit)
+    # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
+    model, B = fit_to_machine(raw_model, config, world)
+    unwrapped = model.module if world.size > 1 else model
+    loader.B = val_loader.B = B
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        state = training_state(raw_model, optimizers, scaler, train_loader)
-        checkpoint.check_state(saved, state, optimizers)
-        restore_state(saved, optimizers, scaler, train_loader)
+        restore_state(saved, optimizers, scaler, loader)
 
     # a checkpoint has all that its model needs, including the tokenizer
-    metadata = {"config": dataclasses.asdict(config), "tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
+    metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
+    token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
-    with runs.Run(config, world, start_step, saved, metadata) as run:
-        saved = None  # frees gigabytes
-        run.print_summary(raw_model, dtype, train_loader, num_val_windows, B, optimizers)
+    # opens the run's folder, and from here on signals stop the run at the end of a step
+    with runs.Run(config, world, lock, start_step, saved, metadata) as run:
+        signals, saved = run.signals, None  # None frees gigabytes
+        run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
         gc.collect()
         # everything allocated so far lives to the end of the run: exclude it from garbage collection
         gc.freeze()
 
+        # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
         for step in range(start_step, max_steps + 1):
-            last_step = step == max_steps
-            # evaluations at step N see the weights after N updates, the last update included
-            if not stopping:
-                if is_due(step, config.val_every, max_steps):
-                    loss = evaluate_val_loss(compiled, val_loader, num_val_windows, B, autocast, world)
-                    run.log_val_loss(step, loss, raw_model)
-                if is_due(step, config.hellaswag_every, max_steps):
-                    run.log_hellaswag(step, evaluate_hellaswag(raw_model, examples, enc, autocast, world))
-                if is_due(step, config.sample_every, max_steps) and world.is_master:
-                    run.log_samples(step, generate_samples(raw_model, enc, config, autocast, world.device))
-            is_milestone = is_due(step, config.milestone_every, max_steps)
-            if last_step or stopping or is_milestone or is_due(step, config.checkpoint_every, max_steps):
-                run.save(step, training_state(raw_model, optimizers, scaler, train_loader))
-            if last_step or stopping:
+            if not stopping and is_due(step, config.val_every, max_steps):
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, signals, world)
+                stopping = losses is None
+                if not stopping:
+                    run.log_val_loss(step, *losses, raw_model)
+            if not stopping and is_due(step, config.hellaswag_every, max_steps):
+                counts = evaluate_hellaswag(raw_model, examples, enc, signals, world)
+                stopping = counts is None
+                if not stopping:
+                    run.log_hellaswag(step, counts)
+            if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
+                run.log_samples(step, generate_samples(raw_model, enc, config, world))
+            ends = stopping or step == max_steps
+            if ends or any(
+                is_due(step, every, max_steps) for every in (config.checkpoint_every, config.milestone_every)
+            ):
+                run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied at once
+            if ends:
                 break
 
             start = time.perf_counter()
             lr = apply_schedules(optimizers, step, config)
-            num_windows = get_batch_size(train_loader.position * T, config) // T
+            num_windows = get_batch_size(loader.position * T, config) // T
             loss, norm, stopping = train_step(
-                model, train_loader, num_windows, B, optimizers, scaler, step, config, run.signals, autocast, world
+                model, loader, num_windows, optimizers, scaler, step, config, signals, world
             )
             run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
 
-        return run.finish(step, stopping, raw_model, enc)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Command line
-
-
-def parse_args(args=None):
-    """Parse a command line into a TrainConfig: the preset's defaults, overridden by the flags."""
-    return cli.parse(TrainConfig, args, presets=PRESETS, synonyms=cli.OTHER_TRAINERS)
-
-
-def check_config(config, world_size):
-    """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
-    above_0 = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size"
-    above_0 += " max_steps max_lr val_tokens keep_checkpoints"
-    errors = cli.check_numbers(config, above_0.split(), below_1=["beta1", "beta2", "muon_momentum"])
-    errors += distributed.check_machine(config) + runs.check_names(config)
-    # at least 1, so that a bad value reported above cannot cause a division by zero in the checks below
-    T, n_head, total = (max(1, n) for n in (config.sequence_length, config.n_head, config.total_batch_size))
-    if config.n_embd % n_head:
-        nearest = n_head * max(1, round(config.n_embd / n_head))
-        errors.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {n_head}. Try --n-embd {nearest}.")
-    if T > config.block_size:
-        errors.append(
-            f"--sequence-length {T} is longer than --block-size {config.block_size}. "
-            "Lower the first or raise the second."
-        )
-    errors += distributed.check_batch(total, T, world_size, config.batch_ramp)
-    if config.val_tokens < T:
-        errors.append(f"--val-tokens is {config.val_tokens}, but it must be {T} or more, the length of one sequence.")
-    if config.decay_fraction > 1:
-        errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1.")
-    if errors:
-        raise UserError(" ".join(errors))
+        return run.finish(step, stopping, raw_model, enc)  # exports the model, unless the run was stopped
 
 
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
-    config = parse_args(args)
-    check_config(config, distributed.get_world_size())
+    config = runs.inherit(parse_args(args), lambda parent: parse_args(args, parent))
+    fit.check_config(config, distributed.environment_number("WORLD_SIZE", 1))
     world = distributed.setup_distributed(config.device)
-    try:
-        status = train(config, world)
-    finally:
-        distributed.cleanup_distributed()
+    if config.compile is None:
+        config.compile = world.device_type == "cuda"
+    world.check_agreement(runs.facts_for_all_ranks(config))
+    with runs.claim(config, world) as lock:
+        status = train(config, world, lock)
+    distributed.cleanup_distributed()  # not after an error: it waits for ranks that wait for this one
     sys.exit(status)
 
 

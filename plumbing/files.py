@@ -123,7 +123,16 @@ class FolderLock:
     """A lock on a folder, which this process holds until it closes the lock or ends."""
 
     def __init__(self, folder, name, descriptor, created):
-        self.path, self.descriptor, self.created = Path(folder) / name, descriptor, created
+        self.folder, self.path = Path(folder), Path(folder) / name
+        self.descriptor, self.created = descriptor, created
+
+    def check(self):
+        """Raise UserError if the locked folder is no longer the one at its path."""
+        if self.descriptor is not None and not is_same_file(self.descriptor, self.path):
+            raise UserError(
+                f"{self.folder} is no longer the folder in which this program began: something has moved or replaced "
+                "it. Nothing more is written. Put it back and run the same command again."
+            )
 
     def close(self):
         """Release the lock, and remove the folders that it created and that are still empty."""

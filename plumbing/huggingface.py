@@ -23,6 +23,7 @@ from plumbing.modelcard import write_model_card
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # what config.json may say of a model that GPT computes; the first is what transformers assumes where it says nothing
 SUPPORTED = {
+    "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -51,15 +52,8 @@ def load_huggingface(name_or_directory):
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory))
-    config = read_config(directory)
-    weights = read_weights(directory)
-    shape = shape_of(weights, config.get("n_head", 12), directory)
-    num_layers = config.get("n_layer", shape["n_layer"])
-    if num_layers != shape["n_layer"]:
-        raise UserError(
-            f"The weights in {directory} have {shape['n_layer']} layers instead of {num_layers!r:.60}. {COPY_AGAIN}"
-        )
-    return shape, weights
+    config, weights = read_config(directory), read_weights(directory)
+    return shape_of(weights, config.get("n_head", 12), directory), weights
 
 
 def download(name):
@@ -86,32 +80,32 @@ def read_config(directory):
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object. {COPY_AGAIN}")
-    problems = []
-    if config.get("model_type") != "gpt2":
-        problems.append(f"its model_type is {config.get('model_type')!r:.60}, not 'gpt2'")
+    config = {"model_type": None} | config
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
-            problems.append(f"its {name} is {config[name]!r:.60}, not {values[0]!r}")
-    if problems:
-        raise UserError(
-            f"{path} describes a variant of GPT-2, or another model, that is not supported: {', and '.join(problems)}. "
-            "Use a model of GPT-2's own architecture."
-        )
+            raise UserError(
+                f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
+                f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
+            )
     return config
 
 
 def read_weights(directory):
-    """Return a state dict for GPT, in float32, of the safetensors files in a folder."""
+    """Return a state dict for GPT, in float32, of the safetensors in a folder: one file, or its parts."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    found = {}
+    single = directory / "model.safetensors"
+    paths = [single] if single.is_file() else sorted(directory.glob("model-*-of-*.safetensors"))
+    if not paths:
+        pickles = " Its weights in *.bin are pickles, which can run code." if any(directory.glob("*.bin")) else ""
+        raise UserError(f"{directory} has no model.safetensors.{pickles} Convert, copy or export the model again.")
+    found, weights = {}, {}
     try:
-        for path in weight_files(directory):
+        for path in paths:
             found |= load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"Could not read the weights in {directory}: {first_line(error)}. {COPY_AGAIN}") from None
-    weights = {}
     for name, weight in found.items():
         if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
             name = f"transformer.{name}"
@@ -119,23 +113,6 @@ def read_weights(directory):
             weights[name] = weight.float()
     weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
     return transposed(weights)
-
-
-def weight_files(directory):
-    """Return the paths of a model's safetensors files: one, or its parts."""
-    single = Path(directory, "model.safetensors")
-    if single.is_file():
-        return [single]
-    parts = sorted(Path(directory).glob("model-*-of-*.safetensors"))
-    if parts:
-        return parts
-    pickles = sorted(path.name for path in Path(directory).glob("*.bin"))
-    if pickles:
-        raise UserError(
-            f"{directory} has its weights only as pickles ({pickles[0]}), which can run code when they are read and "
-            "are therefore refused. Convert them to model.safetensors."
-        )
-    raise UserError(f"{directory} has no model.safetensors. {COPY_AGAIN}")
 
 
 def shape_of(weights, n_head, source):

@@ -1,14 +1,12 @@
 """Import and export tokenizers in Hugging Face's format: tokenizer.json, tokenizer_config.json and a chat template."""
 
 import json
-import os
 from pathlib import Path
 
 import tiktoken
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import atomic_write
 
 # digest of GPT-2's tokenizer, by which a copy of it is recognized
 GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
@@ -32,43 +30,36 @@ def export_tokenizer(enc, directory, max_length=None):
     """
     from tokenizers import AddedToken
 
+    directory = Path(directory)
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
     tokens = sorted(ranks, key=ranks.get)
     spelled = {token: "".join(chars[byte] for byte in token) for token in tokens}
     merges = []
     for token in tokens:
-        if len(token) > 1:
-            left, right = tokenizer.last_merge(token, ranks)
-            if left not in ranks or right not in ranks:
-                raise UserError(
-                    f"Tokenizer {enc.name} cannot be exported: its token {token!r} is not made of two shorter ones."
-                )
-            merges.append((spelled[left], spelled[right]))
+        parts = tokenizer.last_merge(token, ranks) if len(token) > 1 else ()
+        if not all(part in ranks for part in parts):
+            raise UserError(
+                f"Tokenizer {enc.name} cannot be exported: its token {token!r} is not made of two shorter ones."
+            )
+        if parts:
+            merges.append(tuple(spelled[part] for part in parts))
+    vocab = {spelled[token]: ranks[token] for token in tokens}
+    both = vocab.keys() & enc._special_tokens.keys()
+    if both:
+        raise UserError(f"Tokenizer {enc.name} cannot be exported: {min(both)!r} is both a special token and a word.")
+    model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
-    for token in special_tokens:
-        if token in spelled.values():
-            raise UserError(f"Tokenizer {enc.name} cannot be exported: {token!r} is both a special token and a word.")
-    vocab = {spelled[token]: ranks[token] for token in tokens} | enc._special_tokens
-    model = tokenizer.huggingface_model(enc._pat_str, vocab, merges)
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "bos_token": tokenizer.EOT,
-        "eos_token": tokenizer.EOT,
-        "unk_token": tokenizer.EOT,
-        "pad_token": tokenizer.EOT,
-    }
+    config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
+    config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     if max_length:
         config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
-    files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps(config)}
-    os.makedirs(directory, exist_ok=True)
-    for name, text in files.items():
-        with atomic_write(os.path.join(directory, name), "w", encoding="utf-8") as file:
-            file.write(text)
-    tokenizer.write_encoding(enc, os.path.join(directory, "tokenizer.tiktoken"))
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(model.to_str(), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer.write_encoding(enc, directory / "tokenizer.tiktoken")
 
 
 def import_tokenizer(directory):
@@ -150,7 +141,7 @@ def pattern_from_fields(pre_tokenizer):
 
 
 def check_same_ids(enc, theirs):
-    """Raise ValueError unless `enc` gives a text with thousands of its tokens the ids that `theirs` gives it."""
+    """Raise ValueError unless both give a text with thousands of tokens the same ids."""
     tokens = list(enc._mergeable_ranks)
     sample = tokens[:: len(tokens) // 5000 + 1]
     text = tokenizer.PROBE + b"".join(sample).decode("utf-8", "replace")

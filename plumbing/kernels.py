@@ -1,62 +1,22 @@
-"""The output layer and its loss as one function, for GPUs: matmuls in float8, the loss from a Triton kernel.
+"""Attention for CPUs, and the output layer with its loss as one function in float8, for --dtype fp8.
 
-A step of GPT-2 124M spends a third of its time here. The logits take 100 KB per token, so what counts is how often
-they are read and written. Their gradient, softmax - one_hot, can be computed as soon as they are, so the forward pass
-computes it together with the loss, while a row is in the cache, and leaves only matmuls to the backward pass.
+A step of GPT-2 124M spends a third of its time in that layer. Its logits take 100 KB per token, so what counts is how
+often they are read and written. Their gradient, softmax - one_hot, can be computed as soon as they are: the forward
+pass computes it together with the loss, and leaves only matmuls to the backward pass.
 """
 
 import torch
+import torch.nn.functional as F
 
 # A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
 # finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344
 GRADIENT_SCALE = 2.0**15
 
 
-def linear_cross_entropy(x, weight, targets, float8=False, triton=False, ignore_index=-100):
-    """The sum of the cross-entropy losses of the logits x @ weight.T, in float32.
-
-    x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in
-    F.cross_entropy, the softmax is over all V ids, padding included. The logits are bfloat16. With `float8` the
-    matmuls are in float8, at twice the bfloat16 rate (Ada, Hopper and newer; N, C and V must be multiples of 16).
-    With `triton` a Triton kernel computes losses and gradient; it needs CUDA.
-    """
-    return LinearCrossEntropy.apply(x, weight, targets, float8, triton, ignore_index)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, float8, triton, ignore_index):
-        ctx.dtypes = x.dtype, weight.dtype
-        if float8:
-            x, x_scale = to_float8(x)
-            weight, weight_scale = to_float8(weight)
-            logits = torch._scaled_mm(x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-        else:
-            x_scale = weight_scale = None
-            x, weight = x.bfloat16(), weight.bfloat16()
-            logits = x @ weight.T
-        compute = cross_entropy_triton if triton else cross_entropy
-        losses, gradient = compute(logits, targets, float8, ignore_index)
-        ctx.save_for_backward(x, x_scale, weight, weight_scale, gradient)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, x_scale, weight, weight_scale, gradient = ctx.saved_tensors
-        # multiply small tensors by grad_output, the weight of this loss in the step's, and not the large gradient
-        if x_scale is None:
-            grad_x, grad_weight = (gradient @ weight) * grad_output, (gradient.T @ x) * grad_output
-        else:
-            scale = grad_output / GRADIENT_SCALE
-            # the hardware requires a row-major first operand and a column-major second one
-            weight, x = weight.T.contiguous().T, x.T.contiguous().T
-            grad_x = torch._scaled_mm(gradient, weight, scale, weight_scale, out_dtype=torch.bfloat16)
-            gradient = gradient.T.contiguous()
-            grad_weight = torch._scaled_mm(gradient, x, scale, x_scale, out_dtype=torch.float32)
-        x_dtype, weight_dtype = ctx.dtypes
-        return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None, None, None, None
+def attention_on_cpu(q, k, v, **options):
+    """F.scaled_dot_product_attention in float32, which is faster on a CPU even if the matmuls are in bfloat16."""
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
 def to_float8(tensor):
@@ -68,49 +28,49 @@ def to_float8(tensor):
     return (tensor / scale).to(torch.float8_e4m3fn), scale
 
 
-def cross_entropy(logits, targets, float8, ignore_index):
-    """The losses (N,) of logits (N, V) and their gradient, which is bfloat16, or e5m2 and times GRADIENT_SCALE."""
+def cross_entropy(logits, targets, ignore_index):
+    """The losses (N,) of logits (N, V), in float32, and their gradient in e5m2, times GRADIENT_SCALE."""
     logits, targets = logits.float(), targets[:, None]
     is_target = targets != ignore_index
     log_sum = logits.logsumexp(1, keepdim=True)
     losses = torch.where(is_target, log_sum - logits.gather(1, targets.clamp(min=0)), 0.0)[:, 0]
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets
     gradient = torch.where(is_target, (logits - log_sum).exp() - one_hot.float(), 0.0)
-    return losses, (gradient * GRADIENT_SCALE).to(torch.float8_e5m2) if float8 else gradient.bfloat16()
+    return losses, (gradient * GRADIENT_SCALE).to(torch.float8_e5m2)
 
 
-def cross_entropy_triton(logits, targets, float8, ignore_index):
-    """What `cross_entropy` returns, from the Triton kernel. In bfloat16 the gradient takes the place of the logits."""
-    if float8:
-        return cross_entropy_float8(logits, targets, ignore_index)
-    return cross_entropy_in_place(logits, targets, ignore_index), logits
+def linear_cross_entropy(x, weight, targets, ignore_index=-100, cross_entropy=cross_entropy):
+    """The sum of the cross-entropy losses of the logits x @ weight.T, in float32, with matmuls in float8.
+
+    x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
+    softmax is over all V ids, padding included. The logits are bfloat16. float8 matmuls run at twice the rate of
+    bfloat16 (Ada, Hopper and newer; N, C and V must be multiples of 16). Part of that gain is lost again: Hopper only
+    multiplies rows by rows, so the large gradient is also needed transposed, byte by byte.
+    """
+    return LinearCrossEntropy.apply(x, weight, targets, ignore_index, cross_entropy)
 
 
-# Custom operators, so that torch.compile calls the kernel as it is. They import triton, which a CPU does not have
+class LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`."""
 
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, cross_entropy):
+        ctx.dtypes = x.dtype, weight.dtype
+        x, x_scale = to_float8(x)
+        weight, weight_scale = to_float8(weight)
+        logits = torch._scaled_mm(x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        losses, gradient = cross_entropy(logits, targets, ignore_index)
+        ctx.save_for_backward(x, x_scale, weight, weight_scale, gradient)
+        return losses.sum()
 
-@torch.library.custom_op("train_gpt2::cross_entropy_in_place", mutates_args=["logits"])
-def cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    from plumbing import triton_cross_entropy
-
-    return triton_cross_entropy.launch(logits, targets, logits, 1.0, ignore_index)
-
-
-@torch.library.custom_op("train_gpt2::cross_entropy_float8", mutates_args=[])
-def cross_entropy_float8(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from plumbing import triton_cross_entropy
-
-    gradient = torch.empty_like(logits, dtype=torch.float8_e5m2)
-    return triton_cross_entropy.launch(logits, targets, gradient, GRADIENT_SCALE, ignore_index), gradient
-
-
-@cross_entropy_in_place.register_fake
-def _(logits, targets, ignore_index):
-    return logits.new_empty(len(logits), dtype=torch.float32)
-
-
-@cross_entropy_float8.register_fake
-def _(logits, targets, ignore_index):
-    return logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits, dtype=torch.float8_e5m2)
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, x_scale, weight, weight_scale, gradient = ctx.saved_tensors
+        # grad_output, the weight of this loss in the step, scales the small results and not the large gradient
+        scale = grad_output / GRADIENT_SCALE
+        # the hardware requires a row-major first operand and a column-major second one
+        weight, x = weight.T.contiguous().T, x.T.contiguous().T
+        grad_x = torch._scaled_mm(gradient, weight, scale, weight_scale, out_dtype=torch.bfloat16)
+        grad_weight = torch._scaled_mm(gradient.T.contiguous(), x, scale, x_scale, out_dtype=torch.float32)
+        x_dtype, weight_dtype = ctx.dtypes
+        return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None, None, None

@@ -1,13 +1,15 @@
-"""--wandb: a copy of the run's log at Weights & Biases, which never ends or delays the training."""
+"""--wandb: a copy of the run's log at Weights & Biases, that can neither stop nor delay the training."""
 
 import importlib.util
+import itertools
 import os
 import queue
 import threading
 import uuid
 from pathlib import Path
 
-from plumbing.files import atomic_write
+from plumbing.cli import first_line
+from plumbing.files import atomic_write, open_regular
 
 INIT_SECONDS = 8  # how long to wait for the server before the run is offline
 FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive
@@ -19,15 +21,6 @@ def is_installed():
     return spec is not None and spec.origin is not None
 
 
-def read_rows(log_lines):
-    """The lines of a log.txt by step: {step: {stream: value}}."""
-    rows = {}
-    for line in log_lines:
-        step, stream, value = line.split()
-        rows.setdefault(int(step), {})[stream] = float(value)
-    return rows
-
-
 def kept_id(folder):
     """The run's id at Weights & Biases, stored in `folder` so that a resumed run has the same one."""
     path = folder / "run_id.txt"
@@ -35,7 +28,8 @@ def kept_id(folder):
         folder.mkdir(exist_ok=True)
         with atomic_write(path, "w") as file:
             file.write(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
+    with open_regular(path, "r", encoding="utf-8") as file:
+        return file.read().strip()
 
 
 def start_wandb(project, out_dir, config):
@@ -84,11 +78,11 @@ class Mirror:
     """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
 
     def __init__(self, project, out_dir, config, log_lines):
-        """log_lines: what log.txt has already, from before a resume or from a branch's parent."""
+        """log_lines: read_log's, of what log.txt has already, from before a resume or from a branch's parent."""
         self.status, self.given_up = 0, False
         self.queue = queue.SimpleQueue()  # of (step, {stream: value}), and None at the end
-        for row in read_rows(log_lines).items():
-            self.queue.put(row)
+        for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
+            self.queue.put((step, {stream: value for _, stream, value in lines}))
         # subtle: a daemon, because at exit Python would wait forever for any other thread that hangs
         self.thread = threading.Thread(target=self.work, args=(project, Path(out_dir), config), daemon=True)
         self.thread.start()
@@ -104,10 +98,9 @@ class Mirror:
             run.finish(exit_code=self.status)
         except Exception as error:
             # anything may fail in a large package that talks to a server, and none of it should end the run
-            reason = (str(error).splitlines() or [""])[0]
             if not self.given_up:
                 print(
-                    f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {reason}). "
+                    f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {first_line(error)}). "
                     "Training continues without it; log.txt has everything.",
                     flush=True,
                 )

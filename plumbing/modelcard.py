@@ -8,10 +8,12 @@ import datetime
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 from plumbing.cli import count, first_line, plain
 from plumbing.files import atomic_write, open_regular
+from plumbing.log import read_log
 
 # meta.json's name of a data set: its name for people; one with a slash is on the hub, and is English
 DATASETS = {
@@ -83,7 +85,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 {%- endif %}
 {%- for start in starts %}
 - **{{ "Resumed" if loop.index0 else "Started" }}**: {{ start.started }}; ranks {{ start.ranks }}; machine
-  {{ start.machine }}; software {{ start.versions }}; commit of train_gpt2 {{ start.commit }}.
+  {{ start.machine }}; software {{ start.versions }}{{ "; train_gpt2's commit " ~ start.commit if start.commit }}.
 {%- endfor %}
 
 <details>
@@ -103,34 +105,46 @@ def write_model_card(directory, run_folder, step=None, sample=""):
     run_folder: the folder of the run, with run.txt and log.txt. step: the number of updates after which the model was
     exported; None: after all of the run's. sample: a text that the model has written.
     """
-    log, starts = Path(run_folder, "log.txt"), Path(run_folder, "run.txt")
-    parts = {
-        "curve.png": lambda path: write_curve(path, read_log(log, step)),
-        "README.md": lambda path: write_card(path, read_starts(starts), read_log(log, step), step, sample),
-    }
-    for name, write in parts.items():
-        try:
-            write(Path(directory, name))
-        except Exception as error:  # matplotlib fails in many ways, and people edit run.txt
-            print(f"note: {directory} has no {name}: {plain(first_line(error))}", flush=True)
+    directory, run_folder, streams = Path(directory), Path(run_folder), {}
+    try:
+        streams = read_streams(run_folder / "log.txt", step)
+        write_curve(directory / "curve.png", streams)
+    except Exception as error:  # matplotlib fails in many ways
+        print(f"note: {directory} has no curve.png: {plain(first_line(error))}", flush=True)
+    try:
+        text = card_text(directory, read_starts(run_folder / "run.txt"), streams, step, sample)
+        with atomic_write(directory / "README.md", "w", encoding="utf-8") as file:
+            file.write(text)
+    except Exception as error:  # people edit run.txt
+        print(f"note: {directory} has no README.md: {plain(first_line(error))}", flush=True)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What the run wrote
+def read_streams(path, step):
+    """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
+    streams = {}
+    for at, stream, value in read_log(path):
+        # an evaluation at step N is of the weights after N updates, a training loss at step N of those before
+        is_evaluation = stream in ("val", "val_bpb", "hella")
+        if step is None or at < step or (at == step and is_evaluation):
+            streams.setdefault(stream, {})[at] = value
+    return streams
 
 
 def read_starts(path):
     """Return the starts of a run that run.txt describes: dicts of Markdown, except that "config" is a dict."""
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         blocks = file.read().strip().split("\n\n")
-    starts = [dict(line.split(": ", 1) for line in block.splitlines()) for block in blocks]
-    as_json = ("config", "branched")
-    return [{k: json.loads(v) if k in as_json else as_code(v) for k, v in start.items()} for start in starts]
+    read = {"config": json.loads, "branched": json.loads}
+    starts = []
+    for block in blocks:
+        fields = [line.partition(":") for line in block.splitlines()]
+        starts.append({name: read.get(name, as_code)(text.strip()) for name, _, text in fields})
+    return starts
 
 
 def as_code(text):
     """Return text from a file as Markdown that shows it as it is."""
-    return f"`{plain(text).replace('`', chr(39))}`"
+    return f"`{plain(text).replace('`', chr(39))}`" if text else ""
 
 
 def read_json(path):
@@ -139,46 +153,28 @@ def read_json(path):
         return json.load(file)
 
 
-def read_log(path, step=None):
-    """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
-    streams = {}
-    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-        lines = file.readlines()
-    for line in lines:
-        match = re.fullmatch(r"(\d{1,15}) (\S+) (-?\d[\d.e+-]*)\n", line, re.ASCII)
-        if match:
-            at, stream, value = int(match[1]), match[2], float(match[3])
-            # an evaluation at step N is of the weights after N updates, a training loss at step N of those before
-            is_evaluation = stream in ("val", "val_bpb", "hella")
-            if step is None or at < step or (at == step and is_evaluation):
-                streams.setdefault(stream, {})[at] = value
-    return streams
-
-
 # ----------------------------------------------------------------------------------------------------------
 # The page
 
 
-def write_card(path, starts, streams, step, sample):
-    """Write README.md to the export beside it: the metadata that the hub reads, then the page."""
+def card_text(directory, starts, streams, step, sample):
+    """Return README.md: the metadata that the hub reads, then the page."""
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
     from safetensors import safe_open
 
     config, branched = starts[-1]["config"], starts[0].get("branched", {})
     meta_path = Path(config["data"], "meta.json")
     meta = read_json(meta_path) if meta_path.is_file() else {}
-    dataset = DATASETS.get(meta.get("dataset"), "")
+    dataset, parent = DATASETS.get(meta.get("dataset"), ""), config["init_from"]
     data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
-    origin, parent = "trained from scratch", config["init_from"]
-    if parent:
-        origin = "trained from the weights of another model"
+    origin = "trained from the weights of another model" if parent else "trained from scratch"
     if parent in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
         origin = f"fine-tuned from OpenAI's {parent}"
         data["base_model"] = f"openai-community/{parent}"
-    with safe_open(path.with_name("model.safetensors"), "pt") as file:
+    with safe_open(directory / "model.safetensors", "pt") as file:
         num_parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-    updates = step or 1 + max(streams.get("train", [-1]))
     has_one_size = not config["batch_ramp"] and "total_batch_size" not in branched.get("changed", {})
+    tokens_per_step = config["total_batch_size"] if has_one_size else 0
     settings = {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
     card = ModelCard.from_template(
         ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"], **data),
@@ -186,20 +182,19 @@ def write_card(path, starts, streams, step, sample):
         num_parameters=f"{num_parameters:,}",
         origin=origin,
         dataset=dataset,
-        shape=read_json(path.with_name("config.json")),
+        shape=read_json(directory / "config.json"),
         rows=table(streams, config),
-        has_curve=path.with_name("curve.png").exists(),
+        has_curve=(directory / "curve.png").exists(),
         sample="\n".join(plain(line, 10**4) for line in sample.strip().splitlines()),
         fence="`" * max(len(run) + 1 for run in ["``", *re.findall("`+", sample)]),
-        tokenizer=read_json(path.with_name("tokenizer_config.json")),
-        updates=describe_updates(updates, config["total_batch_size"] * has_one_size, streams.get("tok/s", {})),
+        tokenizer=read_json(directory / "tokenizer_config.json"),
         tokens=f", {meta['tokens']:,} tokens of the tokenizer {as_code(meta['tokenizer'])}" if "tokens" in meta else "",
+        updates=describe_updates(step, tokens_per_step, streams),
         branched=branched,
         starts=starts,
         settings=json.dumps(settings, indent=2),
     )
-    with atomic_write(path, "w", encoding="utf-8") as file:
-        file.write(str(card))
+    return str(card)
 
 
 def table(streams, config):
@@ -216,54 +211,47 @@ def table(streams, config):
     return [(names[name], f"{value:.4f}", f"{step + (name == 'train'):,}") for name, (step, value) in last.items()]
 
 
-def describe_updates(updates, tokens_per_step, rates):
-    """Return how many updates the run made, of how many tokens, and in what time if `rates` has that of each."""
+def describe_updates(step, tokens_per_step, streams):
+    """Return how many updates the run made, of how many tokens, and in what time if the log has that of each."""
+    updates, rates = step or 1 + max(streams.get("train", [-1])), streams.get("tok/s", {})
+    tokens = updates * tokens_per_step
     text = f"{updates:,} updates" if updates else ""
-    if updates and tokens_per_step:
-        tokens = updates * tokens_per_step
+    if tokens:
         text += f" of {tokens_per_step:,} tokens, {tokens:,} in all"
-        if len(rates) == updates:
-            seconds = sum(tokens_per_step / rate for rate in rates.values())
-            text += f", in {datetime.timedelta(seconds=round(seconds))} ({tokens / seconds:,.0f} tokens per second)"
+    if tokens and len(rates) == updates:
+        seconds = sum(tokens_per_step / rate for rate in rates.values())
+        text += f", in {datetime.timedelta(seconds=round(seconds))} ({tokens / seconds:,.0f} tokens per second)"
     return text
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The picture
-
-
 def write_curve(path, streams):
-    """Draw the losses, and HellaSwag if it was measured more than once."""
+    """Draw the losses and, if it was measured more than once, HellaSwag."""
     from matplotlib.figure import Figure
 
-    losses, hella = streams["train"], streams.get("hella", {})
+    train, val, hella = (streams.get(name, {}) for name in ("train", "val", "hella"))
+    steps, losses = list(train), list(train.values())
+    if not losses:
+        return
+    width = max(1, len(losses) // 100)  # of a part; the averages of 100 parts make a calm line
+    parts = [slice(first, first + width) for first in range(0, len(losses), width)]
+    averages = [[statistics.fmean(values[part]) for part in parts] for values in (steps, losses)]
     num_panels = 2 if len(hella) > 1 else 1
     figure = Figure(figsize=(9, 3.4 * num_panels), layout="constrained", dpi=120)
     panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
-    draw_losses(panels[0], list(losses), list(losses.values()), streams.get("val", {}))
+    panels[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each update")
+    panels[0].plot(*averages, color="tab:blue", label=f"training, mean of {count(width, 'update')}")
+    panels[0].plot(list(val), list(val.values()), "o-", color="tab:orange", markersize=4, label="validation")
+    panels[0].set_ylabel("loss, nats per token")
+    # the first losses are far above the rest and would flatten the curve
+    shown = losses[len(losses) // 50 :] + list(val.values())[1:]
+    panels[0].set_ylim(min(shown) - 0.1, max(shown) + 0.1)
     if num_panels == 2:
-        panels[1].plot(list(hella), list(hella.values()), "o-", color="tab:green", markersize=4)
+        panels[1].plot(list(hella), list(hella.values()), "o-", color="tab:green", markersize=4, label="HellaSwag")
         panels[1].axhline(0.25, color="gray", linewidth=1, linestyle=":", label="chance")
-        panels[1].set_ylabel("HellaSwag acc_norm")
+        panels[1].set_ylabel("acc_norm")
     for panel in panels:
         panel.legend(frameon=False)
         panel.grid(alpha=0.3)
     panels[-1].set_xlabel("updates")
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
-
-
-def draw_losses(axes, steps, losses, val):
-    """Draw the training loss, of each update and averaged, and the validation loss."""
-    width = max(1, len(losses) // 100)  # average to 100 points
-    starts = range(0, len(steps), width)
-    middles, means = ([sum(part[i : i + width]) / len(part[i : i + width]) for i in starts] for part in (steps, losses))
-    if width > 1:
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each update")
-    axes.plot(middles, means, color="tab:blue", linewidth=1.8, label=f"training, mean of {count(width, 'update')}")
-    axes.plot(list(val), list(val.values()), "o-", color="tab:orange", markersize=4, label="validation")
-    # the first losses are far above the rest and would flatten the curve
-    shown = losses[len(losses) // 50 :] + list(val.values())[1:]
-    margin = 0.05 * (max(shown) - min(shown)) or 0.1
-    axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    axes.set_ylabel("loss, nats per token")

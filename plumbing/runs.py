@@ -20,121 +20,104 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.checkpoint import (
-    BEST,
-    CHECKPOINT_NAME,
-    SHAPE,
-    CheckpointWriter,
-    check_tokenizer,
-    load_checkpoint,
-    load_initial_weights,
-    model_tokenizer,
-    newest_checkpoint,
-)
-from plumbing.cli import UserError
-from plumbing.distributed import flops_per_token, is_restart, launch_time, print0
-from plumbing.files import atomic_write, lock_folder
-from plumbing.huggingface import export_huggingface
+from plumbing import checkpoint as checkpoints
+from plumbing.cli import UserError, count, is_rank_0, print_next
+from plumbing.distributed import flops_per_token, is_restart, print0
+from plumbing.files import atomic_write, lock_folder, open_regular
+from plumbing.huggingface import export_huggingface, is_export_of
+from plumbing.log import read_log
 from plumbing.mirror import Mirror
 from plumbing.peaks import peak_flops
+from tokenizer import has_chat_tokens
 
 # settings that may change when a run is resumed: none of them affects what the model learns
-MAY_CHANGE_ON_RESUME = {
-    "preset",
-    "out_dir",
-    "resume",
-    "branch_from",
-    "device",
-    "compile",
-    "activation_checkpointing",
-    "batch_size",
-    "data",
-    "val_every",
-    "hellaswag_every",
-    "hellaswag_limit",
-    "hellaswag_data",
-    "sample_every",
-    "sample_prompt",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "keep_best",
-    "milestone_every",
-    "wandb",
-}
+MAY_CHANGE_ON_RESUME = set(
+    "preset out_dir resume branch_from device compile activation_checkpointing batch_size data val_every "
+    "hellaswag_every hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints "
+    "keep_best milestone_every wandb".split()
+)
 
 # settings that may differ from node to node: where its files are, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
-SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
+SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
+
+# settings that a branch does not take over from its parent: they say where it runs, and which run it is
+OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
 
 # ----------------------------------------------------------------------------------------------------------
 # Finding what a run continues
 
 
-def find_start(config, preset, enc, fingerprint):
+@contextlib.contextmanager
+def claim(config, world):
+    """Hold the lock on out_dir, on rank 0, from before anything in it is looked at. Gives that lock, or None."""
+    locks = []
+    world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
+    try:
+        yield locks[0] if locks else None
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def find_start(config, preset, enc, fingerprints):
     """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
-    That is the newest intact checkpoint in out_dir; or, when a branch first starts, the one of --branch-from, with
-    the entry "branched" for run.txt; or the weights of --init-from. Refuses a folder with a different run, and says
-    what differs. preset: the TrainConfig of --preset.
+    That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
+    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
+    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the shards of each split.
     """
-    out_dir = Path(config.out_dir)
-    if out_dir.is_dir():
-        read_text(out_dir / "run.txt")  # report an unreadable one now, before the model is made
-    if resumes(config) and out_dir.exists():
-        checkpoint = newest_checkpoint(out_dir)
+    out_dir, checkpoint = Path(config.out_dir), None
+    if resumes(config):
+        checkpoint = checkpoints.newest_checkpoint(out_dir)
         if checkpoint:
-            check_resume(config, checkpoint, out_dir)
-        elif (out_dir / "log.txt").exists() and not (out_dir / "run.txt").exists():
-            raise UserError(
-                f"{out_dir} has a log but no run.txt, so it is not a run of train_gpt2.py. "
-                "Choose another --out-dir, or move the log aside with --no-resume."
-            )
-    else:
-        checkpoint = None
+            check_resume(config, checkpoint["config"], out_dir)
+        elif (out_dir / "log.txt").exists() and (out_dir / "log.txt").stat().st_size:  # no checkpoint was written yet
+            check_resume(config, last_config(out_dir), out_dir)
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
-    if checkpoint:
-        check_tokenizer(model_tokenizer(checkpoint), enc, config.data)
-        check_data(checkpoint, fingerprint, config)
-        return checkpoint
-    return load_initial_weights(config, preset, enc) if config.init_from else {}
+    if not checkpoint:
+        return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
+    checkpoints.check_tokenizer(checkpoints.model_tokenizer(checkpoint), enc, config.data)
+    check_data(checkpoint, fingerprints, config)
+    is_last = checkpoint["step"] == config.max_steps
+    n_head = checkpoint["config"]["n_head"]
+    checkpoint["finished"] = is_last and is_export_of(out_dir / "hf", checkpoint["model"], n_head, enc)
+    return checkpoint
 
 
-def check_settings(config, checkpoint, place):
-    """Raise UserError unless all settings in a checkpoint from `place` exist in `config`, with the same type."""
-    for name, then in checkpoint["config"].items():
-        now = getattr(config, name, None) if isinstance(name, str) else None
-        if now is None:
-            raise UserError(
-                f"The run in {place} has a setting {name!r:.60}, which this version of train_gpt2.py does not know. "
-                "Continue it with the version that started it, or use its weights with --init-from."
-            )
-        is_whole_float = isinstance(now, float) and type(then) is int
-        if type(then) is not type(now) and not is_whole_float:
-            raise UserError(
-                f"The checkpoint of step {checkpoint['step']} in {place} is damaged: its setting {name} is "
-                f"{then!r:.60}. Delete it to continue from the checkpoint before it."
-            )
+def last_config(out_dir):
+    """The settings of the last start of the run in out_dir, as run.txt has them."""
+    configs = re.findall(r"^config: (.+)$", read_text(out_dir / "run.txt"), re.MULTILINE)
+    with contextlib.suppress(ValueError, IndexError):
+        return dict(json.loads(configs[-1]))
+    raise UserError(
+        f"{out_dir} has a log but no run.txt that says what was run, so it cannot be continued. "
+        "Choose another --out-dir, or move the log aside with --no-resume."
+    )
 
 
-def settings_that_differ(config, checkpoint):
-    """{name: (in the checkpoint, now)} of the settings in which `config` differs from a checkpoint's.
+def settings_that_differ(config, then, place):
+    """{name: (then, now)} of the settings in which `config` differs from those of the run in `place`.
 
-    A setting that did not exist yet when the checkpoint was written counts as TrainConfig's default.
+    A setting that did not exist yet counts as TrainConfig's default.
     """
+    unknown = [name for name in then if not hasattr(config, name)]
+    if unknown:
+        raise UserError(
+            f"The run in {place} has the setting {unknown[0]}, which this version of train_gpt2.py does not know. "
+            "Continue it with the version that started it, or use its weights with --init-from."
+        )
     different = {}
     for field in dataclasses.fields(config):
-        now = getattr(config, field.name)
-        then = checkpoint["config"].get(field.name, field.default)
-        is_left_to_the_run = (
-            (field.name == "dtype" and "auto" in (now, then))
-            or (field.name == "vocab_size" and now == 0)
-            or (field.name in SHAPE and config.init_from)
-        )
-        if now != then and not is_left_to_the_run:
-            different[field.name] = then, now
+        name, now = field.name, getattr(config, field.name)
+        before = then.get(name, field.default)
+        left_to_the_run = {"dtype": "auto", "vocab_size": 0}.get(name)
+        is_inherited = name in checkpoints.SHAPE and config.init_from
+        if now != before and left_to_the_run not in (now, before) and not is_inherited:
+            different[name] = before, now
     return different
 
 
@@ -144,38 +127,60 @@ def say(different):
     return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in words.items())
 
 
-def check_resume(config, checkpoint, out_dir):
-    """Raise UserError if the checkpoint in out_dir is of a run with other settings."""
-    check_settings(config, checkpoint, out_dir)
-    different = settings_that_differ(config, checkpoint)
+def check_resume(config, then, out_dir):
+    """Raise UserError if the run in out_dir, whose settings are `then`, is another one."""
+    different = settings_that_differ(config, then, out_dir)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it "
-            f"with the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another "
-            "--out-dir, or move the old run aside with --no-resume."
+            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or use the new "
+            f"ones in another folder, with --branch-from {out_dir} --out-dir NEW; or move the old run aside with "
+            "--no-resume."
         )
     # a run that started elsewhere is not taken for this branch; a branch may also be resumed without the flag
-    if config.branch_from and Path(config.branch_from) != Path(checkpoint["config"].get("branch_from", "")):
+    if config.branch_from and Path(config.branch_from) != Path(then.get("branch_from", "")):
         raise UserError(
-            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
-            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
-        )
-    if checkpoint["step"] > config.max_steps:
-        raise UserError(
-            f"The newest checkpoint in {out_dir} is damaged: its step is {checkpoint['step']}, but the run has "
-            f"{config.max_steps} steps. Delete it to continue from the checkpoint before it."
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. To continue it, leave "
+            "that out; or choose another --out-dir, or move the old run aside with --no-resume."
         )
 
 
-def check_data(checkpoint, fingerprint, config):
+def check_data(checkpoint, fingerprints, config):
     """Raise UserError if the shards of --data are not those of the checkpoint's run."""
-    then = checkpoint["loader"].get("fingerprint", fingerprint)  # older checkpoints have none
-    if not isinstance(then, str) or then != fingerprint:
+    then = {"train": checkpoint["loader"].get("fingerprint"), "val": checkpoint.get("val_fingerprint")}
+    different = [split for split in then if then[split] not in (None, fingerprints[split])]  # older ones have none
+    if different:
         raise UserError(
-            f"The shards in {config.data} are not those that the run was started on. Give the original shards with "
-            "--data, or start another run on these with --init-from and another --out-dir."
+            f"The {' and '.join(different)} shards in {config.data} are not those that the run was started on. Give "
+            "the original shards with --data, or start another run on these with --init-from and another --out-dir."
         )
+
+
+def inherit(config, parse):
+    """The config of a branch or of a fine-tuning, with what the command leaves out taken from the other model.
+
+    A branch takes all of its parent's settings, a fine-tuning the block size where that is shorter. parse: parses the
+    same command line once more, with these values in place of the presets' own.
+    """
+    own = [config.out_dir] if config.resume else []  # has the settings, too, once the other model is gone
+    if config.branch_from:
+        then = checkpoints.peek_settings(config.branch_from, *own)
+        if not then:
+            raise UserError(
+                f"There is no checkpoint in {config.branch_from} that can be read. "
+                "Give --branch-from the folder of a run or one of its model_*.pt files."
+            )
+        taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
+    elif config.init_from:
+        length = checkpoints.peek_settings(*own, config.init_from).get("block_size", math.inf)
+        taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
+    else:
+        return config
+    changed = parse(taken)
+    words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
+    if words:
+        print0(f"From {config.branch_from or config.init_from}: {', '.join(words)}.")
+    return changed
 
 
 def find_parent(config):
@@ -187,19 +192,13 @@ def find_parent(config):
             f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
             "Choose another --out-dir for the branch."
         )
-    checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
-    if not checkpoint:
-        raise UserError(
-            f"There is no checkpoint in {parent} to branch from. Give a run's folder or one of its model_*.pt files."
-        )
-    check_settings(config, checkpoint, parent)
-    different = settings_that_differ(config, checkpoint)
+    checkpoint = checkpoints.newest_checkpoint(parent)
+    different = settings_that_differ(config, checkpoint["config"], parent)
     fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
     if fixed:  # --init-from may be left out
         raise UserError(
-            f"A branch takes over weights, optimizer state and position in the data of {parent}, so some settings must "
-            f"be the same: {say(fixed)}. Give the flags of that run, which are in its run.txt, and change only others; "
-            "or start a new run with --init-from."
+            f"A branch takes over the state of {parent}, so some settings must be the same: {say(fixed)}. Leave these "
+            "flags out, or start a new run with --init-from."
         )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
@@ -208,75 +207,54 @@ def find_parent(config):
         )
     changed = {name: [then, now] for name, (then, now) in different.items() if name not in MAY_CHANGE_ON_RESUME}
     checkpoint["branched"] = {"parent": str(folder), "step": checkpoint["step"], "changed": changed}
-    checkpoint["best_val_loss"] = math.inf  # the parent's best weights are not in the branch's folder
-    return checkpoint
+    # the parent's best weights and its other checkpoints are not in the branch's folder
+    return checkpoint | {"best_val_loss": math.inf, "temporary": []}
 
 
-def is_finished(config, start_step):
-    """Whether the run has done its last step and has been exported; if so, prints that."""
-    exported = Path(config.out_dir) / "hf"
-    finished = start_step == config.max_steps and exported.exists()
-    if finished:
-        print0(
-            f"The run in {config.out_dir} is finished, after {start_step} steps. Its model is in {exported}. To "
-            f"extend it, use --branch-from {config.out_dir} with a larger --max-steps and another --out-dir."
-        )
-    return finished
+def is_finished(config, start):
+    """Whether the run, which begins with the dict `start`, has nothing left to do; if so, prints that."""
+    if not (start and start.get("finished")):
+        return False
+    if is_rank_0():
+        print(f"The run in {config.out_dir} is finished. Its model is in {Path(config.out_dir, 'hf')}.")
+        print_next(*next_commands(config))
+    return True
 
 
 def resumes(config):
     """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
+    launches = re.findall(r"^launch: (.+)$", read_text(Path(config.out_dir, "run.txt")), re.MULTILINE)
+    return config.resume or (is_restart() and launches[-1:] == [launch()])
 
 
-def belongs_to_this_launch(out_dir):
-    """Whether the run in out_dir was started by the torchrun that has now restarted this process."""
-    launched = launch_time()
-    starts = re.findall(r"^started: (.+)$", read_text(Path(out_dir) / "run.txt"), re.MULTILINE)
-    if launched is None or not starts:
-        return bool(starts)
-    with contextlib.suppress(ValueError):
-        return datetime.datetime.fromisoformat(starts[-1]).timestamp() >= math.floor(launched)
-    return False
+def launch():
+    """What names the torchrun that started this process, and stays the same when it restarts the ranks."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Starting a run
 
 
-def check_names(config):
-    """A sentence for each folder of the run that has no name."""
-    return ["--out-dir is empty. Give the folder in which the run is to be kept."] if not config.out_dir else []
-
-
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    names = ("run.txt", "log.txt", checkpoints.BEST, "hf", "wandb")
+    return path.name in names or checkpoints.CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
-    """Make out_dir the run's folder (with --no-resume, after moving an old run's files aside) and describe the start.
-
-    Returns the folder's lock, which is held until the process ends.
-    """
+    """Make out_dir the run's folder, with --no-resume after moving an old run's files aside, and write run.txt."""
     out_dir = Path(config.out_dir)
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(out_dir)
-        if not resumes(config):
-            move_aside(out_dir)
-        for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
-            if is_ours(leftover.with_suffix("")) and leftover.is_file():
-                leftover.unlink()
-    except OSError as error:
-        raise UserError(
-            f"Could not prepare the run's folder {out_dir}: {error.strerror}. "
-            "Choose an --out-dir that you can write to."
-        ) from None
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if not resumes(config):
+        move_aside(out_dir)
+    for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
+        if is_ours(leftover.with_suffix("")) and leftover.is_file():
+            leftover.unlink()
     history = read_text(out_dir / "run.txt")
     with atomic_write(out_dir / "run.txt", "w", encoding="utf-8") as file:
         file.write(history + describe_run(config, start_step, branched))
-    return lock
 
 
 def move_aside(out_dir):
@@ -297,13 +275,10 @@ def move_aside(out_dir):
 def read_text(path):
     """The text of a file that people may have edited; "" if it does not exist."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    except OSError as error:
-        raise UserError(
-            f"Could not open {path}: {error.strerror}. Check that it exists and that you have permission to read it."
-        ) from None
 
 
 def describe_run(config, start_step, branched):
@@ -312,17 +287,18 @@ def describe_run(config, start_step, branched):
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": describe_command(),
+        "command": shlex.join(command_words()),
+        "launch": launch(),
         "from step": str(start_step),
         "config": json.dumps(dataclasses.asdict(config)),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
     }
     if branched:
         lines["branched"] = json.dumps(branched)
-    return "".join(f"{name}: {text}\n" for name, text in lines.items()) + "\n"
+    return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
 
 
 def facts_for_all_ranks(config):
@@ -349,26 +325,22 @@ def dtype_of(config, saved, device):
     return "float32" if name == "auto" and device == "cpu" and config.n_embd < 512 else name
 
 
-def describe_command():
-    """The command that started this process, quoted for a shell."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return shlex.join(["python", *sys.argv])
-    local_ranks, ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
+def command_words():
+    """The words of the command that started this process."""
+    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not local_ranks or not ranks:
+        return ["python", *sys.argv]
     nodes = "--standalone" if local_ranks == ranks else f"--nnodes={int(ranks) // int(local_ranks)}"
-    return shlex.join(["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv])
+    return ["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv]
 
 
-LOG_LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d\d)?)\n", re.ASCII)
-
-
-def intact_log_lines(path, before):
-    """The intact lines of a log.txt for steps before `before`. Warns of damaged lines, except a cut last one."""
-    lines = read_text(path).splitlines(keepends=True)
-    matches = [LOG_LINE.fullmatch(line) for line in lines]
-    damaged = len(lines) - len(list(filter(None, matches)))
-    if damaged > (bool(lines) and not lines[-1].endswith("\n")):  # a crash may have cut the last one short
-        print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
-    return [match[0] for match in matches if match and int(match[1]) < before]
+def next_commands(config, enc=None):
+    """The commands that come after a finished run: to see what it has learned, and to train it for longer."""
+    words = ["--chat"] if enc and has_chat_tokens(enc) else [config.sample_prompt]
+    launcher = command_words()[: -len(sys.argv)]
+    branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
+    branch += ["--out-dir", f"{config.out_dir}-longer", "--max-steps", 2 * config.max_steps]
+    return ["python", "sample.py", *words, "-m", config.out_dir], branch
 
 
 def open_log(out_dir, step, parent=None):
@@ -377,10 +349,11 @@ def open_log(out_dir, step, parent=None):
     A branch begins with the lines of its parent's log.
     """
     path = Path(out_dir) / "log.txt"
-    lines = intact_log_lines(Path(parent) / "log.txt" if parent else path, step)
-    with atomic_write(path, "w") as file:
-        file.writelines(lines)
-    return open(path, "a")
+    source = Path(parent) / "log.txt" if parent else path
+    lines = read_log(source, step) if source.exists() else ()
+    with atomic_write(path, "w", encoding="utf-8") as file:
+        file.writelines(f"{at} {stream} {value:.9g}\n" for at, stream, value in lines)
+    return open(path, "a", encoding="utf-8")
 
 
 def install_signal_handlers():
@@ -404,8 +377,8 @@ def install_signal_handlers():
 def diverged(step, loss, norm, where, out_dir):
     """The UserError for a loss or gradient norm that is not finite; `where` is what the batch read."""
     return UserError(
-        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm} in a batch with {where}, "
-        "... Continue from an earlier checkpoint with a lower rate: "
+        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm}. The batch contains, among "
+        f"others, {where}. Continue from an earlier checkpoint with a lower rate: "
         f"--branch-from {out_dir} --max-lr LOWER --out-dir NEW."
     )
 
@@ -417,9 +390,12 @@ def diverged(step, loss, norm, where, out_dir):
 class Run:
     """Writes a run's files and its lines on the console; on ranks other than 0, nothing."""
 
-    def __init__(self, config, world, start_step, saved, metadata):
-        """saved: the checkpoint that the run begins with, or None. metadata: what every checkpoint also contains."""
-        self.config, self.world, self.out_dir = config, world, Path(config.out_dir)
+    def __init__(self, config, world, lock, start_step, saved, metadata):
+        """lock: from `claim`. saved: the checkpoint that the run begins with, or None.
+
+        metadata: what every checkpoint also contains.
+        """
+        self.config, self.world, self.lock, self.out_dir = config, world, lock, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
         best_val_loss = saved and saved["best_val_loss"]  # of model_best.pt
@@ -429,26 +405,28 @@ class Run:
         self.signals = install_signal_handlers()  # received so far
         self.started = self.first_step_ended = time.perf_counter()
         self.checkpoint_seconds = 0.0  # of the training loop's time
-        world.run_on_master(self.open, saved)
+        world.broadcast_from_master(self.open, saved)
 
     def open(self, saved):
         """Start the run in its folder."""
-        self.lock = start_run(self.config, self.start_step, self.branched)
+        start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
-        self.writer = CheckpointWriter(self.out_dir, self.config.keep_checkpoints, self.config.milestone_every)
+        keep, every = self.config.keep_checkpoints, self.config.milestone_every
+        temporary = temporary_checkpoints(self.out_dir, saved)
+        self.writer = checkpoints.CheckpointWriter(self.lock, keep, every, temporary)
         self.mirror = None
         if self.config.wandb:
-            log_lines = intact_log_lines(self.out_dir / "log.txt", self.start_step)
-            self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), log_lines)
+            lines = read_log(self.out_dir / "log.txt", self.start_step)
+            self.mirror = Mirror(self.config.wandb, self.out_dir, dataclasses.asdict(self.config), lines)
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
-            state = {name: value for name, value in saved.items() if name != "branched"}
+            state = {name: value for name, value in saved.items() if name not in ("branched", "finished")}
             self.writer.write(state | self.metadata)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        """However the run ends, wait until its newest checkpoint is on disk, and release the folder."""
+        """However the run ends, wait until its newest checkpoint is on disk."""
         if self.world.is_master:
             try:
                 self.writer.wait()
@@ -457,10 +435,9 @@ class Run:
                     self.mirror.finish(status=1 if exception[0] else 0)
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
-                self.lock.close()
 
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
-        """Print the sizes of the model, the data, the batch and the optimizer's groups."""
+        """Print the sizes of the model, the data, the batch and what each optimizer trains."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
         self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
@@ -468,15 +445,19 @@ class Run:
         num_params = sum(p.numel() for p in raw_model.parameters())
         float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
-        tokens, epochs = loader.num_windows * T, c.max_steps * S / (loader.num_windows * T)
-        print0(
-            f"data: {tokens:,} training tokens in {len(loader.shards)} shards, of which the run makes {epochs:.2f} "
-            f"epochs; {num_val_windows * T:,} validation tokens; tokenizer {self.metadata['tokenizer']}"
-        )
-        print0(f"step: {S:,} tokens = B {B} * T {T} * {world.size} ranks * {S // (B * T * world.size)} micro-steps")
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        sizes = ", ".join(f"{len(params)} tensors with {sum(p.numel() for p in params):,}" for params in groups)
-        print0(f"optimizer: {c.optimizer} on groups of {sizes} parameters")
+        tokens = loader.num_windows * T
+        epochs = c.max_steps * S / tokens
+        share = f"which the run reads {epochs:.1f} times"
+        if epochs < 1:
+            share = f"of which the run reads {100 * epochs:.2g}%"
+        shards = count(len(loader.shards), "shard")
+        print0(f"data: {tokens:,} training tokens in {shards}, {share}")
+        print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
+        micro_steps = count(S // (B * T * world.size), "micro-step")
+        print0(f"step: {S:,} tokens = B {B} * T {T} * {count(world.size, 'rank')} * {micro_steps}")
+        sizes = [sum(p.numel() for group in o.param_groups for p in group["params"]) for o in optimizers]
+        names = [f"{type(o).__name__} for {size:,} parameters" for o, size in zip(optimizers, sizes)]
+        print0(f"optimizer: {' and '.join(names)}")
         branched = f", a branch of {self.branched['parent']}" if self.branched else ""
         print0(f"run: {self.out_dir}{branched}, from step {self.start_step} to {self.max_steps}")
 
@@ -489,17 +470,15 @@ class Run:
             self.log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
             self.log.flush()
         except OSError as error:
-            raise UserError(
-                f"Could not write {self.log.name}: {error.strerror}. Check that its folder exists, is writable and "
-                "has free space, then run the same command again."
-            ) from error
+            error.filename = self.log.name  # a failed write does not know it
+            raise
         if self.mirror:
             self.mirror.log(step, streams)
 
-    def log_val_loss(self, step, loss, raw_model):
-        """Log a validation loss; with --keep-best, keep the weights if it is the lowest so far."""
+    def log_val_loss(self, step, loss, bpb, raw_model):
+        """Log a validation loss and its bits per byte; with --keep-best, keep the weights of the lowest so far."""
         self.val_loss = loss
-        self.report(step, f"val loss {loss:.6f}", val=loss)
+        self.report(step, f"val loss {loss:.6f} | {bpb:.4f} bits per byte", val=loss, val_bpb=bpb)
         if self.world.is_master and self.config.keep_best and loss < self.best_val_loss:
             self.best_val_loss = loss
             self.writer.write_best({"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata})
@@ -516,12 +495,17 @@ class Run:
 
     def log_step(self, step, loss, lr, norm, tokens, seconds):
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
-        rate = tokens / seconds
-        mfu = f" | {rate * self.flops_per_token / self.peak:5.1%} MFU" if self.peak else ""
-        seconds_left = min(self.seconds_left(step, seconds), 1e12)  # a timedelta has a maximum
-        left = datetime.timedelta(seconds=round(seconds_left))
-        text = f"loss {loss:.6f} | lr {lr:.4e} | norm {norm:7.4f} | {1e3 * seconds:8.2f} ms | {rate:9,.0f} tok/s"
-        self.report(step, f"{text}{mfu} | {left} left", **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
+        rate = tokens / max(seconds, 1e-6)  # a clock may stand still
+        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
+        # the columns line up, within 80 of them, in which MFU leaves no room for more digits
+        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
+        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
+        words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
+        words.append(f"{short(rate):>4} tok/s")
+        if self.peak:
+            words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
+        words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
+        self.report(step, (" " if self.peak else "  ").join(words), **streams)
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps will take at the average so far, evaluations and checkpoints included.
@@ -547,21 +531,52 @@ class Run:
 
         Returns the exit status. A run that was stopped in its last step is not exported: it lacks its evaluations.
         """
-        if self.world.is_master:
-            self.writer.wait()
+        status = 128 + signal.SIGINT if stopped and signal.SIGINT in self.signals else 0
+        if not self.world.is_master:
+            return status
+        self.writer.wait()
         if stopped:
-            print0(f"Stopped after {step} steps. The checkpoint is written; the same command continues from here.")
-            return 128 + signal.SIGINT if signal.SIGINT in self.signals else 0
-        if self.world.is_master:
-            export_huggingface(raw_model, enc, self.out_dir / "hf", self.out_dir, sample=self.sample)
-            minutes = (time.perf_counter() - self.started) / 60
-            on_cuda = self.world.device_type == "cuda"
-            memory = f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
-            print(f"Done in {minutes:.1f} minutes{memory}, {self.checkpoint_seconds:.1f} s of it for checkpoints.")
-            print(f"The model is in {self.out_dir / 'hf'}.")
-            if self.config.keep_best and self.best_val_loss < math.inf:
-                print(
-                    f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in "
-                    f"{self.out_dir / BEST}."
-                )
-        return 0
+            print(f"Stopped after {count(step, 'step')}. The checkpoint is written; the same command continues.")
+            print_next(command_words())
+            return status
+        hf = self.out_dir / "hf"
+        print(f"Exporting the model to {hf}.", flush=True)
+        export_huggingface(raw_model, enc, hf, self.out_dir, sample=self.sample)
+        seconds = time.perf_counter() - self.started
+        took = count(round(seconds), "second") if seconds < 100 else count(round(seconds / 60), "minute")
+        if self.checkpoint_seconds > 1:
+            took += f", {self.checkpoint_seconds:.0f} seconds of it for checkpoints"
+        if self.world.device_type == "cuda":
+            took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
+        print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
+        if self.config.keep_best and self.best_val_loss < math.inf:
+            best = self.out_dir / checkpoints.BEST
+            print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
+        print_next(*next_commands(self.config, enc))
+        return status
+
+
+def temporary_checkpoints(out_dir, saved):
+    """The steps of the checkpoints in out_dir that a run which begins with the dict `saved` may delete."""
+    if saved and "temporary" not in saved:  # an older one, whose milestones are those of its settings
+        every = saved["config"].get("milestone_every", 0)
+        steps = [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(out_dir)]
+        return [step for step in steps if step <= saved["step"] and not (every and step % every == 0)]
+    return saved["temporary"] if saved else []
+
+
+def short(number):
+    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
+    unit = ""
+    for larger in "KMGT":
+        if number >= 999.5:
+            number, unit = number / 1000, larger
+    return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"
+
+
+def duration(seconds):
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
+    minutes = int(seconds) // 60
+    if minutes < 10:
+        return f"{minutes}:{int(seconds) % 60:02d}"
+    return f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"

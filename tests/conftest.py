@@ -7,6 +7,8 @@ where it is there (GPT-2's tokenizer tables); what needs it skips without it.
 import contextlib
 import gc
 import hashlib
+import importlib.util
+import inspect
 import io
 import json
 import multiprocessing
@@ -77,6 +79,24 @@ def pytest_cmdline_main(config):
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
+# what a test's source may mention, and whether this system has it: Windows and macOS lack some of it
+ON_THIS_SYSTEM = {
+    "SIGKILL": hasattr(signal, "SIGKILL"),
+    "SIGHUP": hasattr(signal, "SIGHUP"),
+    "mkfifo": hasattr(os, "mkfifo"),
+    "resource": importlib.util.find_spec("resource") is not None,
+    "/dev/full": os.path.exists("/dev/full"),
+    "/proc/": os.path.exists("/proc/self"),
+}
+
+
+def pytest_runtest_setup(item):
+    text = inspect.getsource(item.function) + str(getattr(item, "callspec", ""))
+    missing = [word for word, is_there in ON_THIS_SYSTEM.items() if word in text and not is_there]
+    if missing:
+        pytest.skip(f"this system has no {' and no '.join(missing)}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,47 +1,62 @@
-"""Attacks on a run: nothing is silently wrong, nothing of others is lost, and nothing ends in a traceback.
-
-Each test drives the commands as a user would, so that it can be run on an older version, too, and fail there.
-tests/fuzz.py holds the malformed files; here is a short, seeded form of it.
-"""
+"""Attacks on a run: nothing is silently wrong, nothing of others is lost, and nothing ends in a traceback."""
 
 import json
 import os
-import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import fuzz
 import pytest
 import torch
 from conftest import (
+    die_at,
     flags,
     listing,
     make_shards,
     patched,
     read_log,
     run,
-    start,
     status_of,
     tiny_flags,
     tiny_model,
     train,
+    wait_for_checkpoint,
 )
 
 import sample
+import tokenizer
 import train_gpt2
+from plumbing import runs
+from plumbing.cli import UserError
+from plumbing.files import lock_folder
 
-OPTIONS = fuzz.OPTIONS  # 6 steps, checkpoints 2, 4 and 6
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
+
+
+def train_to_5(args):
+    """Train, and be killed in step 5, when the checkpoint of step 4 is there."""
+    out_dir = args[args.index("--out-dir") + 1]
+    with die_at(runs.Run, "report", lambda run, step, *rest: step == 5, wait_for_checkpoint(out_dir, 4)):
+        train_gpt2.main(args)
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A folder with data/, run/, of which 4 of 6 steps are done, and log.txt, what the run must come to."""
-    return fuzz.make_good(tmp_path_factory.mktemp("good"))
+    """A folder with data/, straight/, a finished run, and run/, which was killed after 4 of its 6 steps."""
+    folder = tmp_path_factory.mktemp("good")
+    make_shards(folder / "data")
+    assert train(folder / "data", folder / "straight", **OPTIONS) == 0
+    args = tiny_flags(folder / "data", folder / "run", **OPTIONS)
+    assert run(train_to_5, args, output=folder / "output") == [-signal.SIGKILL]
+    (folder / "run" / ".lock").unlink()
+    return folder
 
 
 @pytest.fixture
@@ -59,12 +74,10 @@ def error_of(capsys):
     return line
 
 
-def is_straight(folder):
-    """Whether the run has come to what a run without an attack comes to."""
-    expected = (folder / "log.txt").read_text().splitlines()
-    streams = (" train ", " val ", " lr ", " norm ")
-    lines = [line for line in (folder / "run" / "log.txt").read_text().splitlines() if any(s in line for s in streams)]
-    return lines == [line for line in expected if any(s in line for s in streams)]
+def is_straight(out_dir):
+    """Whether a run has come to what a run without an attack comes to."""
+    straight = Path(out_dir).parent / "straight"
+    return all(read_log(out_dir, stream) == read_log(straight, stream) for stream in ("train", "val", "lr", "norm"))
 
 
 def change_checkpoint(path, change):
@@ -77,68 +90,75 @@ def change_checkpoint(path, change):
 # One process per folder
 
 
-def hold(started, args):
-    """Train, and wait in the first step until killed."""
+def test_a_folder_belongs_to_one_process(folder, capsys):
+    with lock_folder(folder / "run"):
+        before = listing(folder)
+        for changes in ({}, {"resume": False}):
+            assert resume(folder, **changes) == 2
+            assert f"in use by process {os.getpid()} on " in error_of(capsys)
+        assert listing(folder) == before
+    assert resume(folder) == 0 and is_straight(folder / "run")
 
-    def step_and_wait(*args):
-        Path(started).touch()
-        time.sleep(60)
 
-    with patched(train_gpt2, "train_step", step_and_wait):
-        train_gpt2.main(args)
+def test_nothing_is_looked_at_before_the_folder_is_locked(folder):
+    """Otherwise another process could change in between what has been found."""
+
+    def look(config, *args):
+        with pytest.raises(UserError, match="in use by process"):
+            lock_folder(config.out_dir)
+        return find_start(config, *args)
+
+    with patched(runs, "find_start", look) as find_start:
+        assert resume(folder) == 0
 
 
-def test_a_folder_belongs_to_one_running_process(folder, tmp_path, capsys):
-    started = tmp_path / "started"
-    (first,) = start(hold, started, tiny_flags(folder / "data", folder / "new", **OPTIONS), output=tmp_path / "output")
-    while not started.exists():
-        assert first.is_alive(), (tmp_path / "output").read_text()
-        time.sleep(0.02)
-    before = listing(folder / "new")
-    for changes in ({}, {"resume": False}):
-        assert train(folder / "data", folder / "new", **OPTIONS | changes) == 2
-        line = error_of(capsys)
-        assert f"process {first.pid} on {os.uname().nodename}" in line and "in use" in line
-    assert listing(folder / "new") == before
-    first.kill()  # the lock ends with the process
-    first.join()
-    assert train(folder / "data", folder / "new", **OPTIONS) == 0
+def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, capsys):
+    others = shutil.copytree(folder / "straight", folder / "others")
+    before = listing(others)
+
+    def step_and_replace(*args):
+        if not (folder / "run").is_symlink():
+            (folder / "run").rename(folder / "moved")
+            (folder / "run").symlink_to(others)
+        return train_step(*args)
+
+    with patched(train_gpt2, "train_step", step_and_replace) as train_step:
+        assert resume(folder) == 2
+    assert "is no longer the folder" in error_of(capsys)
+    assert listing(others) == before
 
 
 # ----------------------------------------------------------------------------------------------------------
 # A run is what its checkpoint says, on the data that it was started on
 
 
-def test_the_checkpoint_decides_which_run_it_is_not_run_txt(folder, capsys):
-    text = (folder / "run" / "run.txt").read_text()
-    (folder / "run" / "run.txt").write_text(text.replace('"max_lr": 0.003', '"max_lr": 0.01'))
-    assert resume(folder, max_lr=0.01) == 2
-    assert "max_lr was 0.003, now 0.01" in error_of(capsys)
-    assert resume(folder) == 0 and is_straight(folder)
-
-
-def test_a_run_from_before_a_flag_continues_where_the_flag_has_its_default(folder, capsys):
+def test_a_run_stopped_before_its_first_checkpoint_is_continued_or_refused(folder, capsys):
+    """Its log is compared with the settings in run.txt."""
     for path in (folder / "run").glob("model_*.pt"):
-        change_checkpoint(path, lambda content: content["config"].pop("grad_clip"))
-    run_txt = folder / "run" / "run.txt"
-    run_txt.write_text(run_txt.read_text().replace('"grad_clip": 1.0, ', ""))
-    assert resume(folder, grad_clip=0.5) == 2
-    assert "grad_clip was 1.0, now 0.5" in error_of(capsys)
-    assert resume(folder) == 0 and is_straight(folder)
+        path.unlink()
+    before = listing(folder)
+    assert resume(folder, seed=7) == 2
+    assert "seed was 1337, now 7" in error_of(capsys)
+    assert listing(folder) == before
+    assert resume(folder) == 0 and is_straight(folder / "run")
 
 
-def test_a_checkpoint_of_the_first_version_continues(folder):
-    """It had no fingerprint of its data, and wrote "auto" for a dtype that was left to the machine."""
+def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
+    """It had no fingerprints of its data and fewer flags, and wrote "auto" for a dtype that was left to the machine."""
 
     def make_old(content):
-        del content["loader"]["fingerprint"]
+        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
         content["config"]["dtype"] = "auto"
-        for name in ("branch_from", "milestone_every", "keep_best", "wandb"):
-            content["config"].pop(name, None)
+        content["rng"] = torch.get_rng_state()
+        for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
+            del content["config"][name]
 
     for path in (folder / "run").glob("model_*.pt"):
         change_checkpoint(path, make_old)
-    assert resume(folder) == 0 and is_straight(folder)
+    assert resume(folder, grad_clip=0.5) == 2
+    assert "grad_clip was 1.0, now 0.5" in error_of(capsys)
+    assert resume(folder, keep_checkpoints=1) == 0 and is_straight(folder / "run")
+    assert [path.name for path in (folder / "run").glob("model_*.pt")] == ["model_00006.pt"]
 
 
 KILLED_IN_FIRST_START = """
@@ -157,39 +177,24 @@ cli.run(train_gpt2.main)
 
 def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, tmp_path):
     """Killed before it has set the old run aside: the restart must not take the old run for its own."""
-    (tmp_path / "killed.py").write_text(KILLED_IN_FIRST_START)
+    (tmp_path / "killed.py").write_text(KILLED_IN_FIRST_START, encoding="utf-8")
     args = tiny_flags(folder / "data", folder / "run", resume=False, **OPTIONS)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--max-restarts=1"]
     command = [sys.executable, *torchrun, str(tmp_path / "killed.py"), *args]
-    time.sleep(1.1)  # run.txt has whole seconds
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    text = done.stdout
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "from step 0 to 6" in text and "Moved the old run" in text
+    assert "from step 0 to 6" in done.stdout and "Moved the old run" in done.stdout
     assert (folder / "run.1" / "model_00004.pt").exists()
 
 
-def test_other_data_of_the_same_length_are_refused(folder, tmp_path, capsys):
-    other = make_shards(tmp_path / "other", seed=1)
-    assert train(other, folder / "run", **OPTIONS) == 2
-    assert str(other) in error_of(capsys)
-    moved = shutil.copytree(folder / "data", tmp_path / "moved")
-    assert train(moved, folder / "run", **OPTIONS) == 0 and is_straight(folder)
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda meta: meta | {"complete": False}, "not complete"),
-        (lambda meta: meta | {"shards": meta["shards"] | {"tiny_train_000003.npy": 50}}, "tiny_train_000003.npy"),
-        (lambda meta: meta | {"shards": meta["shards"] | {"tiny_train_000002.npy": 50}}, "tiny_train_000002.npy"),
-    ],
-)
-def test_shards_that_are_not_all_there_are_refused_in_training(change, words, folder, capsys):
+def test_shards_that_are_not_all_there_are_refused_in_training(folder, capsys):
     path = folder / "data" / "meta.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    assert train(folder / "data", folder / "new", **OPTIONS) == 2
-    assert words in error_of(capsys) and not (folder / "new").exists()
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    more = meta | {"shards": meta["shards"] | {"tiny_train_000003.npy": 50}}
+    for change, words in ((meta | {"complete": False}, "not complete"), (more, "tiny_train_000003.npy")):
+        path.write_text(json.dumps(change), encoding="utf-8")
+        assert train(folder / "data", folder / "new", **OPTIONS) == 2
+        assert words in error_of(capsys) and not (folder / "new").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -209,11 +214,10 @@ def train_alone_otherwise(args, changes, data, version):
     "changes, version, words",
     [
         ({"max_lr": 0.01}, "", "on rank 1 max_lr is 0.01 instead of 0.003"),
-        ({"seed": 7}, "", "on rank 1 seed is 7 instead of 1337"),
         ({"data": "other"}, "", "on rank 1 training data is "),
         ({}, "2.11.0", "on rank 1 the version of torch is 2.11.0 instead of "),
     ],
-    ids=["another learning rate", "another seed", "other data", "another torch"],
+    ids=["another learning rate", "other data", "another torch"],
 )
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(changes, version, words, folder, tmp_path):
     changes = dict(changes)
@@ -244,7 +248,7 @@ def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_
     place = folder / "mine"
     (place / "film.part").mkdir(parents=True)
     for name in ("film.part/reel", "disk.part", "notes.txt", "model_5.pt", "other.pt", "shard_train_000001.npy"):
-        (place / name).write_text("dear")
+        (place / name).write_text("dear", encoding="utf-8")
     before = listing(place)
     monkeypatch.chdir(place)
     for changes in ({}, {"resume": False}):
@@ -254,14 +258,11 @@ def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_
     assert (folder / "mine.1" / "model_00006.pt").exists()
 
 
-@pytest.mark.parametrize("changes", [{}, {"resume": False}])
-def test_a_foreign_model_called_hf_is_refused_at_the_start(changes, folder, capsys):
+def test_a_foreign_model_called_hf_is_moved_aside(folder):
     (folder / "run" / "hf").mkdir()
-    (folder / "run" / "hf" / "model.safetensors").write_text("dear")
-    before = listing(folder)
-    assert resume(folder, **changes) == 2
-    assert str(folder / "run" / "hf") in error_of(capsys)
-    assert listing(folder) == before
+    (folder / "run" / "hf" / "model.safetensors").write_text("dear", encoding="utf-8")
+    assert resume(folder) == 0 and is_straight(folder / "run")
+    assert (folder / "run" / "hf.1" / "model.safetensors").read_text(encoding="utf-8") == "dear"
 
 
 def test_no_resume_leaves_the_data_that_lie_in_the_runs_folder(folder):
@@ -270,7 +271,7 @@ def test_no_resume_leaves_the_data_that_lie_in_the_runs_folder(folder):
         shutil.copy(path, folder / "run")
     assert train(folder / "run", folder / "run", resume=False, **OPTIONS) == 0
     assert train(data, folder / "run", resume=False, **OPTIONS) == 0
-    assert is_straight(folder) and (folder / "run" / "meta.json").exists()
+    assert is_straight(folder / "run") and (folder / "run" / "meta.json").exists()
 
 
 def test_an_empty_out_dir_is_not_the_current_folder(folder, monkeypatch, capsys):
@@ -281,51 +282,6 @@ def test_an_empty_out_dir_is_not_the_current_folder(folder, monkeypatch, capsys)
     assert not list((folder / "here").iterdir())
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Malformed files
-
-
-SHORT = [
-    "a bit flipped, place 3",
-    "a huge bytearray",
-    "averages of another parameter",
-    "a step beyond the end",
-    "a random state of noise",
-    "tensors with not a number",
-    "vocab_size 2**40",
-]
-
-
-def test_malformed_checkpoints_are_one_line_or_no_matter(good, tmp_path):
-    names = [*SHORT, *random.Random(0).sample(sorted(fuzz.DAMAGES.keys() - set(SHORT)), 3)]
-    found = [(name, command, said) for name, command, said, _ in fuzz.try_checkpoints(good, tmp_path, names)]
-    assert len(found) == 3 * len(names)
-    assert not [one for one in found if "WRONG" in one[2]]
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda c: c["optimizer"][0]["state"][0].pop("exp_avg"), "optimizer.0.state.0 has no exp_avg"),
-        (lambda c: c["scaler"].update(scale="2"), "scaler.scale is a str instead of a number"),
-    ],
-)
-def test_a_state_of_another_structure_is_refused(change, words, data, tmp_path, capsys):
-    out, options = tmp_path / "out", dict(dtype="float16", max_steps=4)
-    assert train(data, out, **options) == 0
-    shutil.rmtree(out / "hf")  # the run is not finished yet
-    change_checkpoint(out / "model_00004.pt", change)
-    assert train(data, out, **options) == 2
-    assert words in error_of(capsys)
-
-
-def test_malformed_folders_are_one_line_or_no_matter(good, tmp_path):
-    names = random.Random(0).sample(sorted(fuzz.folder_damages()), 12)
-    found = [(name, said) for name, _, said, _ in fuzz.try_folders(good, tmp_path, names)]
-    assert len(found) == len(names)
-    assert not [one for one in found if "WRONG" in one[1]]
-
-
 def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     log = folder / "run" / "log.txt"
     lines = log.read_bytes().splitlines(keepends=True)
@@ -333,17 +289,21 @@ def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     log.write_bytes(b"".join(odd + lines))
     assert resume(folder) == 0
     assert f"{len(odd)} damaged lines" in capsys.readouterr().out
-    assert is_straight(folder)
+    assert is_straight(folder / "run")
 
 
-def test_a_run_txt_that_cannot_be_opened_is_one_line(folder, capsys):
-    (folder / "run" / "run.txt").unlink()
-    (folder / "run" / "run.txt").mkdir()
-    before = listing(folder)
-    for changes in ({}, {"resume": False}):
-        assert resume(folder, **changes) == 2
-        assert "run.txt" in error_of(capsys)
-        assert listing(folder) == before
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
+@pytest.mark.parametrize("name", ["run.txt", "log.txt", "model_00004.pt"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
+    path = folder / "run" / name
+    path.unlink()
+    make(path)
+    status = resume(folder)
+    if name == "model_00004.pt":  # it is not taken for a checkpoint, nor replaced
+        assert status == 2 and "model_00004.pt is a" in error_of(capsys)
+    else:
+        assert status == 2 and f"{name} is a" in error_of(capsys)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -354,32 +314,43 @@ def test_a_run_txt_that_cannot_be_opened_is_one_line(folder, capsys):
     "options, words",
     [
         (dict(n_layer=10**6), "Lower --n-layer"),
-        (dict(n_layer=10**6, n_embd=2), "Lower --n-layer"),
         (dict(n_embd=2**20), "Lower --n-layer"),
         (dict(vocab_size=2**40), "--vocab-size"),
         (dict(block_size=2**40), "--block-size"),
         (dict(seed=2**64), "--seed is 18446744073709551616"),
         (dict(max_steps=10**400), "--max-steps is 1000"),
         (dict(beta1=1), "--beta1 is 1.0"),
-        (dict(beta2=1), "--beta2 is 1.0"),
-        (dict(muon_momentum=1), "--muon-momentum is 1.0"),
         (dict(device="cpu:abc"), "'cpu:abc'"),
-        (dict(device="cpu:\u00b2"), "'cpu:\u00b2'"),
-        (dict(device="cuda:7"), "cuda"),
         (dict(device="cuda:-1"), "'cuda:-1'"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_no_machine_has_is_refused_before_memory_is_asked_for(options, words, folder, capsys):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_what_no_machine_has_is_refused(options, words, folder, capsys):
     assert train(folder / "data", folder / "new", **OPTIONS | options) == 2
     assert words in error_of(capsys) and not (folder / "new").exists()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
-def test_a_run_of_more_steps_than_there_are_seconds_says_how_long_it_will_take(folder):
-    args = tiny_flags(folder / "data", folder / "new", **OPTIONS | dict(max_steps=2**60, val_every=0))
-    assert run(stop_in_step_3, args, output=folder / "output") == [0], (folder / "output").read_text()
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "0"}, "MASTER_ADDR is not set"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 3 of 2"),
+    ],
+    ids=str,
+)
+def test_a_strange_environment_is_refused(environment, words, folder, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        train_gpt2.main(tiny_flags(folder / "data", folder / "new", **OPTIONS))
+    assert not (folder / "new").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Lost work
 
 
 def stop_in_step_3(args):
@@ -395,39 +366,12 @@ def stop_in_step_3(args):
         train_gpt2.main(args)
 
 
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        ({"RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 3 of 2"),
-    ],
-    ids=str,
-)
-def test_a_strange_environment_is_one_line(environment, words, folder, monkeypatch, capsys):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("plumbing.cli.RANK_GRACE_SECONDS", 0)
-    assert train(folder / "data", folder / "new", **OPTIONS) == 2
-    assert words in error_of(capsys) and not (folder / "new").exists()
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Lost work
-
-
 def test_a_closed_terminal_ends_the_step_and_writes_a_checkpoint(folder):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    assert run(stop_in_step_3, args, output=folder / "output") == [0], (folder / "output").read_text()
+    assert run(stop_in_step_3, args, output=folder / "output") == [0]
     assert (folder / "new" / "model_00003.pt").exists()
     assert run(train_gpt2.main, args, output=folder / "output") == [0]
-    assert list(read_log(folder / "new").items()) == [
-        (int(line.split()[0]), line.split()[2])
-        for line in (folder / "log.txt").read_text().splitlines()
-        if " train " in line
-    ]
+    assert is_straight(folder / "new")
 
 
 def train_with_few_files(args):
@@ -435,6 +379,7 @@ def train_with_few_files(args):
     train_gpt2.main(args)
 
 
+@pytest.mark.skipif(resource is None, reason="Windows has no such limit")
 def test_more_shards_than_files_may_be_open(folder, tmp_path):
     """1,100 shards under the usual ulimit -n 1024."""
     data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
@@ -451,9 +396,7 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, tmp_path):
     content = torch.load(folder / "new" / "model_00003.pt", weights_only=True)
     assert content["config"]["dtype"] == "float32"
     assert run(train_where_auto_is_float16, args, output=folder / "output") == [0], (folder / "output").read_text()
-    assert [value for _, value in sorted(read_log(folder / "new").items())] == [
-        line.split()[2] for line in (folder / "log.txt").read_text().splitlines() if " train " in line
-    ]
+    assert is_straight(folder / "new")
 
 
 def train_where_auto_is_float16(args):
@@ -464,12 +407,6 @@ def train_where_auto_is_float16(args):
 
     with patched(distributed, "choose_dtype", choose) as choose_dtype:
         train_gpt2.main(args)
-
-
-def test_a_branch_may_have_another_dtype(folder):
-    options = OPTIONS | dict(dtype="float16", branch_from=folder / "run")
-    assert train(folder / "data", folder / "new", **options) == 0
-    assert sorted(read_log(folder / "new")) == list(range(6))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -497,36 +434,36 @@ def save_peers(folder):
         torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
 
 
-@pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
-def test_a_peers_checkpoint_is_read(name, tmp_path, monkeypatch):
-    if "TIKTOKEN_CACHE_DIR" not in os.environ:
-        pytest.skip("needs GPT-2's tokenizer: TIKTOKEN_CACHE_DIR")
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """A folder with their checkpoints. The tokenizer is not looked at, and GPT-2's need not be there."""
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
+    monkeypatch.setattr(tokenizer, "get_encoding", lambda name: name)
     save_peers(tmp_path)
-    model, enc = train_gpt2.load_model(str(tmp_path / name))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
+def test_a_peers_checkpoint_is_read(name, peers):
+    model, enc = train_gpt2.load_model(str(peers / name))
     expected = peer_weights()
-    assert enc.n_vocab == 50257 and model.config.n_layer == 2
+    assert enc == "gpt2" and model.config.n_layer == model.config.n_head == 2
     for key, weight in model.state_dict().items():
         zero = name == "ckpt.pt" and key.endswith("bias")
         assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
 
 
 @pytest.mark.parametrize(
-    "change",
+    "change, words",
     [
-        lambda c: c.update(model_args=dict(c["model_args"], n_layer="2")),
-        lambda c: c.update(model_args=dict(c["model_args"], vocab_size=2**40)),
-        lambda c: c.update(model_args={}),
-        lambda c: c.update(model={3: torch.zeros(2)}),
-        lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}),
-        lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.tensor(3.0)}),
-        lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(32, dtype=torch.int32)}),
-        lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"),
+        (lambda c: c["model_args"].update(n_head=3), "an n_head of 3"),
+        (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}), "lm_head.weight"),
+        (lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}), "transformer.ln_f.weight"),
+        (lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"), "transformer.ln_f.weight"),
+        (lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()], "not finite"),
     ],
 )
-def test_a_malformed_checkpoint_of_a_peer_is_one_line(change, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
-    save_peers(tmp_path)
-    change_checkpoint(tmp_path / "ckpt.pt", change)
-    assert status_of(sample.main, ["abc", "-m", str(tmp_path / "ckpt.pt")]) == 2
-    assert error_of(capsys)
+def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(change, words, peers, capsys):
+    change_checkpoint(peers / "ckpt.pt", change)
+    assert status_of(sample.main, ["abc", "-m", str(peers / "ckpt.pt")]) == 2
+    assert words in error_of(capsys)

@@ -1,32 +1,28 @@
-"""bench.py on tiny shapes: the sides do the same work, the numbers are what they are called, mistakes are said."""
+"""bench/ on tiny shapes: the sides do the same work, the numbers are what they are called, a run on a GPU goes on."""
 
+import functools
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import flags, status_of, tiny_model
+import torch.nn.functional as F
+from conftest import ROOT, flags, refusal_of, status_of, tiny_model
 
-import bench
-import bench_gpu
 import hellaswag
 import tokenizer
 import train_gpt2
+from bench import gpu, programs, steps
+from bench.__main__ import Options, main, parse_args
+from plumbing.huggingface import MATRICES
 
-TINY = dict(
-    n_layer=1,
-    n_head=2,
-    n_embd=32,
-    vocab_size=320,
-    batch_size=2,
-    sequence_length=16,
-    total_batch_size=64,
-    rounds=2,
-    device="cpu",
-    dtype="float32",
-)
-KEYS = {"ratio", "ratios", "seconds", "peak_gib", "device", "versions", "commit", "command", "options"}
-# a nanoGPT checkout as far as bench.py knows one, on top of our own model
+SHAPE = dict(n_layer=1, n_head=2, n_embd=32, device="cpu", dtype="float32")
+TINY = SHAPE | dict(vocab_size=320, batch_size=2, sequence_length=16, total_batch_size=64)
+# a nanoGPT checkout as far as bench/ knows one, with our own model
 PEER = """
 import torch, train_gpt2
 from dataclasses import dataclass
@@ -47,176 +43,263 @@ class GPT(torch.nn.Module):
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
 """
+# build-nanogpt as far as bench/ knows it: where it looks for data, what it prints
+BUILD_NANOGPT = """
+import json, os
+import numpy as np
+max_steps = 19073
+for split in ("train", "val"):
+    (shard,) = (name for name in os.listdir("edu_fineweb10B") if split in name)
+    assert len(np.load("edu_fineweb10B/" + shard)) > 20 * 64 * 1024
+assert all(json.loads(line)["label"] == 0 for line in open("hellaswag/hellaswag_val.jsonl"))
+for step in range(max_steps):
+    print(f"step {step:5d} | loss: 9.0 | dt: 1.00ms | tok/sec: {1000.0 if 2 <= step < max_steps - 1 else 1.0:.2f}")
+"""
 
 
 def measure(tmp_path, what, **options):
-    """The numbers that `bench.py what --json` writes."""
+    """The numbers that `python -m bench WHAT --json` writes."""
     file = tmp_path / "numbers.json"
-    assert status_of(bench.main, [what, *flags(json=file, **options)]) == 0
-    numbers = json.loads(file.read_text())
-    assert KEYS <= set(numbers), "what --json promises"
+    assert status_of(main, [what, *flags(json=file, **dict(rounds=1) | options)]) == 0
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    assert {"ratio", "ratios", "seconds", "device", "versions", "commit", "command", "options"} <= set(numbers)
     return numbers
 
 
-def test_train_is_compared_with_transformers_and_a_peer(tmp_path, capsys):
-    (tmp_path / "model.py").write_text(PEER)
-    numbers = measure(tmp_path, "train", peer=tmp_path, steps=1, variants="batch_size=4", **TINY)
-    names = ["train_gpt2", "transformers", "transformers, fused AdamW", "nanoGPT", "train_gpt2 batch_size=4"]
-    assert list(numbers["seconds"]) == names and list(numbers["ratios"]) == names[1:]
+def test_train_is_compared_with_transformers_a_peer_and_variants(tmp_path):
+    (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
+    variants = ["batch_size=4", "attention=plain", "compile=False,optimizer=muon"]
+    file = tmp_path / "numbers.json"
+    args = flags(peer=tmp_path, steps=1, rounds=3, json=file, **TINY)
+    assert status_of(main, ["train", *args, "--variants", *variants]) == 0
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    references = ["transformers", "transformers, fused AdamW", "nanoGPT"]
+    assert list(numbers["ratios"]) == [*references, *(f"train_gpt2 {variant}" for variant in variants)]
     assert numbers["tok_per_s"] == pytest.approx(64 / np.median(numbers["seconds"]["train_gpt2"]))
     theirs, ours = numbers["seconds"]["transformers"], numbers["seconds"]["train_gpt2"]
     assert numbers["ratio"] == pytest.approx(np.median(np.divide(theirs, ours)))
-    # every side learned something of the same kind: losses of random ids
-    assert all(loss == pytest.approx(np.log(320), abs=0.5) for loss in numbers["losses"].values())
-    assert numbers["losses"]["train_gpt2 batch_size=4"] == pytest.approx(numbers["losses"]["train_gpt2"], abs=1e-5)
-    families = numbers["families"]
-    assert all(families[name] > 0 for name in ("matmul", "attention", "loss", "optimizer", "GELU", "other"))
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[-6:]
-    # the columns line up: each row has its numbers where the others have theirs
-    assert len({line.index(".", 24) for line in table[1:]}) == 1
+    losses = numbers["losses"]
+    assert all(loss == pytest.approx(np.log(320), abs=0.5) for loss in losses.values()), "losses of random ids"
+    for variant in variants[:2]:  # the same windows: sums of float32 in another order
+        assert losses[f"train_gpt2 {variant}"] == pytest.approx(losses["train_gpt2"], abs=1e-4)
+    assert all(numbers["families"][name] > 0 for name in ("matmul", "loss", "optimizer", "GELU", "other"))
 
 
 def test_the_references_of_train_do_our_training(tmp_path):
     """transformers with our weights, on our batch: the loss and the weights after a step are ours, too."""
-    options = bench.cli.parse(bench.Options, ["train", *flags(**TINY)])
-    config = bench.train_config(options, "cpu")
-    place = bench.choose_place(config, "cpu")
-    bench.random_shards(tmp_path, config)
-    theirs = bench.make_transformers(config, tmp_path, place, 1)
+    config = steps.make_settings(parse_args(["train", *flags(**TINY)]))
+    steps.random_shards(tmp_path, config)
+    theirs = steps.make_transformers(config, tmp_path)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(config.block_size, 320, 1, 2, 32))
     weights = dict(theirs.model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            weight = weights[name]
-            parameter.copy_(weight.T if name.endswith(bench.MATRICES) else weight)
-    optimizers = train_gpt2.configure_optimizers(model, config)
-    idx = theirs.tokens[:64].view(2, 2, 16)  # two micro-steps of two sequences
-    # transformers leaves out the last target of each sequence, for it has none
-    targets = torch.cat([idx[:, :, 1:], torch.full((2, 2, 1), train_gpt2.IGNORE_INDEX)], 2)
-    loss = sum(model(x, y)[1] / 2 for x, y in zip(idx, targets))
+            parameter.copy_(weights[name].T if name.endswith(MATRICES) else weights[name])
+    (optimizer,) = train_gpt2.configure_optimizers(model, config)
+    micro_batches = [x for x, _ in theirs.batches[:2]]
+    # transformers leaves out the last target of each sequence, because there is none
+    targets = [F.pad(x[:, 1:], (0, 1), value=train_gpt2.IGNORE_INDEX) for x in micro_batches]
+    loss = sum(model(x, y)[1] / 2 for x, y in zip(micro_batches, targets))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    train_gpt2.apply_schedules(optimizers, 0, config)
-    optimizers[0].step()
+    train_gpt2.apply_schedules([optimizer], 0, config)
+    optimizer.step()
     assert theirs() == pytest.approx(loss.item(), abs=1e-5)
     for name, parameter in model.named_parameters():
-        weight = weights[name].T if name.endswith(bench.MATRICES) else weights[name]
+        weight = weights[name].T if name.endswith(MATRICES) else weights[name]
         assert torch.allclose(parameter, weight, atol=1e-5), name
 
 
-def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(tmp_path):
-    examples = bench_gpu.synthetic_examples(12)
-    model = tiny_model(block_size=256).eval()
-    assert np.array_equal(bench.four_rows(model, examples, 257), hellaswag.predict(model, examples, 257)[:, :2])
+def write_examples(path, num_examples=5):
     example = {"activity_label": "a", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1}
-    lines = [example | {"ctx": f"A man {i}."} for i in range(5)]
-    (tmp_path / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shape = dict(n_layer=1, n_head=2, n_embd=32, tokenizer="bytes", device="cpu")
-    numbers = measure(tmp_path, "hellaswag", data=tmp_path / "h.jsonl", rounds=1, **shape)
-    assert numbers["examples"] == numbers["same_by_sum"] == numbers["same_by_mean"] == 5
+    lines = [json.dumps(example | {"ctx": f"A man {i}."}) for i in range(num_examples)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(tmp_path):
+    file, model = write_examples(tmp_path / "h.jsonl", 12), tiny_model(block_size=256).eval()
+    enc = tokenizer.get_encoding("bytes")
+    examples = [hellaswag.render_example(line, enc) for line in hellaswag.iterate_examples(file)]
+    assert np.array_equal(programs.four_rows(model, examples, 257), hellaswag.predict(model, examples, 257)[:, :2])
+    numbers = measure(tmp_path, "hellaswag", data=file, tokenizer="bytes", **SHAPE)
+    assert numbers["examples"] == numbers["same_by_sum"] == numbers["same_by_mean"] == 12
     assert numbers["examples_per_s"] > 0
 
 
 def test_sample_gives_the_same_tokens_on_every_side(tmp_path):
-    shape = dict(n_layer=1, n_head=2, n_embd=32, tokenizer="bytes", device="cpu")
-    numbers = measure(tmp_path, "sample", max_new_tokens=12, batch_size=2, rounds=1, **shape)
+    numbers = measure(tmp_path, "sample", max_new_tokens=12, batch_size=2, tokenizer="bytes", **SHAPE)
     assert numbers["same_tokens"] == {"sample.py": True, "without a cache": True, "transformers": True}
     assert set(numbers["ratios"]) == {"without a cache", "transformers"} and numbers["tok_per_s"] > 0
 
 
 def test_data_counts_the_tokens_that_tiktoken_counts(tmp_path, capsys):
-    texts = [[f"Document {i} {j}. " * 50 for j in range(20)] for i in range(2)]
-    for i, part in enumerate(texts):
-        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-    numbers = measure(tmp_path, "data", input=tmp_path / "*.jsonl", tokenizer="bytes", rounds=1, device="cpu")
-    enc = tokenizer.get_encoding("bytes")
-    assert numbers["tokens"] == sum(len(enc.encode_ordinary(text)) + 1 for part in texts for text in part)
-    assert numbers["tok_per_s"] > 0 and "disagree" not in capsys.readouterr().out
+    texts = [f"Document {i}. " * 50 for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    numbers = measure(tmp_path, "data", input=tmp_path / "*.jsonl", tokenizer="bytes", device="cpu")
+    assert numbers["tokens"] == sum(len(text) + 1 for text in texts)
+    assert numbers["tok_per_s"] > 0 and "warning" not in capsys.readouterr().out
 
 
-def test_the_ladder_adds_one_optimization_at_a_time(tmp_path, monkeypatch, capsys):
+def test_the_ladder_adds_one_optimization_at_a_time(tmp_path, monkeypatch):
     compiled = []
-
-    class Compiled(torch.nn.Module):
-        def __init__(self, model, **options):
-            super().__init__()
-            self.model = model
-            compiled.append(model)
-
-        def forward(self, *args, **options):
-            return self.model(*args, **options)
-
-    monkeypatch.setattr(torch, "compile", Compiled)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or torch.nn.Sequential(model))
+    monkeypatch.setattr(torch.nn.Sequential, "forward", lambda self, *args, **options: self[0](*args, **options))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(bench, "make_rungs", lambda device, make=bench.make_rungs: make("cuda"))  # all of them
-    picture = tmp_path / "ladder.png"
-    shape = dict(n_layer=1, n_head=2, n_embd=32, batch_size=1, sequence_length=16, rounds=1, device="cpu")
-    numbers = measure(tmp_path, "ladder", plot=picture, **shape)
-    names = [
-        "float32",
-        "TF32",
-        "bfloat16 autocast",
-        "torch.compile",
-        "flash attention",
-        "vocabulary 50304",
-        "fused AdamW",
-        "this program",
-    ]
+    shape = dict(n_layer=1, n_head=2, n_embd=32, batch_size=1, sequence_length=16, device="cpu")
+    numbers = measure(tmp_path, "ladder", **shape)
+    rungs, names = list(numbers["rungs"].values()), [name for name in steps.RUNGS if name != "TF32"]
     assert list(numbers["rungs"]) == names and len(compiled) == 5
-    for name, rung in numbers["rungs"].items():
-        # weights and data are the same in all rungs but for the vocabulary's size, and the program's own are shuffled
-        assert rung["loss"] == pytest.approx(np.log(50257), abs=0.2), name
-    rungs = list(numbers["rungs"].values())
-    assert rungs[2]["loss"] == pytest.approx(rungs[4]["loss"], abs=2e-3), "flash attention is the same attention"
-    assert rungs[0]["total"] == 1 and numbers["ratio"] == rungs[-1]["total"]
-    assert rungs[-1]["tok_per_s"] == numbers["tok_per_s"] == pytest.approx(1e3 * 16 / rungs[-1]["ms"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[-8:]] == names
-
-
-def test_a_rung_that_the_processor_lacks_is_left_out(monkeypatch):
+    # weights and data are the same in all rungs, but for the vocabulary's size
+    assert all(rung["loss"] == pytest.approx(np.log(50257), abs=0.2) for rung in rungs)
+    assert rungs[0]["total"] == 1 and numbers["ratio"] == pytest.approx(rungs[-1]["total"])
+    assert rungs[-1]["tok_per_s"] == pytest.approx(numbers["tok_per_s"]) == pytest.approx(16e3 / rungs[-1]["ms"])
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    names = [rung.name for rung in bench.make_rungs("cpu")]
-    assert names == ["float32", "torch.compile", "flash attention", "vocabulary 50304", "fused AdamW"]
-    assert bench.make_rungs("cpu")[-1] == bench.Rung("fused AdamW", False, "float32", True, True, 50304, True)
+    on_this_processor = steps.make_rungs(Options("ladder", **shape))
+    assert list(on_this_processor) == [name for name in names if name != "bfloat16 autocast"]
 
 
-def test_kernels_belong_to_the_families_that_their_names_say():
-    kernels = {
-        "triton_red_fused__log_softmax__to_copy__unsafe_view_prepare_softmax_online_view_10": "loss",
-        "triton_per_fused__to_copy_add_native_layer_norm_view_5": "LayerNorm, residual",
-        "triton_per_fused_add_embedding_dense_backward_native_layer_norm_backward_15": "LayerNorm, residual",
-        "triton_red_fused_gelu_gelu_backward_sum_view_6": "bias gradients",
-        "triton_red_fused_cat_sum_transpose_view_11": "bias gradients",
-        "triton_red_fused_sum_view_2": "bias gradients",
-        "triton_poi_fused_gelu_gelu_backward_view_5": "GELU",
-        "triton_poi_fused_cat_transpose_view_10": "q, k, v gradients",
-        "triton_poi_fused__to_copy_t_9": "copies",
-        "triton_poi_fused_embedding_dense_backward_14": "embedding",
-        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "matmul",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
-        "cross_entropy_kernel": "loss",
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-        "aten::native_layer_norm_backward": "LayerNorm, residual",
-        "aten::gelu_backward": "GELU",
-        "aten::add_": "other",
-    }
-    assert {name: bench.family_of(name) for name in kernels} == kernels
-
-
-def test_mistakes_are_one_line(tmp_path, capsys):
+def test_mistakes_are_one_line(tmp_path):
     mistakes = {
-        "There is no model.py in": ["train", "--peer", str(tmp_path)],
+        "There is no model.py in": ["train", "--peer", tmp_path, *flags(**TINY)],
         "quickstart": ["train", "--preset", "quickstar"],
         "--rounds": ["train", "--round", "3"],
-        "--max-new-tokens is 0, but it must be 1 or more.": ["sample", "--max-new-tokens", "0"],
-        "--rounds is -1, but it must be 0 or more.": ["train", "--rounds", "-1"],
+        "There is no flag called --attentoin": ["train", "--variants", "attentoin=math", *flags(**TINY)],
+        "--max-new-tokens is 0": ["sample", "--max-new-tokens", "0"],
         "--n-embd is -4": ["sample", "--n-embd", "-4"],
-        "no-such.jsonl": ["hellaswag", "--data", str(tmp_path / "no-such.jsonl"), *flags(n_layer=1, tokenizer="bytes")],
+        "no-such.jsonl": ["hellaswag", "--data", tmp_path / "no-such.jsonl", *flags(tokenizer="bytes", **SHAPE)],
         "tpu": ["train", "--device", "tpu"],
     }
     for part, args in mistakes.items():
-        assert status_of(bench.main, args) == 2, part
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and part in said and said.count("\n") == 1, said
+        status, _, error = refusal_of(main, *args)
+        assert status == 2 and error.startswith("error: ") and part in error and error.count("\n") == 1, error
+
+
+# -----------------------------------------------------------------------------
+# What a GPU is asked, as far as a CPU goes
+
+
+@pytest.fixture
+def ask(tmp_path, data):
+    """A call of `python -m bench gpu` with tiny settings that returns the answers."""
+    (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
+    (tmp_path / "train_gpt2.py").write_text(BUILD_NANOGPT, encoding="utf-8")
+    (tmp_path / "hellaswag.py").write_text("", encoding="utf-8")
+    peers = dict(peer=tmp_path, build_nanogpt=tmp_path, hellaswag=write_examples(tmp_path / "h.jsonl"))
+    tiny = TINY | peers | dict(preset="gpt2", out=tmp_path / "out", shards=data, tokenizer="bytes")
+
+    def call(**options):
+        assert status_of(main, ["gpu", *flags(**tiny | options)]) == 0
+        log = tmp_path / "out" / "answers.jsonl"
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        return {answer["benchmark"]: answer for answer in map(json.loads, lines)}
+
+    return call
+
+
+def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch, capsys):
+    trained, run_trainer = [], gpu.Questions.trainer
+
+    def trainer(q, name, **changes):
+        trained.append(changes)
+        return run_trainer(q, name, **changes) if len(trained) == 1 else {}
+
+    monkeypatch.setattr(gpu.Questions, "trainer", trainer)
+    monkeypatch.setattr(steps, "ladder", lambda options: {"rungs": {}})  # has a test of its own
+    monkeypatch.setattr(torch, "_scaled_mm", None)  # not on every processor
+    answers = ask()
+    errors = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
+    assert errors.keys() <= {"fp8 output layer"}
+    assert list(answers)[:4] == ["machine", "60 steps of train_gpt2.py", "train_gpt2", "matmuls"]
+    assert list(answers)[-1] == "ladder" and [changes["max_steps"] for changes in trained] == [4, 300, 300, 1000, 1000]
+    headline = answers["60 steps of train_gpt2.py"]
+    assert len(headline["train"]) == 4 and headline["tok_per_s"] > 0 and headline["B"] == 2
+    assert answers["build-nanogpt as published"]["tok_per_s"] == 1000
+    assert all(rate > 0 for rate in answers["matmuls"]["flops_per_s"].values())
+    assert answers["HellaSwag"]["same_by_mean"] == 5 and answers["train_gpt2"]["families"]["matmul"] > 0
+    assert answers["train_gpt2, B=1"]["B"] == 1
+    for name in ("math attention", "not compiled, B=1", "train_gpt2, B=1"):
+        assert answers[name]["loss"] == pytest.approx(answers["train_gpt2"]["loss"], abs=1e-4), name
+    lines = capsys.readouterr().out.splitlines()
+    for name in answers.keys() - {"machine"}:
+        assert any(line.startswith((f"{name} ", f"{name}: ")) for line in lines), name
+
+
+def test_a_run_that_was_cut_short_goes_on(ask, tmp_path, monkeypatch, capsys):
+    assert ask(minutes=0) == {} and "to measure the rest: machine, 60 steps" in capsys.readouterr().out
+    asked = []
+    entries = {name: (1, functools.partial(lambda name: asked.append(name) or {}, name)) for name in ("a", "b", "c")}
+    monkeypatch.setattr(gpu, "questions", lambda q: {"a": entries["a"]})
+    assert list(ask()) == ["a"]
+    (tmp_path / "out" / "running.txt").write_text("b")  # the process ended in the middle of this one
+    monkeypatch.setattr(gpu, "questions", lambda q: entries)
+    answers = ask()
+    assert asked == ["a", "c"] and "The program ended before" in answers["b"]["error"]
+
+
+def test_an_error_is_an_answer_and_a_lost_gpu_a_new_process(ask, monkeypatch):
+    def fail(message):
+        torch.backends.cuda.enable_flash_sdp(False)
+        raise RuntimeError(message)
+
+    started, message = [], "CUDA error: an illegal memory access was encountered"
+    entries = {"a": (1, lambda: fail("a")), "b": (1, lambda: {"flash": torch.backends.cuda.flash_sdp_enabled()})}
+    monkeypatch.setattr(gpu, "questions", lambda q: entries | {"c": (1, lambda: fail(message))})
+    monkeypatch.setattr(os, "execv", lambda program, args: started.append(args))
+    answers = ask()
+    assert answers["a"]["error"] == "RuntimeError: a" and answers["b"]["flash"], "kernels are allowed again"
+    assert message in answers["c"]["error"] and len(started) == 1 and started[0][-1].startswith("--minutes=")
+
+
+def test_what_was_not_measured_as_asked_is_an_error_not_a_number(ask, data, monkeypatch):
+    """A compiler that fails, a B that does not fit, a trainer that ends with an error."""
+
+    def no_compiler(model, **options):
+        raise RuntimeError("no C++ compiler found")
+
+    def fit_half(raw_model, config, *rest, fit=train_gpt2.fit_to_machine):
+        model, B = fit(raw_model, config, *rest)
+        return model, B // 2
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    questions = {
+        "compiled": lambda q: (1, lambda: q.step("compile=True")),
+        "trainer": lambda q: (1, lambda: q.trainer("bad", max_lr=-1.0)),
+        "B": lambda q: (1, lambda: monkeypatch.setattr(train_gpt2, "fit_to_machine", fit_half) or q.step()),
+    }
+    monkeypatch.setattr(gpu, "questions", lambda q: {name: make(q) for name, make in questions.items()})
+    answers = ask()
+    assert "torch.compile failed" in answers["compiled"]["error"]
+    assert "Only 1 of 2 sequences fit in memory" in answers["B"]["error"]
+    assert "status 2: error:" in answers["trainer"]["error"] and "-1.0" in answers["trainer"]["error"]
+
+
+# -----------------------------------------------------------------------------
+# The Triton kernel. Triton decides when it is imported whether its kernels run in its interpreter, that is, on a CPU
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton, which CUDA builds of torch bring")
+def test_the_triton_kernel_computes_losses_and_gradients_in_its_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", "import test_bench; test_bench.check_triton_kernel()"]
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def check_triton_kernel():
+    """In float32, with rows that end inside the first and inside the third block of 8,192 logits."""
+    from bench.triton_cross_entropy import launch
+
+    for V, scale in ((320, 1.0), (2 * 8192 + 48, 2.0**15)):
+        logits = torch.randn(6, V) * torch.logspace(-1, 1.5, 6)[:, None] + torch.randn(6, 1) * 20
+        targets = torch.tensor([0, V - 48, -100, 7, 8, 9])
+        exact = logits.double().requires_grad_()
+        expected = F.cross_entropy(exact, targets, reduction="none")
+        expected.sum().backward()
+        gradient = logits.clone() if scale == 1 else torch.full_like(logits, torch.nan)
+        losses = launch(gradient if scale == 1 else logits, targets, gradient, scale, -100)
+        torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(gradient.double() / scale, exact.grad, rtol=2e-5, atol=1e-9)
+        assert losses[2] == 0 and not gradient[2].any(), "the target that is ignored"
+        logits[1, 100] = torch.nan
+        assert launch(logits, targets, logits, 1.0, -100).isfinite().tolist() == [True, False, True, True, True, True]

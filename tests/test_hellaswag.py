@@ -1,18 +1,14 @@
 """hellaswag.py: what is scored, who wins, how it is spread over ranks, and what bad input does."""
 
-import http.server
 import json
-import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import refusal_of
+from conftest import ROOT, listing, refusal_of
 
 import hellaswag
 import tokenizer
@@ -32,11 +28,9 @@ from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPT, GPTConfig
 
-ROOT = Path(__file__).parent.parent
-REAL = ROOT.parent / "shared" / "data" / "hellaswag_val.jsonl"
 ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
-# unequal lengths, a tie, text beyond ASCII, a context of one letter
+# unequal lengths, text beyond ASCII, a context of one letter
 EXAMPLES = [
     {
         "activity_label": "Roofing",
@@ -53,7 +47,7 @@ EXAMPLES = [
         "activity_label": "Caf\u00e9",
         "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
         "label": 0,
-        "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "flies."],
+        "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."],
     },
     {"activity_label": "X", "ctx": "x", "label": 1, "endings": ["a", "bb", "ccc", "dddd"]},
 ]
@@ -84,8 +78,8 @@ class Planted(nn.Module):
 
 E_ACUTE = "\u00e9"  # one character, two bytes: c3 a9
 SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
-# in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; a tie with the first
-WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", E_ACUTE * 4, "aaab", "b"]}
+# in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; 11 for 3 tokens of 2
+WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", E_ACUTE * 4, "aaab", "ac"]}
 
 
 def small_gpt(seed=0, **shape):
@@ -132,11 +126,11 @@ def test_endings_are_scored_and_nothing_else():
 
 
 def test_winners_computed_by_hand():
-    """Sum: "b", 10 bits, the first of two equals. Mean over tokens: E_ACUTE * 4, 17/9. Characters: "aaab", 13/4."""
+    """Sum: "b", 10 bits. Mean over tokens: E_ACUTE * 4, 17/9. Mean over characters: "aaab", 13/4."""
     example = render_example(WINNERS, ENC)
     total, mean = score(Planted(SUCCESSORS), [example], ENC.n_vocab)
-    assert total[0] / -np.log(2) == pytest.approx([10, 17, 13, 10], rel=1e-5)
-    assert mean[0] / -np.log(2) == pytest.approx([10 / 2, 17 / 9, 13 / 5, 10 / 2], rel=1e-5)
+    assert total[0] / -np.log(2) == pytest.approx([10, 17, 13, 11], rel=1e-5)
+    assert mean[0] / -np.log(2) == pytest.approx([10 / 2, 17 / 9, 13 / 5, 11 / 3], rel=1e-5)
     assert predict(Planted(SUCCESSORS), [example], ENC.n_vocab).tolist() == [[0, 1, 2]]
     assert evaluate(Planted(SUCCESSORS), [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
 
@@ -153,58 +147,17 @@ def test_scores_equal_four_independent_rows():
     assert score(model, examples, ENC.n_vocab)[0] == pytest.approx(four_rows(model, examples), abs=2e-3)
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="needs the real examples in ../shared")
-def test_predictions_on_300_real_examples_equal_four_independent_rows():
-    examples = [render_example(example, ENC) for example, _ in zip(iterate_examples(REAL), range(300))]
-    model = small_gpt()
-    expected = four_rows(model, examples)
-    total, mean = score(model, examples, ENC.n_vocab)
-    lengths = np.array([[len(ending) for ending in example.endings] for example in examples])
-    for ours, reference in ((total, expected), (mean, expected / lengths)):
-        first, second = np.sort(reference, 1)[:, :-3:-1].T
-        clear = first - second > 1e-3 * abs(first)  # the others are ties, which rounding decides
-        assert clear.sum() > 280
-        assert (ours.argmax(1) == reference.argmax(1))[clear].all()
-
-
-def test_the_batch_budget_changes_nothing():
+def test_neither_the_batch_budget_nor_the_chunks_of_logits_change_a_score(monkeypatch):
     examples = [render_example(example, ENC) for example in EXAMPLES * 5]
     model = small_gpt()
-    expected = predict(model, examples, ENC.n_vocab).tolist()
+    expected = score(model, examples, ENC.n_vocab)[0]
+    # logits below 100 have errors below 1e-5 whatever the order of their sums, and an ending has 45 tokens
+    same = pytest.approx(expected, abs=2e-3)
     for batch_tokens in (1, 300, 10**6):
-        assert predict(model, examples, ENC.n_vocab, batch_tokens).tolist() == expected
-
-
-def test_the_chunks_of_logits_change_nothing(monkeypatch):
-    examples = [render_example(example, ENC) for example in EXAMPLES * 5]
-    model = small_gpt()
-    expected = predict(model, examples, ENC.n_vocab).tolist()
+        assert score(model, examples, ENC.n_vocab, batch_tokens)[0] == same
     for chunk in (1, 7, 2048):
         monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
-        assert predict(model, examples, ENC.n_vocab).tolist() == expected
-
-
-def test_the_next_batch_is_packed_on_a_thread_while_the_model_computes(monkeypatch):
-    events, here = [], threading.current_thread()
-    packed_second = threading.Event()
-
-    def pack_and_tell(rows, L):
-        events.append(("pack", threading.current_thread()))
-        if len(events) > 1:
-            packed_second.set()
-        return pack(rows, L)
-
-    class Waiting(Planted):
-        def hidden_states(self, idx, pos=None, attn_mask=None):
-            assert packed_second.wait(10), "the second batch is packed before the first is done"
-            events.append(("compute", threading.current_thread()))
-            return super().hidden_states(idx, pos, attn_mask)
-
-    monkeypatch.setattr(hellaswag, "pack", pack_and_tell)
-    examples = [render_example(example, ENC) for example in EXAMPLES]
-    score(Waiting(SUCCESSORS), examples, ENC.n_vocab, batch_tokens=1)
-    assert [name for name, _ in events].count("pack") == 3
-    assert all((thread is here) == (name == "compute") for name, thread in events)
+        assert score(model, examples, ENC.n_vocab)[0] == same
 
 
 def test_an_error_while_packing_is_raised(monkeypatch):
@@ -214,13 +167,24 @@ def test_an_error_while_packing_is_raised(monkeypatch):
 
 
 def test_ranks_score_each_example_once():
-    examples = [render_example(example, ENC) for example in (WINNERS, *EXAMPLES, *EXAMPLES)]
-    model = small_gpt()
-    whole = evaluate(model, examples, ENC.n_vocab)
-    assert whole.n == 7
-    for world_size in (2, 3, 9):  # with 9 two ranks have nothing to do
-        parts = [evaluate(model, examples, ENC.n_vocab, rank=rank, world_size=world_size) for rank in range(world_size)]
-        assert Counts(*map(sum, zip(*parts))) == whole
+    examples = [render_example(WINNERS | {"label": i % 4}, ENC) for i in range(7)]
+    for world_size in (1, 2, 3, 9):  # with 9 two ranks have nothing to do
+        ranks = [dict(rank=rank, world_size=world_size) for rank in range(world_size)]
+        parts = [evaluate(Planted(SUCCESSORS), examples, ENC.n_vocab, **rank) for rank in ranks]
+        assert Counts(*map(sum, zip(*parts))) == Counts(n=7, acc=2, acc_norm=2, acc_char=2)
+
+
+def test_scoring_ends_early_when_it_is_told_to():
+    told = []
+
+    class Told(Planted):
+        def hidden_states(self, *args):
+            assert not told, "no batch is computed after that"
+            told.append("SIGTERM")
+            return super().hidden_states(*args)
+
+    examples = [render_example(example, ENC) for example in EXAMPLES]
+    assert evaluate(Told(SUCCESSORS), examples, ENC.n_vocab, batch_tokens=1, stop=told) == Counts(0, 0, 0, 0)
 
 
 def test_too_long_contexts_lose_their_oldest_tokens():
@@ -231,20 +195,6 @@ def test_too_long_contexts_lose_their_oldest_tokens():
     assert (context, endings[0]) == ([2], [3, 4, 5, 6])
     model = small_gpt(block_size=16)
     assert np.isfinite(score(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)[0]).all()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads memory from /proc")
-def test_memory_stays_flat():
-    def resident_pages():
-        return int(Path("/proc/self/statm").read_text().split()[1])
-
-    examples = [render_example(example, ENC) for example in EXAMPLES * 70]
-    model = small_gpt()
-    evaluate(model, examples, ENC.n_vocab)
-    before = resident_pages()
-    for _ in range(5):
-        evaluate(model, examples, ENC.n_vocab)
-    assert (resident_pages() - before) * 4096 < 20e6
 
 
 def test_an_ending_begins_with_the_space_that_joins_it():
@@ -273,126 +223,94 @@ def test_text_of_the_harness(fields, expected):
     assert endings[0] == " Leap. High."
 
 
-def serve(replies):
-    """A server on the loopback that gives each (status, body, announced length) once, the last for ever; its URL."""
+def test_the_file_is_downloaded_once_and_must_be_whole(tmp_path, monkeypatch):
+    path, fetched = tmp_path / "val.jsonl", []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            status, body, length = replies.pop(0) if len(replies) > 1 else replies[0]
-            self.send_response(status)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            self.wfile.write(body)
+    def fetch(url, path, *args):
+        fetched.append(url)
+        path.write_bytes(b"{}\n" * (10042 - len(fetched) + 1))
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}/val.jsonl"
-
-
-BODY = b'{"ind": 1}\n{"ind": 2}\n'
-
-
-@pytest.mark.parametrize(
-    "replies",
-    [
-        [(200, BODY, len(BODY))],
-        [(503, b"", 0), (200, BODY, len(BODY))],
-        [(200, BODY[:5], len(BODY)), (200, BODY, len(BODY))],  # cut short, as the length says
-        [(200, BODY[:11], 11), (200, BODY, len(BODY))],  # cut short, as only the number of lines says
-    ],
-)
-def test_download_gets_through(tmp_path, replies):
-    path = str(tmp_path / "new" / "val.jsonl")
-    assert hellaswag.download(path, serve(replies), num_lines=2, wait=0.01) == path
-    assert Path(path).read_bytes() == BODY
-    assert os.listdir(tmp_path / "new") == ["val.jsonl"]
-
-
-@pytest.mark.parametrize(
-    "replies, reason",
-    [
-        ([(404, b"", 0)], "status 404"),
-        ([(200, BODY[:5], len(BODY))], "5 bytes read"),
-        ([(200, BODY[:11], 11)], "1 lines instead of 2"),
-    ],
-)
-def test_download_that_fails_leaves_nothing(tmp_path, replies, reason):
-    with pytest.raises(UserError, match=reason):
-        hellaswag.download(str(tmp_path / "val.jsonl"), serve(replies), num_lines=2, attempts=2, wait=0.01)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_that_is_there_is_not_fetched_again(tmp_path):
-    path = tmp_path / "val.jsonl"
-    path.write_bytes(BODY)
-    assert hellaswag.download(str(path), "http://127.0.0.1:9/", num_lines=2) == str(path)
-    with pytest.raises(UserError, match="Could not open"):
-        hellaswag.download(str(tmp_path))  # a folder
-    with pytest.raises(UserError, match="2 lines, but HellaSwag's validation file has 10042"):
-        hellaswag.download(str(path), "http://127.0.0.1:9/")
+    monkeypatch.setattr(hellaswag.documents, "download", fetch)
+    for _ in range(2):
+        assert hellaswag.download(path) == path and fetched == [hellaswag.URL]
+    path.unlink()
+    with pytest.raises(UserError, match="10041 lines, but HellaSwag's validation file has 10042.* Delete it"):
+        hellaswag.download(path)
 
 
 GOOD = json.dumps(EXAMPLES[0])
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("", "bad.jsonl is empty"),
-        (GOOD + "\n{broken\n", "Line 2 .*bad.jsonl is not valid JSON: Expecting property name"),
-        (GOOD + "\n[1]\n", "Line 2 .*bad.jsonl is not a JSON object"),
-        (GOOD.replace('"label"', '"lable"'), "Line 1 .*bad.jsonl .*it has no label"),
-        (GOOD.replace('"label": 3', '"label": 4'), "bad.jsonl .*label is 4"),
-        (GOOD.replace('"is using wrap.", ', ""), "bad.jsonl .*not a list of four"),
-        (GOOD.replace('"is using wrap."', "7"), "bad.jsonl .*not all strings"),
-        (GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'), "bad.jsonl .*not all strings"),
-        ("[" * 10**6, "Line 1 .*bad.jsonl is nested too deeply"),
-    ],
-)
+ODD = [
+    GOOD.replace('"label"', '"lable"'),
+    GOOD.replace('"label": 3', '"label": 4'),
+    GOOD.replace('"is using wrap.", ', ""),
+    GOOD.replace('"is using wrap."', "7"),
+    GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'),
+]
+BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | {
+    "": "bad.jsonl is empty",
+    GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not valid JSON: Expecting property name",
+    GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is not a JSON object",
+}
+
+
+@pytest.mark.parametrize("text, reason", BAD.items())
 def test_bad_examples_name_file_and_line(tmp_path, text, reason):
     (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=reason):
         list(iterate_examples(tmp_path / "bad.jsonl"))
 
 
-def test_a_missing_file_is_a_users_error(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        list(iterate_examples(tmp_path / "nowhere.jsonl"))
-
-
-def run(*args):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "hellaswag.py"), *map(str, args)], capture_output=True, text=True, env=environment
-    )
-
-
-@pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl")])
+@pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl"), ("--data", "nowhere")])
 def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
-    args = [tmp_path / arg if arg == "bad.jsonl" else arg for arg in args]
-    status, stdout, stderr = refusal_of(hellaswag.main, *args)
+    flag, value = args
+    status, stdout, stderr = refusal_of(hellaswag.main, flag, tmp_path / value if flag == "--data" else value)
     assert status == 2 and stdout == ""
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
+
+
+def test_the_words_of_other_programs_are_known():
+    words = {
+        "--pretrained": "--model-type",
+        "--out_dir": "--model-type",
+        "--num-examples": "--limit",
+        "--output-path": "--predictions",
+    }
+    for theirs, ours in words.items():
+        assert f"Use {ours}." in refusal_of(hellaswag.main, theirs, "x")[2]
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path):
     model = small_gpt()
     export_huggingface(model, ENC, tmp_path / "hf")
     data, predictions = tmp_path / "val.jsonl", tmp_path / "predictions.jsonl"
-    data.write_text("".join(json.dumps({"ind": 7 + i, **example}) + "\n" for i, example in enumerate(EXAMPLES)))
-    done = run("-m", tmp_path / "hf", "-d", "cpu", "--data", data, "--predictions", predictions)
+    lines = [json.dumps({"ind": 7 + i, **example}) + "\n" for i, example in enumerate(EXAMPLES)]
+    data.write_text("".join(lines), encoding="utf-8")
+    command = [sys.executable, ROOT / "hellaswag.py", "-m", tmp_path / "hf", "-d", "cpu", "--data", data]
+    command += ["--predictions", predictions]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "lm-evaluation-harness" in lines[0] and "build-nanogpt" in lines[2]
-    counts = evaluate(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)
+    examples = [render_example(example, ENC) for example in EXAMPLES]
+    counts = evaluate(model, examples, ENC.n_vocab)
     assert lines[3] == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_norm / 3:.4f}"
     counts = evaluate(model, [render_example(example, ENC, harness=True) for example in EXAMPLES], ENC.n_vocab)
     assert lines[1].startswith(f"3 acc: {counts.acc / 3:.4f}") and f"acc_norm: {counts.acc_char / 3:.4f}" in lines[1]
-    written = [json.loads(line) for line in predictions.read_text().splitlines()]
+    written = [json.loads(line) for line in predictions.read_text(encoding="utf-8").splitlines()]
     assert [line["ind"] for line in written] == [7, 8, 9] and [line["label"] for line in written] == [3, 0, 1]
-    chosen = predict(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)
+    chosen = predict(model, examples, ENC.n_vocab)
     assert [[line["pred"], line["pred_norm"]] for line in written] == chosen[:, :2].tolist()
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "link", "folder"])
+def test_predictions_replace_nothing(tmp_path, name):
+    (tmp_path / "data.jsonl").write_text(GOOD, encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder").mkdir()
+    before = listing(tmp_path)
+    args = ["--data", tmp_path / "data.jsonl", "--predictions", tmp_path / name, "-m", "no-such-model"]
+    status, _, stderr = refusal_of(hellaswag.main, *args)
+    assert status == 2 and "exists already" in stderr and listing(tmp_path) == before

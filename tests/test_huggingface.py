@@ -1,18 +1,13 @@
 """plumbing/huggingface.py: what is read is what the model computes, and what is written is read by others as it is."""
 
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
 import tiktoken
 import torch
-from conftest import free_port, listing, tiny_model
+from conftest import listing, tiny_model
 from safetensors.torch import load_file, save_file
 
 import smoltalk
@@ -99,7 +94,7 @@ BAD_WEIGHTS = {
     "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
     "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
     "no tensors": (lambda w: w.clear(), "no embeddings"),
-    "a layer is missing": (lambda w: [w.pop(name) for name in list(w) if ".h.1." in name], "1 layers instead of 2"),
+    "a part is missing": (lambda w: [w.pop(name) for name in list(w) if ".h.0." in name], "transformer.h.0."),
 }
 
 
@@ -121,7 +116,7 @@ def test_pickles_are_refused_in_one_line(hf):
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
     assert "pickles" in refusal(load_huggingface, hf)
     (hf / "pytorch_model.bin").unlink()
-    assert "has no model.safetensors" in refusal(load_huggingface, hf)
+    assert "no model.safetensors. Convert" in refusal(load_huggingface, hf)
 
 
 def test_openais_names_parts_and_half_precision_are_read(hf):
@@ -253,14 +248,16 @@ def test_the_length_that_the_model_reads_is_known(hf):
 # Chat
 
 
-def parrot_model():
+def parrot_model(block_size=256):
     """A chat model that says "ok", then <|end|>, whatever it is told."""
-    model = tiny_model(n_layer=1, block_size=256).eval()
+    model = tiny_model(n_layer=1, block_size=block_size).eval()
     words = [CHAT.encode_single_token("<|assistant|>"), ord("o"), ord("k"), CHAT.encode_single_token("<|end|>")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith(("ln_1.weight", "ln_2.weight")):
-                parameter.zero_()
+                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
+        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
+        # before does too, and is therefore weaker
         wte = model.transformer.wte.weight
         for place, (token, successor) in enumerate(zip(words, words[1:])):
             wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
@@ -310,40 +307,3 @@ def test_a_model_that_does_not_chat_has_no_template(hf):
 
     assert AutoTokenizer.from_pretrained(hf).chat_template is None
     assert json.loads((hf / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"] == 256
-
-
-SERVING = [name for name in ("openai", "fastapi", "uvicorn", "accelerate") if importlib.util.find_spec(name) is None]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(SERVING), reason=f"transformers serve needs {', '.join(SERVING)}")
-def test_transformers_serve_answers_the_openai_client(parrot, tmp_path):
-    import openai
-
-    port = free_port()
-    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(parrot)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        reply = client.chat.completions.create(model=str(parrot), messages=TALK, max_tokens=20, temperature=0)
-        assert reply.choices[0].message.content == "ok", reply
-        assert reply.choices[0].finish_reason == "stop"
-    finally:
-        server.kill()
-        server.wait()
-        print((tmp_path / "log").read_text(encoding="utf-8"))  # pytest shows it if the test fails
-
-
-def wait_for(url, server, seconds=120):
-    """Wait until a server answers."""
-    for _ in range(seconds * 2):
-        assert server.poll() is None, "the server has ended"
-        try:
-            urllib.request.urlopen(url, timeout=5)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise TimeoutError(url)

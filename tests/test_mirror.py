@@ -106,7 +106,7 @@ def logged(options):
     return dict(pairs)
 
 
-def log_of(out_dir, streams=("train", "val", "lr", "norm", "tok/s")):
+def log_of(out_dir, streams=("train", "val", "val_bpb", "lr", "norm", "tok/s")):
     return {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
 
 

@@ -104,7 +104,8 @@ def test_what_was_not_measured_is_left_out(card, exported):
     assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
     page = card(log=LOG.replace("2 tok/s 500\n", ""))
     assert "4,000 in all." in page and "tokens per second" not in page
-    page = card(start_text(CONFIG | {"batch_ramp": 10**9}))
+    page = card(start_text(CONFIG | {"batch_ramp": 10**9}, commit=""))  # git is not everywhere
+    assert "commit" not in page
     assert "4 updates." in page and "in all" not in page
 
 
@@ -171,7 +172,7 @@ def test_damaged_files_never_stop_an_export(tmp_path, name, capsys):
     export_huggingface(tiny_model(), tokenizer.get_encoding("bytes"), tmp_path / "hf", run_folder=tmp_path)
     assert (tmp_path / "hf" / "model.safetensors").exists()
     notes = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("note: ") for line in notes) and len(notes) <= 2
+    assert all(line.startswith(("note: ", "warning: ")) for line in notes) and len(notes) <= 2
 
 
 def test_a_broken_matplotlib_costs_the_picture_only(card, monkeypatch, capsys):

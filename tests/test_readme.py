@@ -11,7 +11,6 @@ import sys
 
 from conftest import ROOT, SHARED, flags, status_of
 
-import bench
 import contamination
 import fineweb
 import hellaswag
@@ -19,6 +18,7 @@ import sample
 import smoltalk
 import tokenizer
 import train_gpt2
+from bench import __main__ as bench
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = ("python", "pip", "torchrun", "transformers", "jupyter")

@@ -9,31 +9,31 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
-import faults
 import pytest
 import torch
 from conftest import (
-    die,
     die_at,
+    free_port,
     listing,
     make_shards,
     patched,
     read_log,
     run,
-    start,
     tiny_flags,
     train,
     wait_for_checkpoint,
     write_half,
 )
+from safetensors.torch import load_file, save_file
 
 import train_gpt2
 from plumbing import checkpoint as checkpoints
 from plumbing import huggingface
-from plumbing.checkpoint import delete_checkpoints, list_checkpoints, newest_checkpoint, write_checkpoint
+from plumbing.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
+from plumbing.files import lock_folder
 from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
@@ -73,7 +73,7 @@ def train_until(moment, args):
     wait_for_4, wait_for_8 = (wait_for_checkpoint(out_dir, step) for step in (4, 8))
 
     def in_step_9(*args_of_call):
-        return "\n8 train " in (out_dir / "log.txt").read_text()
+        return "\n8 train " in (out_dir / "log.txt").read_text(encoding="utf-8")
 
     patch = {
         "before the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True),
@@ -125,54 +125,6 @@ def test_a_run_killed_again_and_again_ends_the_same(folder, straight, tmp_path):
     assert_same_run(tmp_path / "out", straight)
 
 
-class Forked:
-    """What `faults.launch` returns, for the trainer: as a new process, without the seconds that its imports take."""
-
-    def __init__(self, command, output):
-        (self.process,) = start(play, command[1:], output=output)
-        self.pid = self.process.pid
-
-    def poll(self):
-        return self.process.exitcode
-
-    def wait(self, timeout=None):
-        self.process.join(timeout)
-        if self.process.is_alive():
-            raise subprocess.TimeoutExpired("train_gpt2.py", timeout)
-        return self.process.exitcode
-
-    def terminate(self):
-        self.process.terminate()
-
-
-def play(argv):
-    os.setsid()
-    sys.argv = argv
-    train_gpt2.main()
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    launch = faults.launch
-    monkeypatch.setattr(
-        faults, "launch", lambda command, output: (Forked if "train_gpt2.py" in command[1] else launch)(command, output)
-    )
-
-
-def test_kills_at_random_moments_change_nothing(forked, tmp_path):
-    """The short form of tests/faults.py: three kills of the trainer, one of fineweb.py."""
-    report = faults.inject(tmp_path, kills=3, fineweb_kills=1, seed=0)
-    assert report["training"]["kills"] == 3 and report["training"]["different"] == 0
-    assert report["fineweb"]["kills"] == 1 and report["fineweb"]["different"] == 0
-
-
-@pytest.mark.slow
-def test_fifty_kills_at_random_moments_change_nothing(tmp_path):
-    report = faults.inject(tmp_path, kills=50, fineweb_kills=20, seed=1)
-    assert report["training"]["kills"] == 50 and report["training"]["different"] == 0
-    assert report["fineweb"]["kills"] == 20 and report["fineweb"]["different"] == 0
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Torn files
 
@@ -183,6 +135,7 @@ def killed(folder):
     args = tiny_flags(folder, folder.parent / "killed", **OPTIONS)
     assert run(train_until, "in step 9", args, output=folder.parent / "output") == [-signal.SIGKILL]
     assert [path.name for path in list_checkpoints(folder.parent / "killed")] == ["model_00004.pt", "model_00008.pt"]
+    (folder.parent / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
     return folder.parent / "killed"
 
 
@@ -192,7 +145,7 @@ def stopped(killed, tmp_path):
 
 
 def test_a_torn_log_line_is_cut_off(folder, straight, stopped):
-    with open(stopped / "log.txt", "a") as file:
+    with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
@@ -204,24 +157,23 @@ def test_a_missing_log_is_no_obstacle(folder, straight, stopped):
     assert list(read_log(stopped).items()) == list(read_log(straight).items())[8:]
 
 
-@pytest.mark.parametrize("damage", ["cut to half", "emptied", "zeroed at the end", "deleted"])
-@pytest.mark.parametrize("keep_checkpoints", [1, 2])
+@pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2), ("deleted", 2)])
 def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, folder, straight, stopped, capsys):
     """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
     path = stopped / "model_00008.pt"
-    whole = path.read_bytes()
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half] ^= 1
+    path.write_bytes(content[:half] if damage == "cut to half" else content)
     if damage == "deleted":
         path.unlink()
-    else:
-        half = len(whole) // 2
-        left = {"cut to half": whole[:half], "emptied": b"", "zeroed at the end": whole[:half] + bytes(half)}
-        path.write_bytes(left[damage])
     assert train(folder, stopped, keep_checkpoints=keep_checkpoints, **OPTIONS | {"checkpoint_every": 3}) == 0
     printed = capsys.readouterr().out
-    assert ("warning: " in printed and "model_00008.pt is damaged" in printed) == (damage != "deleted")
+    assert ("warning: " in printed and "model_00008.pt cannot be read" in printed) == (damage != "deleted")
     assert "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
-    assert [path.name for path in list_checkpoints(stopped)] == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
+    good = [path.name for path in list_checkpoints(stopped) if path.name != "model_00008.pt"]  # which stays as it is
+    assert good == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys):
@@ -232,17 +184,18 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith(f"error: None of the checkpoints in {stopped} can be read") and "--no-resume" in line
-    assert printed.out.count("is damaged") == printed.out.count("warning: ") == 2
+    assert printed.out.count("cannot be read") == printed.out.count("warning: ") == 2
     assert listing(stopped) == before
 
 
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
-    for step in (99_998, 99_999, 100_000):
-        path = tmp_path / f"model_{step:05d}.pt"
-        write_checkpoint(path, checkpoint | {"step": step})
-        delete_checkpoints(path, keep=2, milestone_every=0)
+    with lock_folder(tmp_path) as lock:
+        writer = CheckpointWriter(lock, keep=2, milestone_every=0, temporary=[])
+        for step in (99_998, 99_999, 100_000):
+            writer.write(checkpoint | {"step": step})
+        writer.wait()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
@@ -250,7 +203,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
 def test_leftovers_of_a_killed_process_are_swept_away(folder, straight, stopped):
     (stopped / "model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / "hf.part").mkdir()
-    (stopped / "hf.part" / "config.json").write_text("{")
+    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
 
@@ -267,11 +220,22 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, straight, tmp_path, 
     assert listing(tmp_path / "out") == before
 
 
-def test_a_finished_run_whose_export_is_missing_makes_it(folder, straight, tmp_path):
-    shutil.copytree(straight, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "hf")
+@pytest.mark.parametrize("fate", ["missing", "empty", "another model", "truncated"])
+def test_a_finished_run_is_exported_again_unless_hf_holds_its_weights(fate, folder, straight, tmp_path):
+    hf = shutil.copytree(straight, tmp_path / "out") / "hf"
+    if fate in ("missing", "empty"):
+        shutil.rmtree(hf)
+    if fate == "empty":
+        hf.mkdir()
+    if fate == "another model":
+        weights = load_file(hf / "model.safetensors")
+        weights["transformer.ln_f.bias"] += 1
+        save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
+    if fate == "truncated":
+        (hf / "tokenizer.json").write_bytes(b"")
     assert train(folder, tmp_path / "out", **OPTIONS) == 0
     assert_same_run(tmp_path / "out", straight)
+    assert (hf / "tokenizer.json").read_bytes() == (straight / "hf" / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -294,7 +258,7 @@ def test_a_folder_of_a_different_run_is_refused_with_what_differs(changes, named
 
 def test_a_folder_of_another_program_is_refused(folder, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n")
+    (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n", encoding="utf-8")
     before = listing(tmp_path)
     assert train(folder, tmp_path / "out", **OPTIONS) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -315,7 +279,7 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
 
 def test_run_txt_keeps_the_history_of_starts(folder, stopped):
     assert train(folder, stopped, **OPTIONS) == 0
-    text = (stopped / "run.txt").read_text()
+    text = (stopped / "run.txt").read_text(encoding="utf-8")
     assert len(re.findall(r"^started: ", text, re.M)) == 2 == len(re.findall(r"^command: ", text, re.M))
 
 
@@ -384,17 +348,13 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
-def killed_at(step, checkpoint, args):
+def killed_at(step, out_dir, checkpoint, args):
     """Train, and be killed after that step, when that checkpoint, which is written meanwhile, is there."""
 
-    def report_and_die(self, now, *rest, **streams):
-        report(self, now, *rest, **streams)
-        if now == step:
-            while not checkpoint.exists():
-                time.sleep(0.01)
-            die()
+    def is_after(run, now, *rest):
+        return now == step + 1
 
-    with patched(Run, "report", report_and_die) as report:
+    with die_at(Run, "report", is_after, wait_for_checkpoint(out_dir, checkpoint)):
         train_gpt2.main(args)
 
 
@@ -404,10 +364,10 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     options = dict(max_steps=60, checkpoint_every=20, val_every=20, optimizer=optimizer)
     assert train(folder, tmp_path / "straight", batch_size=8, **options) == 0
     output = tmp_path / "output"
-    first, second, third = (tiny_flags(folder, tmp_path / "out", batch_size=B, **options) for B in (8, 2, 4))
-    checkpoint_20, checkpoint_40 = (tmp_path / "out" / f"model_000{step}.pt" for step in (20, 40))
-    assert run(killed_at, 22, checkpoint_20, first, output=output) == [-signal.SIGKILL], output.read_text()
-    statuses = run(killed_at, 41, checkpoint_40, second, output=output, ranks=2)
+    out = tmp_path / "out"
+    first, second, third = (tiny_flags(folder, out, batch_size=B, **options) for B in (8, 2, 4))
+    assert run(killed_at, 22, out, 20, first, output=output) == [-signal.SIGKILL], output.read_text()
+    statuses = run(killed_at, 41, out, 40, second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
     assert run(train_gpt2.main, third, output=output) == [0], output.read_text()
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()
@@ -415,22 +375,45 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
 
-def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(forked, tmp_path):
-    """SIGTERM on one process, then two under torchrun --max-restarts=2, one of which is killed with -9."""
-    found = faults.elastic(tmp_path, steps=150)
-    assert found["restarts"] == 1
-    assert found["first steps"] < 1e-5 and found["largest"] < 1e-4
+def torchrun(*options):
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+KILLED_ONCE = """
+import os, signal, torch
+torch.set_num_threads(1)
+import train_gpt2
+from plumbing import cli
+original, steps = train_gpt2.train_step, []
+def train_step(*args):
+    steps.append(1)
+    if len(steps) == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args)
+train_gpt2.train_step = train_step
+cli.run(train_gpt2.main)
+"""
+
+
+def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED_ONCE, encoding="utf-8")
+    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | {"batch_size": 2})
+    options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    done = subprocess.run([*torchrun(*options), str(tmp_path / "killed.py"), *args], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"from step 4 to 12" in done.stdout
+    assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 
 @pytest.mark.slow
-def test_two_agents_with_a_rendezvous_train_as_one(folder, tmp_path):
+def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     """torchrun --nnodes=2 twice on this machine, as on two; the losses are those of one process."""
-    options = dict(max_steps=10, checkpoint_every=5, batch_size=2)
-    assert train(folder, tmp_path / "one", **options) == 0
-    args = tiny_flags(folder, tmp_path / "two", **options)
-    agents = faults.start_agents(args, tmp_path)
-    assert [agent.wait(120) for agent in agents] == [0, 0], (tmp_path / "agent0").read_text()
-    assert largest_difference(tmp_path / "two", tmp_path / "one") < 1e-5
+    options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})
+    command = [*torchrun(*options, "--rdzv-id=test", "--local-addr=127.0.0.1"), train_gpt2.__file__, *args]
+    agents = [subprocess.Popen(command) for _ in range(2)]
+    assert [agent.wait(120) for agent in agents] == [0, 0]
+    assert largest_difference(tmp_path / "two", straight) < 1e-5
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -446,16 +429,23 @@ def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
     assert_same_run(tmp_path / "out", tmp_path / "straight")
 
 
-def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder, straight, tmp_path):
-    """A slow disk: the file of step 4 is written while the steps after it run."""
+def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder, tmp_path):
+    """A slow disk: the file of step 4 is written when step 6 is done, that of step 8 after step 10."""
+    done = {4: threading.Event(), 8: threading.Event()}
 
     def slow_save(checkpoint, file):
-        time.sleep(0.3)
+        if checkpoint["step"] in done:
+            assert done[checkpoint["step"]].wait(60)
         return save(checkpoint, file)
 
-    with patched(torch, "save", slow_save) as save:
-        assert train(folder, tmp_path / "slow", keep_checkpoints=9, **OPTIONS) == 0
-    assert train(folder, tmp_path / "fast", keep_checkpoints=9, **OPTIONS) == 0
+    def report(self, step, *rest, **streams):
+        original(self, step, *rest, **streams)
+        if "train" in streams and step - 2 in done:
+            done[step - 2].set()
+
+    with patched(torch, "save", slow_save) as save, patched(Run, "report", report) as original:
+        assert train(folder, tmp_path / "slow", keep_checkpoints=9, **OPTIONS | {"val_every": 0}) == 0
+    assert train(folder, tmp_path / "fast", keep_checkpoints=9, **OPTIONS | {"val_every": 0}) == 0
     for name in ("model_00004.pt", "model_00008.pt", "model_00012.pt"):
         slow, fast = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("slow", "fast"))
         assert all(torch.equal(slow["model"][key], fast["model"][key]) for key in fast["model"])

@@ -2,15 +2,15 @@
 
 import io
 import os
-import pickle
+import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, listing, run, status_of, tiny_model
+from conftest import ROOT, listing, refusal_of, status_of, tiny_model
+from test_huggingface import parrot_model
 
 import sample
 import tokenizer
@@ -169,15 +169,26 @@ def test_a_prompt_that_spells_a_special_token_is_text(model, tmp_path, capsys):
 
 def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
     path, folder = save(tmp_path / "m.pt", model), tmp_path / "out"
-    assert status_of(sample.main, ["-m", path, "--export", str(folder)]) == 0
+    status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
+    assert status == 0 and shlex.split(said)[-5:] == ["python", "sample.py", "The ", "-m", str(folder)]
     back, enc = train_gpt2.load_model(str(folder))
     weights = dict(model.named_parameters())
     for name, parameter in back.named_parameters():
         assert torch.equal(parameter, weights[name][: len(parameter)]), name
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "empty").mkdir()
     before = listing(tmp_path)
-    for taken in (folder, path):
+    for taken in (folder, path, tmp_path / "link"):
         assert status_of(sample.main, ["-m", path, "--export", str(taken)]) == 2
     assert listing(tmp_path) == before
+
+
+def test_the_words_of_other_programs_are_known():
+    words = {"--out_dir": "--model", "--length": "--max-new-tokens", "--num_return_sequences": "--num-samples"}
+    for theirs, ours in words.items():
+        assert f"Use {ours}." in refusal_of(sample.main, theirs, "x")[2]
+    for flag in ("--prompt=x", "--start=x"):
+        assert "Give the text in quotes, without a flag." in refusal_of(sample.main, flag)[2]
 
 
 def test_a_prompt_that_is_not_utf8_is_one_line(model, tmp_path, capsys):
@@ -187,42 +198,24 @@ def test_a_prompt_that_is_not_utf8_is_one_line(model, tmp_path, capsys):
     assert "not UTF-8" in capsys.readouterr().err
 
 
-class Hostile:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
 def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     path = save(tmp_path / "m.pt", model)
-    torch.save({"model": Hostile(str(tmp_path / "made"))}, tmp_path / "hostile.pt")
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(str(tmp_path / "made")), protocol=2))
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "m.pt").read_bytes()[:3000])
     mistakes = {
-        "prompt is empty": ["", "-m", path],
-        "The prompt has 33 tokens": ["x" * 33, "-m", path],
-        "no-such.pt": ["x", "-m", str(tmp_path / "no-such.pt")],
-        "hostile.pt": ["x", "-m", str(tmp_path / "hostile.pt")],
-        "pickle.pt": ["x", "-m", str(tmp_path / "pickle.pt")],
-        "cut.pt": ["x", "-m", str(tmp_path / "cut.pt")],
-        "--temperature is -1": ["x", "-m", path, "--temperature", "-1"],
-        "--temperature is nan": ["x", "-m", path, "--temperature", "nan"],
-        "--top-p is 0": ["x", "-m", path, "--top-p", "0"],
-        "--seed is 18446744073709551616": ["x", "-m", path, "--seed", str(2**64)],
-        "--num-samples is 0": ["x", "-m", path, "-n", "0"],
-        "--top-kk": ["x", "-m", path, "--top-kk", "3"],
-        "no device called 'tpu'": ["x", "-m", path, "--device", "tpu"],
+        "prompt is empty": [""],
+        "The prompt has 33 tokens": ["x" * 33],
+        "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
+        "--temperature is -1": ["x", "--temperature", "-1"],
+        "--temperature is nan": ["x", "--temperature", "nan"],
+        "--top-p is 0": ["x", "--top-p", "0"],
+        "--top-p is 1.5": ["x", "--top-p", "1.5"],
+        "--seed is 18446744073709551616": ["x", "--seed", 2**64],
+        "--num-samples is 0": ["x", "-n", "0"],
+        "--top-kk": ["x", "--top-kk", "3"],
+        "no device called 'tpu'": ["x", "--device", "tpu"],
     }
-    for number, (part, args) in enumerate(mistakes.items()):
-        output = tmp_path / f"out{number}"
-        assert run(sample.main, args, output=output) == [2], part
-        said = output.read_text()
-        assert said.startswith("error: ") and part in said and said.count("\n") == 1, said
-    assert not (tmp_path / "made").exists(), "nothing in a file is run"
+    for part, args in mistakes.items():
+        status, _, said = refusal_of(sample.main, *args, *([] if "-m" in args else ["-m", path]))
+        assert status == 2 and said.startswith("error: ") and part in said and said.count("\n") == 1, said
 
 
 # -----------------------------------------------------------------------------
@@ -250,40 +243,39 @@ def test_a_role_marker_that_is_typed_is_text():
 
 @pytest.fixture
 def parrot(tmp_path):
-    """A chat model that says "ok", then <|end|>, whatever it is told."""
-    model = tiny_model(n_layer=1).eval()
-    words = [CHAT.encode_single_token("<|assistant|>"), ord("o"), ord("k"), CHAT.encode_single_token("<|end|>")]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("ln_1.weight", "ln_2.weight")):
-                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
-        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
-        # before does too, and is therefore weaker
-        wte = model.transformer.wte.weight
-        for place, (token, successor) in enumerate(zip(words, words[1:])):
-            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
-            model.transformer.ln_f.weight[place] = -1.0
-    return save(tmp_path / "parrot.pt", model, CHAT)
+    return save(tmp_path / "parrot.pt", parrot_model(block_size=32), CHAT)
 
 
-def chat(monkeypatch, capsys, path, lines, *args):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+def chat(monkeypatch, capsys, path, stdin, *args):
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert status_of(sample.main, ["--chat", "-m", path, "--device", "cpu", "--temperature", "0", *args]) == 0
     return capsys.readouterr()
 
 
 def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys):
-    said = chat(monkeypatch, capsys, parrot, "hi\n\nyou?\n/reset\nagain\n/quit\nnever\n", "--max-new-tokens", "5")
-    assert said.out == "ok\nok\nok\n" and said.err == ""
-    said = chat(monkeypatch, capsys, parrot, "x" * 60 + "\nhi", "--max-new-tokens", "5")
+    lines = io.StringIO("hi\n\nyou?\n/reset\nagain\n/quit\nnever\n")
+    said = chat(monkeypatch, capsys, parrot, lines, "--max-new-tokens", "5")
+    assert said.out == "ok\nok\nok\n"
+    assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
+    said = chat(monkeypatch, capsys, parrot, io.StringIO("x" * 60 + "\nhi"), "--max-new-tokens", "5")
     assert said.out == (
         "(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
         "Write less; the conversation starts over.)\nok\n"
     )
 
 
+def test_chat_ends_quietly_where_there_is_no_input(parrot, monkeypatch, capsys):
+    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
+        assert chat(monkeypatch, capsys, parrot, stdin).out == ""
+
+
+class BrokenInput(io.StringIO):
+    def readline(self, *args):
+        raise OSError(5, "Input/output error")
+
+
 def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
-    said = chat(monkeypatch, capsys, save(tmp_path / "m.pt", model), "hi\n", "--max-new-tokens", "3")
+    said = chat(monkeypatch, capsys, save(tmp_path / "m.pt", model), io.StringIO("hi\n"), "--max-new-tokens", "3")
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
 
@@ -297,6 +289,5 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     process.stdin.flush()
     assert process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
     out, err = process.communicate(b"/quit\n", timeout=60)
     assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import train_gpt2
-from plumbing import distributed
+from plumbing import distributed, fit
+from plumbing.cli import UserError
 from train_gpt2 import PRESETS, TrainConfig, get_batch_size, get_lr
 
 
@@ -136,13 +137,13 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     refused = []
     for ranks in range(1, 65):
         try:
-            train_gpt2.check_config(config, ranks)
-        except train_gpt2.UserError as error:
+            fit.check_config(config, ranks)
+        except UserError as error:
             refused.append(ranks)
             advice = str(error).split(". ")[1]
             assert advice.startswith(f"Start a number of ranks that divides {windows}"), "before the recipe is changed"
             continue
-        B = train_gpt2.largest_divisor(windows // ranks, config.batch_size)
+        B = fit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
         if windows // ranks >= config.batch_size and (windows // ranks) % config.batch_size == 0:
             assert B == config.batch_size
@@ -153,4 +154,4 @@ def test_the_largest_divisor_by_trying_all():
     for number in range(1, 60):
         for at_most in range(1, 70):
             tried = [d for d in range(1, at_most + 1) if number % d == 0]
-            assert train_gpt2.largest_divisor(number, at_most) == tried[-1]
+            assert fit.largest_divisor(number, at_most) == tried[-1]

@@ -1,0 +1,1 @@
+"""Measurements, each beside a reference in the same run: `python -m bench --help`. No other program needs them."""
