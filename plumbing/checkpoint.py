@@ -1,6 +1,7 @@
 """Find, read and write checkpoints, and read the weights that other programs have saved."""
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -75,6 +76,22 @@ def check_content(path, content, for_resume=False):
         raise UserError(f"{path} is not a whole checkpoint of train_gpt2.py: it has {missing}. {remedy}")
     content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
     return {"val_loss": None, "best_val_loss": None} | content  # older ones may lack these
+
+
+def peek_settings(*sources):
+    """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
+
+    No weights are read, and what is wrong with a file is said when it is loaded.
+    """
+    for path in map(Path, sources):
+        for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
+            with contextlib.suppress(Exception), allow_peer_config():
+                content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+                config = content.get("model_args") or content["config"]
+                return config if isinstance(config, dict) else vars(config)
+        with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
+            return {"block_size": json.load(file)["n_positions"]}
+    return {}
 
 
 def read_pickle(path):

@@ -150,7 +150,9 @@ def help_text(config_class, default=None):
     # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    usage, entries, comments = [Path(sys.argv[0]).name], [], []
+    program = Path(sys.argv[0])
+    usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
+    entries, comments = [], []
     for line in inspect.getsource(config_class).splitlines():
         comment = re.fullmatch(r" +# (.+)", line)
         declared = re.match(r"    (\w+): (?:.*  # (.+))?", line)

@@ -156,40 +156,31 @@ def check_data(checkpoint, fingerprints, config):
         )
 
 
-def parent_checkpoints(config):
-    """The paths of the checkpoints that --branch-from names, oldest first."""
-    parent = Path(config.branch_from)
-    return [parent] if parent.is_file() else checkpoints.list_checkpoints(parent)
-
-
-def no_parent(config):
-    return UserError(
-        f"There is no checkpoint in {config.branch_from} that can be read. Give --branch-from a run's folder or one of "
-        "its model_*.pt files."
-    )
-
-
 def inherit(config, parse):
-    """The config of a branch, whose parent gives the settings that the command leaves out.
+    """The config of a branch or of a fine-tuning, with what the command leaves out taken from the other model.
 
-    parse: parses the same command line once more, with these values in place of the presets' own.
+    A branch takes all of its parent's settings, a fine-tuning the block size where that is shorter. parse: parses the
+    same command line once more, with these values in place of the presets' own.
     """
-    if not config.branch_from:
+    own = [config.out_dir] if config.resume else []  # has the settings, too, once the other model is gone
+    if config.branch_from:
+        then = checkpoints.peek_settings(config.branch_from, *own)
+        if not then:
+            raise UserError(
+                f"There is no checkpoint in {config.branch_from} that can be read. "
+                "Give --branch-from the folder of a run or one of its model_*.pt files."
+            )
+        taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
+    elif config.init_from:
+        length = checkpoints.peek_settings(*own, config.init_from).get("block_size", math.inf)
+        taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
+    else:
         return config
-    # once the parent is gone, the branch's own checkpoints have its settings
-    own = checkpoints.list_checkpoints(config.out_dir) if config.resume else []
-    then = None
-    for path in [*own, *parent_checkpoints(config)]:
-        with contextlib.suppress(Exception):  # a damaged one is reported when it is loaded
-            then = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"]
-    if then is None:
-        raise no_parent(config)
-    taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
-    branch = parse(taken)
-    different = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(branch, name)]
-    if different:
-        print0(f"From {config.branch_from}: {', '.join(different)}.")
-    return branch
+    changed = parse(taken)
+    words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
+    if words:
+        print0(f"From {config.branch_from or config.init_from}: {', '.join(words)}.")
+    return changed
 
 
 def find_parent(config):
@@ -202,8 +193,6 @@ def find_parent(config):
             "Choose another --out-dir for the branch."
         )
     checkpoint = checkpoints.newest_checkpoint(parent)
-    if not checkpoint:
-        raise no_parent(config)
     different = settings_that_differ(config, checkpoint["config"], parent)
     fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
     if fixed:  # --init-from may be left out
@@ -508,14 +497,15 @@ class Run:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        words = [f"loss {loss:.{3 if loss >= 10 else 4}f}", f"lr {lr:.1e}".replace("e-0", "e-")]
-        words += [f"norm {norm:.{1 if norm >= 10 else 2}f}"]
-        words += [f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s", f"{short(rate)} tok/s"]
+        # the columns line up, within 80 of them, in which MFU leaves no room for more digits
+        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
+        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
+        words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
+        words.append(f"{short(rate):>4} tok/s")
         if self.peak:
-            words.append(f"{rate * self.flops_per_token / self.peak:.0%} MFU")
-        words.append(f"{duration(self.seconds_left(step, seconds))} left")
-        # within 80 columns, in which MFU leaves no room for commas
-        self.report(step, (" " if self.peak else ", ").join(words), **streams)
+            words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
+        words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
+        self.report(step, (" " if self.peak else "  ").join(words), **streams)
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps will take at the average so far, evaluations and checkpoints included.
@@ -576,19 +566,17 @@ def temporary_checkpoints(out_dir, saved):
 
 
 def short(number):
-    """58234.5 -> "58K", 4920000 -> "4.9M" """
-    if number < 10_000:
-        return f"{number:.0f}"
-    return f"{number / 1e3:.0f}K" if number < 999_500 else f"{number / 1e6:.1f}M"
+    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
+    unit = ""
+    for larger in "KMGT":
+        if number >= 999.5:
+            number, unit = number / 1000, larger
+    return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"
 
 
 def duration(seconds):
-    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4h31", 400000 -> "4d" """
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
+    minutes = int(seconds) // 60
     if minutes < 10:
         return f"{minutes}:{int(seconds) % 60:02d}"
-    if minutes < 60:
-        return f"{minutes}m"
-    if hours < 10:
-        return f"{hours}h{minutes % 60:02d}"
-    return f"{hours}h" if hours < 100 else f"{hours // 24}d"
+    return f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"

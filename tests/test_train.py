@@ -21,6 +21,7 @@ import torch
 from conftest import (
     ROOT,
     TINY,
+    flags,
     free_port,
     make_shards,
     patched,
@@ -464,6 +465,21 @@ def test_a_run_goes_on_from_the_weights_of_another(data, tmp_path):
         assert losses(out, "val")[0] == pytest.approx(trained, abs=1e-5 if number < 2 else 0.05)
 
 
+def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path, capsys):
+    """And resumes when that model is gone; a length that is asked for stays, and is refused."""
+    options = {name: value for name, value in TINY.items() if name not in ("block_size", "sequence_length")}
+    assert train(data, tmp_path / "first", max_steps=2, checkpoint_every=0) == 0
+    args = flags(data=data, out_dir=tmp_path / "out", init_from=tmp_path / "first", **options | {"max_steps": 4})
+    assert status_of(train_gpt2.main, args) == 0
+    shape = load_checkpoint(tmp_path / "out" / "model_00004.pt")["config"]
+    assert shape["block_size"] == shape["sequence_length"] == 32
+    (tmp_path / "first").rename(tmp_path / "gone")
+    capsys.readouterr()
+    assert status_of(train_gpt2.main, args) == 0 and "is finished" in capsys.readouterr().out
+    args = flags(data=data, out_dir=tmp_path / "two", init_from=tmp_path / "gone", sequence_length=64, **options)
+    assert status_of(train_gpt2.main, args) == 2 and "--sequence-length 64" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Precision and compiler
 
@@ -767,7 +783,7 @@ def test_help_prints_every_flag_with_its_comment(capsys):
     printed = capsys.readouterr().out
     for name in TINY:
         assert "--" + name.replace("_", "-") in printed
-    assert "sequences per rank and micro-step" in " ".join(printed.split())  # however wide the terminal
+    assert "sequencesperrankandmicro-step" in "".join(printed.split())  # however wide the terminal
 
 
 # ----------------------------------------------------------------------------------------------------------
