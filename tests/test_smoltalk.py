@@ -13,7 +13,7 @@ import pytest
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
-from smoltalk import Options, check_messages, pack, prepare, render_conversation, truncate
+from smoltalk import Options, find_fault, pack, prepare, render_conversation, truncate
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ROOT = Path(__file__).parent.parent
@@ -183,13 +183,13 @@ def test_a_trained_tokenizer_travels_with_its_shards(tmp_path):
     [
         ("{broken", "Expecting property name"),
         ("[]", "not a JSON object"),
-        ('{"text": "x"}', "no key messages"),
-        ('{"messages": []}', "list is empty"),
+        ('{"text": "x"}', "no list of messages"),
+        ('{"messages": []}', "no list of messages"),
         ('{"messages": ["hi"]}', "message 1 is not a JSON object"),
-        ('{"messages": [{"role": "user"}]}', "message 1 has no content"),
+        ('{"messages": [{"role": "user"}]}', "content of message 1 is missing"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has the role 'bot'"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is empty"),
-        ('{"messages": [{"role": "user", "content": null}]}', "content of message 1 is empty"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is missing, empty or not"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content of message 1 is missing, empty or not"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
@@ -201,13 +201,12 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
 
 
 def test_a_faulty_conversation_of_the_hub_is_no_conversation():
-    with pytest.raises(ValueError, match="empty or not a string"):
-        check_messages([{"role": "user", "content": None}])
+    assert "empty or not a string" in find_fault([{"role": "user", "content": None}])
 
 
 def test_too_little_to_split_is_refused(tmp_path):
     path = write_conversations(tmp_path / "chats.jsonl", [talk("a", "b")])
-    with pytest.raises(UserError, match="1 conversation, fills only one block"):
+    with pytest.raises(UserError, match="1 conversation, .* fill 1 block"):
         prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
     assert not (tmp_path / "out").exists()
 
