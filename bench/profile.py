@@ -56,6 +56,7 @@ def roofline(side, seconds):
     least = {"matmul": (work - attention) / flops, "attention": attention / 2 / flops}
     least |= {"loss": 3 * 2 * shape.vocab_size * tokens / bandwidth, "optimizer": 28 * weights / bandwidth}
     print(f"measured peaks: matmul {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s")
+    print("one step of train_gpt2, by family of kernels:")
     for family, duration in sorted(families.items(), key=lambda item: -item[1]):
         bound = f"{1e3 * least[family]:9.2f} ms at least" if family in least else ""
         print(f"  {family:20}{1e3 * duration:10.2f} ms {duration / sum(families.values()):6.1%}{bound}")

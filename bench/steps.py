@@ -236,7 +236,9 @@ def train(options):
         for side in sides.values():
             side.steps = steps
         print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, {ours.world.dtype}")
-        print(f"T {config.sequence_length}, {config.total_batch_size:,} tokens a step, {steps} steps a round")
+        print(
+            f"T {config.sequence_length}, {config.total_batch_size:,} tokens a step, {cli.count(steps, 'step')} a round"
+        )
         measured = interleave(sides, options.rounds, config.device)
         losses = {name: side["result"] for name, side in measured.items()}
         ours.steps = 1
