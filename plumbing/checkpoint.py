@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import pickle
 import re
 import warnings
@@ -22,9 +23,6 @@ OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")
 BEST = "model_best.pt"  # the weights with the lowest validation loss
 NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
-NOT_RESUMABLE = (
-    "Use a model_<step>.pt file from a run of train_gpt2.py; with weights alone, start a new run with --init-from."
-)
 
 # ----------------------------------------------------------------------------------------------------------
 # Reading
@@ -41,12 +39,14 @@ def step_of(path):
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
-def newest_checkpoint(folder, for_resume=True):
-    """The newest intact checkpoint in a folder, as a dict, or None if there are none.
+def newest_checkpoint(source, for_resume=True):
+    """The newest intact checkpoint in a folder, as a dict; or the one that `source` is. None if there are none.
 
     Reports the damaged ones that it skips. Raises UserError if all are.
     """
-    paths = list_checkpoints(folder)
+    if Path(source).is_file():
+        return load_checkpoint(source, for_resume)
+    paths = list_checkpoints(source)
     for path in reversed(paths):
         try:
             return load_checkpoint(path, for_resume)
@@ -54,7 +54,7 @@ def newest_checkpoint(folder, for_resume=True):
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
         raise UserError(
-            f"None of the checkpoints in {folder} can be read, for the reasons above. "
+            f"None of the checkpoints in {source} can be read, for the reasons above. "
             "Restore one from a backup, or train again with train_gpt2.py --no-resume."
         )
     return None
@@ -62,61 +62,58 @@ def newest_checkpoint(folder, for_resume=True):
 
 def load_checkpoint(path, for_resume=False):
     """Load a checkpoint's dict onto the CPU. for_resume: require all that resuming needs."""
-    content = read_pickle(path)
-    required = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
+    return check_content(path, read_pickle(path), for_resume)
+
+
+def check_content(path, content, for_resume=False):
+    """The dict `content` of the file `path`, if it is a whole checkpoint; its shape is that of its weights."""
+    kinds = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
     if for_resume:
-        required |= {"optimizer": list, "scaler": dict, "loader": dict}
-    missing = [f"no {name}" for name, kind in required.items() if not isinstance(content.get(name), kind)]
-    if missing and for_resume:
-        raise UserError(f"A run cannot continue from {path}: it has {', '.join(missing)}. {NOT_RESUMABLE}")
+        kinds |= {"optimizer": list, "scaler": dict, "loader": dict}
+    missing = ", ".join(f"no {name}" for name, kind in kinds.items() if not isinstance(content.get(name), kind))
     if missing:
-        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {NOT_OURS}")
+        remedy = "To start a new run from weights alone, use --init-from." if for_resume else NOT_OURS
+        raise UserError(f"{path} is not a whole checkpoint of train_gpt2.py: it has {missing}. {remedy}")
     content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
     return {"val_loss": None, "best_val_loss": None} | content  # older ones may lack these
 
 
-def peek_block_size(source):
-    """The block size of a checkpoint, of a folder's newest, or of a Hugging Face folder; None if unknown."""
-    path = Path(source)
-    with contextlib.suppress(Exception):  # what is wrong with it is said when it is loaded
-        if (path / "config.json").exists():
-            return json.loads((path / "config.json").read_text(encoding="utf-8"))["n_positions"]
-        newest = path if path.is_file() else list_checkpoints(path)[-1]
-        with allow_peer_config():
-            weights = torch.load(newest, map_location="cpu", mmap=True, weights_only=True)["model"]
-        return next(len(weight) for name, weight in weights.items() if name.endswith("wpe.weight"))
-    return None
+def peek_settings(*sources):
+    """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
+
+    No weights are read, and what is wrong with a file is said when it is loaded.
+    """
+    for path in map(Path, sources):
+        for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
+            with contextlib.suppress(Exception), allow_peer_config():
+                content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+                config = content.get("model_args") or content["config"]
+                return config if isinstance(config, dict) else vars(config)
+        with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
+            return {"block_size": json.load(file)["n_positions"]}
+    return {}
 
 
 def read_pickle(path):
     """The dict in a file written by torch.save. Only tensors and plain data are read, so no file can run code."""
     try:
-        check_archive(path)
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # the checksums, which torch.load does not look at
+        if damaged:
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         with warnings.catch_warnings(action="ignore"), allow_peer_config():
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} is not a checkpoint of train_gpt2.py, or it contains code, which is never run. {NOT_OURS}"
-        ) from None
     except UserError:
         raise
+    except pickle.UnpicklingError:
+        reason = "it contains more than tensors and plain data, perhaps code, which is never run"
     except Exception as error:  # a damaged file can make the unpickler fail in any way
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(".")
-        raise UserError(
-            f"Checkpoint {path} cannot be read: {reason}. Use another one, or copy it again from where it came."
-        ) from None
-    if not isinstance(content, dict):
-        name = type(content).__name__
-        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it holds a value of type {name}. {NOT_OURS}")
-    return content
-
-
-def check_archive(path):
-    """Raise an error unless `path` is a zip archive whose checksums are right, which torch.load does not look at."""
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise zipfile.BadZipFile(f"{damaged} in it has another checksum than when it was written")
+    else:
+        if isinstance(content, dict):
+            return content
+        reason = f"it holds a value of type {type(content).__name__}"
+    raise UserError(f"Checkpoint {path} cannot be read: {reason}. {NOT_OURS}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -128,8 +125,8 @@ def load_weights(model, weights):
     try:
         model.load_state_dict({name: weight.contiguous() for name, weight in weights.items()}, assign=True)
     except RuntimeError as error:  # which lists what is missing, unexpected or of another shape, one to a line
-        reason = " ".join(str(error).split("\n\t", 2)[1:2]) or first_line(error)
-        raise UserError(f"The weights are not those of a GPT-2: {reason.strip(' .')}. Use another model.") from None
+        reason = " ".join(str(error).splitlines()[1:2]).strip(" \t.")
+        raise UserError(f"The weights are not those of a GPT-2: {reason}. Use another model.") from None
 
 
 def model_state(checkpoint):
@@ -151,9 +148,9 @@ def load_model_state(source):
     path = Path(source)
     if path.exists() and not path.is_dir():
         content = read_pickle(path)
-        if is_from_another_trainer(content):
+        if isinstance(content.get("model_args"), dict) or isinstance(content.get("config"), PeerConfig):
             return peer_model_state(path, content)
-        checkpoint = load_checkpoint(path)
+        checkpoint = check_content(path, content)
         return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         shape, weights = load_huggingface(source)
@@ -161,6 +158,10 @@ def load_model_state(source):
     checkpoint = newest_checkpoint(path, for_resume=False)
     if checkpoint:
         return *model_state(checkpoint), model_tokenizer(checkpoint)
+    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
+    if runs:
+        names = ", ".join(str(run.parent) for run in runs)
+        raise UserError(f"The folder {source} is not a run, but it has runs in it. Give one of them: {names}.")
     if path.is_dir():
         raise UserError(
             f"The folder {source} has neither a checkpoint (model_*.pt) nor a config.json. "
@@ -180,11 +181,6 @@ def allow_peer_config():
     """Let torch.load read that class under the names it may have. It makes PeerConfig objects, and runs no code."""
     names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
     return torch.serialization.safe_globals([(PeerConfig, name) for name in names])
-
-
-def is_from_another_trainer(content):
-    """Whether a checkpoint is nanoGPT's (with model_args) or build-nanogpt's (with a pickled GPTConfig)."""
-    return isinstance(content.get("model_args"), dict) or isinstance(content.get("config"), PeerConfig)
 
 
 def peer_model_state(path, content):
@@ -275,8 +271,6 @@ def load_initial_weights(config, preset, enc):
             raise UserError(
                 f"{flag_of(name)} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out."
             )
-    if not {"transformer.wte.weight", "transformer.wpe.weight"} <= set(weights):
-        raise UserError(f"{config.init_from} has no embeddings, so it is not a GPT-2. Use another model.")
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
     if config.sequence_length > shape["block_size"]:
         raise UserError(

@@ -150,7 +150,9 @@ def help_text(config_class, default=None):
     # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    usage, entries, comments = [Path(sys.argv[0]).name], [], []
+    program = Path(sys.argv[0])
+    usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
+    entries, comments = [], []
     for line in inspect.getsource(config_class).splitlines():
         comment = re.fullmatch(r" +# (.+)", line)
         declared = re.match(r"    (\w+): (?:.*  # (.+))?", line)
@@ -298,7 +300,7 @@ def flag_names(config_class, synonyms):
     switches = ["no-" + field.name for field in fields if field.type in (bool, bool | None)]
     names = [field.name for field in fields] + switches
     meanings = {theirs: ours for ours, words in synonyms.items() for theirs in words.split()}
-    return {name.replace("_", "-"): flag_of(name) for name in names} | meanings
+    return {name.replace("_", "-"): flag_of(name) for name in [*names, "help"]} | meanings
 
 
 def flag_of(name):

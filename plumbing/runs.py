@@ -20,20 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.checkpoint import (
-    BEST,
-    CHECKPOINT_NAME,
-    SHAPE,
-    CheckpointWriter,
-    check_tokenizer,
-    list_checkpoints,
-    load_checkpoint,
-    load_initial_weights,
-    model_tokenizer,
-    newest_checkpoint,
-    peek_block_size,
-    step_of,
-)
+from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, is_rank_0, print_next
 from plumbing.distributed import flops_per_token, is_restart, print0
 from plumbing.files import atomic_write, lock_folder, open_regular
@@ -54,7 +41,7 @@ MAY_CHANGE_ON_RESUME = set(
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
-SAME_IN_A_BRANCH = {*SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
+SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
 
 # settings that a branch does not take over from its parent: they say where it runs, and which run it is
 OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
@@ -79,22 +66,21 @@ def find_start(config, preset, enc, fingerprints):
     """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
-    first starts, the one of --branch-from, with the entry "branched" for run.txt; or the weights of --init-from.
-    Refuses a folder with a different run, and says what differs. preset: the TrainConfig of --preset.
-    fingerprints: {split: what shards.fingerprint says of its shards}.
+    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
+    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the shards of each split.
     """
     out_dir, checkpoint = Path(config.out_dir), None
     if resumes(config):
-        checkpoint = newest_checkpoint(out_dir)
+        checkpoint = checkpoints.newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint["config"], out_dir)
-        elif (out_dir / "log.txt").exists():  # stopped before its first checkpoint
+        elif (out_dir / "log.txt").exists() and (out_dir / "log.txt").stat().st_size:  # no checkpoint was written yet
             check_resume(config, last_config(out_dir), out_dir)
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if not checkpoint:
-        return load_initial_weights(config, preset, enc) if config.init_from else {}
-    check_tokenizer(model_tokenizer(checkpoint), enc, config.data)
+        return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
+    checkpoints.check_tokenizer(checkpoints.model_tokenizer(checkpoint), enc, config.data)
     check_data(checkpoint, fingerprints, config)
     is_last = checkpoint["step"] == config.max_steps
     n_head = checkpoint["config"]["n_head"]
@@ -128,12 +114,9 @@ def settings_that_differ(config, then, place):
     for field in dataclasses.fields(config):
         name, now = field.name, getattr(config, field.name)
         before = then.get(name, field.default)
-        is_left_to_the_run = (
-            (name == "dtype" and "auto" in (now, before))
-            or (name == "vocab_size" and 0 in (now, before))
-            or (name in SHAPE and config.init_from)
-        )
-        if now != before and not is_left_to_the_run:
+        left_to_the_run = {"dtype": "auto", "vocab_size": 0}.get(name)
+        is_inherited = name in checkpoints.SHAPE and config.init_from
+        if now != before and left_to_the_run not in (now, before) and not is_inherited:
             different[name] = before, now
     return different
 
@@ -150,15 +133,15 @@ def check_resume(config, then, out_dir):
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
         raise UserError(
-            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or continue it "
-            f"with the new ones in another folder, with --branch-from {out_dir} --out-dir NEW; or choose another "
-            "--out-dir, or move the old run aside with --no-resume."
+            f"{out_dir} has a run with other settings ({say(different)}). Use those to continue it; or use the new "
+            f"ones in another folder, with --branch-from {out_dir} --out-dir NEW; or move the old run aside with "
+            "--no-resume."
         )
     # a run that started elsewhere is not taken for this branch; a branch may also be resumed without the flag
     if config.branch_from and Path(config.branch_from) != Path(then.get("branch_from", "")):
         raise UserError(
-            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. Leave that out to "
-            "continue this run; or choose another --out-dir; or move the old run aside with --no-resume."
+            f"{out_dir} has a run that was not started with --branch-from {config.branch_from}. To continue it, leave "
+            "that out; or choose another --out-dir, or move the old run aside with --no-resume."
         )
 
 
@@ -174,43 +157,30 @@ def check_data(checkpoint, fingerprints, config):
 
 
 def inherit(config, parse):
-    """The config of a branch, whose parent gives the settings that the command leaves out.
+    """The config of a branch or of a fine-tuning, with what the command leaves out taken from the other model.
 
-    A run from the weights of another model takes its block size where that is shorter. parse: parses the same command
-    line once more, with these values in place of the presets' own.
+    A branch takes all of its parent's settings, a fine-tuning the block size where that is shorter. parse: parses the
+    same command line once more, with these values in place of the presets' own.
     """
-    if config.init_from and not config.branch_from:
-        # the run's own checkpoints know it, too, once the other model is gone
-        length = (config.resume and peek_block_size(config.out_dir)) or peek_block_size(config.init_from)
-        return parse(
-            {name: min(length or math.inf, getattr(config, name)) for name in ("block_size", "sequence_length")}
-        )
-    if not config.branch_from:
-        return config
-    parent = Path(config.branch_from)
-    # once the parent is gone, the branch's own checkpoints have its settings
-    paths = list_checkpoints(config.out_dir) if config.resume else []
-    paths += [parent] if parent.is_file() else list_checkpoints(parent)
-    if not paths:
-        raise no_parent(parent)
-    for path in reversed(paths):
-        with contextlib.suppress(Exception):
-            then = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"]
-            break
+    own = [config.out_dir] if config.resume else []  # has the settings, too, once the other model is gone
+    if config.branch_from:
+        then = checkpoints.peek_settings(config.branch_from, *own)
+        if not then:
+            raise UserError(
+                f"There is no checkpoint in {config.branch_from} that can be read. "
+                "Give --branch-from the folder of a run or one of its model_*.pt files."
+            )
+        taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
+    elif config.init_from:
+        length = checkpoints.peek_settings(*own, config.init_from).get("block_size", math.inf)
+        taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
     else:
-        then = load_checkpoint(path, for_resume=True)["config"]  # says what is wrong with it
-    taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
-    branch = parse(taken)
-    different = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(branch, name)]
-    if different:
-        print0(f"From {parent}: {', '.join(different)}.")
-    return branch
-
-
-def no_parent(parent):
-    return UserError(
-        f"There is no checkpoint in {parent} to branch from. Give a run's folder or one of its model_*.pt files."
-    )
+        return config
+    changed = parse(taken)
+    words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
+    if words:
+        print0(f"From {config.branch_from or config.init_from}: {', '.join(words)}.")
+    return changed
 
 
 def find_parent(config):
@@ -222,15 +192,13 @@ def find_parent(config):
             f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
             "Choose another --out-dir for the branch."
         )
-    checkpoint = load_checkpoint(parent, for_resume=True) if parent.is_file() else newest_checkpoint(parent)
-    if not checkpoint:
-        raise no_parent(parent)
+    checkpoint = checkpoints.newest_checkpoint(parent)
     different = settings_that_differ(config, checkpoint["config"], parent)
     fixed = {name: pair for name, pair in different.items() if name in SAME_IN_A_BRANCH and pair[1] != ""}
     if fixed:  # --init-from may be left out
         raise UserError(
-            f"A branch takes over weights, optimizer state and position in the data of {parent}, so some settings must "
-            f"be the same: {say(fixed)}. Leave these flags out, or start a new run with --init-from."
+            f"A branch takes over the state of {parent}, so some settings must be the same: {say(fixed)}. Leave these "
+            "flags out, or start a new run with --init-from."
         )
     if checkpoint["step"] >= config.max_steps:
         raise UserError(
@@ -255,13 +223,8 @@ def is_finished(config, start):
 
 def resumes(config):
     """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    return config.resume or (is_restart() and belongs_to_this_launch(config.out_dir))
-
-
-def belongs_to_this_launch(out_dir):
-    """Whether the run in out_dir was started by the torchrun that has now restarted this process."""
-    launches = re.findall(r"^launch: (.+)$", read_text(Path(out_dir) / "run.txt"), re.MULTILINE)
-    return launches[-1:] == [launch()]
+    launches = re.findall(r"^launch: (.+)$", read_text(Path(config.out_dir, "run.txt")), re.MULTILINE)
+    return config.resume or (is_restart() and launches[-1:] == [launch()])
 
 
 def launch():
@@ -276,7 +239,8 @@ def launch():
 
 def is_ours(path):
     """Whether a file or folder in a run's folder has one of the names that this program uses."""
-    return path.name in ("run.txt", "log.txt", BEST, "hf", "wandb") or CHECKPOINT_NAME.fullmatch(path.name) is not None
+    names = ("run.txt", "log.txt", checkpoints.BEST, "hf", "wandb")
+    return path.name in names or checkpoints.CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def start_run(config, start_step, branched):
@@ -330,7 +294,7 @@ def describe_run(config, start_step, branched):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
     }
     if branched:
         lines["branched"] = json.dumps(branched)
@@ -447,8 +411,9 @@ class Run:
         """Start the run in its folder."""
         start_run(self.config, self.start_step, self.branched)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
+        keep, every = self.config.keep_checkpoints, self.config.milestone_every
         temporary = temporary_checkpoints(self.out_dir, saved)
-        self.writer = CheckpointWriter(self.lock, self.config.keep_checkpoints, self.config.milestone_every, temporary)
+        self.writer = checkpoints.CheckpointWriter(self.lock, keep, every, temporary)
         self.mirror = None
         if self.config.wandb:
             lines = read_log(self.out_dir / "log.txt", self.start_step)
@@ -532,14 +497,15 @@ class Run:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        words = [f"loss {loss:.{3 if loss >= 10 else 4}f}", f"lr {lr:.1e}".replace("e-0", "e-")]
-        words += [f"norm {norm:.{1 if norm >= 10 else 2}f}"]
-        words += [f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s", f"{short(rate)} tok/s"]
+        # the columns line up, within 80 of them, in which MFU leaves no room for more digits
+        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
+        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
+        words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
+        words.append(f"{short(rate):>4} tok/s")
         if self.peak:
-            words.append(f"{rate * self.flops_per_token / self.peak:.0%} MFU")
-        words.append(f"{duration(self.seconds_left(step, seconds))} left")
-        # within 80 columns, in which MFU leaves no room for commas
-        self.report(step, (" " if self.peak else ", ").join(words), **streams)
+            words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
+        words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
+        self.report(step, (" " if self.peak else "  ").join(words), **streams)
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps will take at the average so far, evaluations and checkpoints included.
@@ -584,7 +550,7 @@ class Run:
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
         if self.config.keep_best and self.best_val_loss < math.inf:
-            best = self.out_dir / BEST
+            best = self.out_dir / checkpoints.BEST
             print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
         print_next(*next_commands(self.config, enc))
         return status
@@ -592,28 +558,25 @@ class Run:
 
 def temporary_checkpoints(out_dir, saved):
     """The steps of the checkpoints in out_dir that a run which begins with the dict `saved` may delete."""
-    if not saved:
-        return []
-    steps = [step_of(path) for path in list_checkpoints(out_dir)]
-    every = saved["config"].get("milestone_every", 0)  # older checkpoints do not say which ones are temporary
-    temporary = saved.get("temporary", [step for step in steps if not (every and step % every == 0)])
-    return [*temporary, *(step for step in steps if step > saved["step"])]  # later ones are damaged
+    if saved and "temporary" not in saved:  # an older one, whose milestones are those of its settings
+        every = saved["config"].get("milestone_every", 0)
+        steps = [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(out_dir)]
+        return [step for step in steps if step <= saved["step"] and not (every and step % every == 0)]
+    return saved["temporary"] if saved else []
 
 
 def short(number):
-    """58234.5 -> "58K", 4920000 -> "4.9M" """
-    if number < 10_000:
-        return f"{number:.0f}"
-    return f"{number / 1e3:.0f}K" if number < 999_500 else f"{number / 1e6:.1f}M"
+    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
+    unit = ""
+    for larger in "KMGT":
+        if number >= 999.5:
+            number, unit = number / 1000, larger
+    return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"
 
 
 def duration(seconds):
-    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4h31", 400000 -> "4d" """
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
+    minutes = int(seconds) // 60
     if minutes < 10:
         return f"{minutes}:{int(seconds) % 60:02d}"
-    if minutes < 60:
-        return f"{minutes}m"
-    if hours < 10:
-        return f"{hours}h{minutes % 60:02d}"
-    return f"{hours}h" if hours < 100 else f"{hours // 24}d"
+    return f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"

@@ -214,8 +214,8 @@ def with_another_tokenizer(content):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda content: torch.zeros(3), "it holds a value of type Tensor"),
-        (lambda content: content["model"], "it has no model"),
+        (lambda content: torch.zeros(3), "a value of type Tensor"),
+        (lambda content: content["model"], "it has no model, no config"),
         (changed(tokenizer_file=None), "it has no tokenizer_file"),
         (changed(config={"n_head": 3}), "an n_head of 3"),
         (changed(val_loss=Touch(Path("touched"))), "code"),

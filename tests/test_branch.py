@@ -334,7 +334,7 @@ def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, 
     assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / "family" / "model_best.pt")
     torn = tmp_path / "family" / "model_00008.pt"
     torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    assert_refused(capsys, folder, tmp_path / "out", str(torn), "cannot be read", branch_from=torn)
+    assert_refused(capsys, folder, tmp_path / "out", str(torn), "no checkpoint", "can be read", branch_from=torn)
 
 
 @pytest.mark.parametrize("source", ["", "model_00008.pt"])

@@ -75,6 +75,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--max-steps"], "--max-steps needs a value."),
         (["-m"], "-m/--model needs a value."),
         (["--max-step", "3"], "There is no flag called --max-step. Did you mean --max-steps?"),
+        (["--hlep"], "There is no flag called --hlep. Did you mean --help?"),
         (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
