@@ -8,12 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-import torch._functorch.config
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2
 from bench.measure import interleave, report, timed
@@ -35,8 +32,7 @@ class Settings(TrainConfig):
     bfloat16_residual: bool = True  # the residual stream in bfloat16 where the matmuls are; else in float32
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
-    # one attention kernel in place of torch's choice; plain: no kernel
-    attention: Literal["", "plain", "math", "flash", "efficient", "cudnn"] = ""
+    plain_attention: bool = False  # attention written out, without a fused kernel
 
 
 def make_settings(options, **changes):
@@ -108,10 +104,9 @@ class Ours(Side):
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = BenchGPT(GPTConfig(*shape), config.triton_loss, config.return_logits)
-        for block in self.raw_model.transformer.h if config.attention == "plain" else ():
+        for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
-        with self.attention_kernel():
-            self.model, self.B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
+        self.model, self.B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if self.B < config.batch_size:
@@ -125,23 +120,12 @@ class Ours(Side):
             group["fused"] = None
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
-    def attention_kernel(self):
-        """Context in which only the attention kernel of the settings is used."""
-        stack = contextlib.ExitStack()
-        if self.config.attention not in ("", "plain"):
-            # subtle: the compile cache does not key on the attention kernel and would return another side's graph
-            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-            name = self.config.attention.upper()
-            stack.enter_context(sdpa_kernel(getattr(SDPBackend, name if name == "MATH" else f"{name}_ATTENTION")))
-        return stack
-
     def train_step(self):
         c = self.config
         train_gpt2.apply_schedules(self.optimizers, self.step, c)
         num_windows = c.total_batch_size // c.sequence_length
         state = self.optimizers, self.scaler, self.step, c, [], self.world
-        with self.attention_kernel():
-            return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
+        return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
 
 
 class Reference(Side):
@@ -247,14 +231,14 @@ def train(options):
     return report(options, measured, tokens, "tok", steps=steps, losses=losses, **details)
 
 
-FLOAT32 = dict(dtype="float32", tf32=False, compile=False, attention="plain", vocab_size=50257)
+FLOAT32 = dict(dtype="float32", tf32=False, compile=False, plain_attention=True, vocab_size=50257)
 FLOAT32 |= dict(fused_adamw=False, bfloat16_residual=False, return_logits=True)
 RUNGS = {  # what each changes, in the order of build-nanogpt's lecture; 50304 is the next multiple of 128
     "float32": {},
     "TF32": dict(tf32=True),
     "bfloat16 autocast": dict(dtype="bfloat16"),
     "torch.compile": dict(compile=True),
-    "flash attention": dict(attention=""),
+    "flash attention": dict(plain_attention=False),
     "vocabulary 50304": dict(vocab_size=50304),
     "fused AdamW": dict(fused_adamw=True),
     "this program": dict(bfloat16_residual=True, return_logits=False),
