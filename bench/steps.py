@@ -220,9 +220,8 @@ def train(options):
         for side in sides.values():
             side.steps = steps
         print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, {ours.world.dtype}")
-        print(
-            f"T {config.sequence_length}, {config.total_batch_size:,} tokens a step, {cli.count(steps, 'step')} a round"
-        )
+        tokens, rounds = f"{config.total_batch_size:,} tokens a step", f"{cli.count(steps, 'step')} a round"
+        print(f"T {config.sequence_length}, {tokens}, {rounds}")
         measured = interleave(sides, options.rounds, config.device)
         losses = {name: side["result"] for name, side in measured.items()}
         ours.steps = 1
@@ -266,19 +265,17 @@ def make_rungs(options):
 
 def ladder(options):
     """What each optimization adds to the training step, each on top of those before it."""
-    settings = make_rungs(options)
+    settings, rungs = make_rungs(options), {}
     config = settings["float32"]
     print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, T {config.sequence_length}")
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
-        rungs = {name: Ours(setting, folder) for name, setting in settings.items()}
+        for name, setting in settings.items():
+            try:
+                rungs[name] = Ours(setting, folder)
+            except UserError as error:  # its B does not fit
+                print(f"{name}: {error}")
         measured = interleave(rungs, options.rounds, options.device)
     tokens = {name: rung.config.total_batch_size for name, rung in rungs.items()}
-    per_token = {name: np.array(side["seconds"]) / tokens[name] for name, side in measured.items()}
-    rows = {}
-    for name, before in zip(rungs, ["float32", *rungs]):
-        row = {"gain": np.median(per_token[before] / per_token[name]), "tok_per_s": 1 / np.median(per_token[name])}
-        row |= {"total": np.median(per_token["float32"] / per_token[name]), "loss": measured[name]["result"]}
-        rows[name] = row | {"ms": 1e3 * np.median(measured[name]["seconds"])}
-        print(f"{name:20}{row['gain']:6.2f}x, in all {row['total']:6.2f}x")
-    return report(options, measured, tokens, "tok", ours=name, rungs=rows, tokens=tokens)
+    losses = {name: side["result"] for name, side in measured.items()}
+    return report(options, measured, tokens, "tok", ours=list(rungs)[-1], rungs=losses, tokens=tokens)
