@@ -49,7 +49,7 @@ def execute(notebook, folder, monkeypatch):
     """
     blocked = folder / "no_network"
     blocked.mkdir()
-    (blocked / "sitecustomize.py").write_text(NO_NETWORK)
+    (blocked / "sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
     notes = blocked / "notes.txt"
     for name, value in {
         "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]),
@@ -135,7 +135,7 @@ def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path,
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
-    (folder / "log.txt").write_text("".join(lines) + "300 tra")
+    (folder / "log.txt").write_text("".join(lines) + "300 tra", encoding="utf-8")
     run_cells(code_cells(without_lessons()), tmp_path, monkeypatch)
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt") and "tokens\n" not in text.split("val:")[0]
