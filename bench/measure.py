@@ -47,7 +47,8 @@ def interleave(sides, rounds, device, warmups=1):
         for name, function in sides.items():
             side = measured[name]
             gc.collect()
-            torch.cuda.reset_peak_memory_stats() if device.startswith("cuda") else None
+            if device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats()
             cpu_start = time.process_time()
             seconds, side["result"] = timed(function, device)
             cpu_seconds = time.process_time() - cpu_start
