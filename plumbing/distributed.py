@@ -221,7 +221,8 @@ def create_store(rank, world_size):
 
     torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
     """
-    connect, host = datetime.timedelta(seconds=CONNECT_SECONDS), os.environ["MASTER_ADDR"]
+    host = os.environ["MASTER_ADDR"]
+    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try it twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
