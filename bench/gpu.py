@@ -53,6 +53,11 @@ class Questions:
 
     def matmuls(self):
         """FLOP/s of each matmul of the step, forward and for both gradients."""
+
+        def ten_times(a, b):
+            for _ in range(10):
+                torch.mm(a, b)
+
         c, dtype = self.config, torch.bfloat16 if self.device.startswith("cuda") else torch.float32
         N, C, rates = c.batch_size * c.sequence_length, c.n_embd, {}
         shapes = {"c_attn": (C, 3 * C), "attn.c_proj": (C, C), "c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
@@ -60,8 +65,8 @@ class Questions:
             sizes = (N, inputs), (outputs, inputs), (N, outputs)
             x, weight, y = (torch.randn(size, device=self.device, dtype=dtype) for size in sizes)
             for product, (a, b) in dict(forward=(x, weight.T), grad_x=(y, weight), grad_weight=(y.T, x)).items():
-                times = interleave({"": partial(torch.mm, a, b)}, 10, self.device)[""]["seconds"]
-                rates[f"{name} {product}"] = 2 * N * inputs * outputs / statistics.median(times)
+                times = interleave({"": partial(ten_times, a, b)}, 3, self.device)[""]["seconds"]
+                rates[f"{name} {product}"] = 10 * 2 * N * inputs * outputs / statistics.median(times)
         return {"flops_per_s": rates}
 
     def triton_kernel(self, num_rows=65536, compared=256):
@@ -113,7 +118,7 @@ class Questions:
         folder = self.out / name
         shutil.rmtree(folder, ignore_errors=True)
         config = dataclasses.replace(self.config, data=self.options.shards, out_dir=str(folder), **changes)
-        flags = [steps.to_flag(field.name, getattr(config, field.name)) for field in dataclasses.fields(TrainConfig)]
+        flags = [f"--{field.name}={getattr(config, field.name)}" for field in dataclasses.fields(TrainConfig)]
         text = self.run_child([sys.executable, str(ROOT / "train_gpt2.py"), *flags], self.out / f"{name}.txt")
         if "out of memory" in text.lower():
             raise RuntimeError(f"B = {config.batch_size} does not fit in memory. Give a smaller --batch-size.")
