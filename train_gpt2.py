@@ -654,10 +654,7 @@ def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
 
 
 def evaluate_hellaswag(raw_model, examples, enc, signals, world):
-    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks.
-
-    None if a rank has received one of the `signals` to stop.
-    """
+    """The Counts over all rendered HellaSwag examples, of which each rank scores its share; None after a signal."""
     with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
         counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
