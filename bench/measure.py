@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from plumbing.files import new_output
 
@@ -43,7 +44,8 @@ def interleave(sides, rounds, device, warmups=1):
     """
     measured = {name: dict(seconds=[], cpu_seconds=[], peak_gib=0.0) for name in sides}
     gc.freeze()  # exclude existing objects, so that collecting between the rounds is cheap
-    for round_number in range(-warmups, rounds):
+    bar = tqdm(range(-warmups, rounds), "rounds", leave=False, delay=2, disable=not sys.stderr.isatty())
+    for round_number in bar:
         for name, function in sides.items():
             side = measured[name]
             gc.collect()

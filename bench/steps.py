@@ -263,6 +263,7 @@ def ladder(options):
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
         for name, setting in settings.items():
+            print(f"preparing {name}", flush=True)  # compiling takes a minute
             try:
                 rungs[name] = Ours(setting, folder)
             except UserError as error:  # its B does not fit
