@@ -1,6 +1,6 @@
 """Cross-entropy as a Triton kernel: one program per row, which reads its logits twice and writes their gradient.
 
-`kernels.py` imports it only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
+`model.py` imports this file only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
 environment the kernel runs on a CPU, for tests.
 """
 
