@@ -797,7 +797,7 @@ def train(config, world, lock):
     if runs.is_finished(config, saved):  # it has printed that
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
-    asked = runs.dtype_of(config, saved, world.device)
+    asked = runs.dtype_of(config, saved)
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)
