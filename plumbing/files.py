@@ -1,6 +1,7 @@
 """Files read and written safely, and folders locked; a killed process leaves neither half a file nor a lock."""
 
 import contextlib
+import json
 import os
 import socket
 import stat
@@ -32,6 +33,18 @@ def open_regular(path, mode="rb", **kwargs):
         return descriptor
 
     return open(path, mode, opener=opener, **kwargs)
+
+
+def read_json(path, remedy):
+    """The JSON object in a file; a UserError that ends in `remedy` if there is none in it."""
+    try:
+        with open_regular(path) as file:
+            content = json.load(file)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object. {remedy}")
+    return content
 
 
 def kind_of(path):
