@@ -15,8 +15,13 @@ Importing torch takes seconds. A program that needs it runs its parser once abov
 mistyped flag are answered at once.
 """
 
+import os
 import sys
 from pathlib import Path
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
 
 
 def report_exception(kind, error, traceback):
@@ -44,7 +49,6 @@ import inspect
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -93,7 +97,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     if not unknown and not complaint:
         return config
 
-    meanings = flag_names(config_class, synonyms or {})
+    meanings = flag_names(config_class, synonyms or {}) | {name: f"--preset {name}" for name in presets or ()}
     # tyro stops at the first mistake, so try each flag by itself, after the words that come before all flags
     first_words, *groups = split_at_flags(args)
     errors = [explain(first_words, *try_parse(config_class, first_words, default)[1:], meanings)]
@@ -148,7 +152,10 @@ def help_text(config_class, default=None):
     docstring = sys.modules[config_class.__module__].__doc__ or inspect.getdoc(config_class)
     paragraphs = docstring.strip().split("\n\n")
     # examples and tables, which are indented, stay as they are
-    paragraphs = [text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs]
+    paragraphs = [
+        text if re.search("^ ", text, re.M) else textwrap.fill(text, width, break_on_hyphens=False)
+        for text in paragraphs
+    ]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     program = Path(sys.argv[0])
     usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
@@ -171,7 +178,9 @@ def help_text(config_class, default=None):
                 text += f" (default: {value})"
             column = " " * 25  # of the text; a longer flag has a line of its own
             first = f"  {name:21}  " if len(name) <= 21 else f"  {name}\n{column}"
-            entries.append(first + textwrap.fill(column + text, width, subsequent_indent=column).lstrip())
+            entries.append(
+                first + textwrap.fill(column + text, width, subsequent_indent=column, break_on_hyphens=False).lstrip()
+            )
             comments = []
     usage = f"usage: {' '.join(usage)} [flags]"
     return "\n\n".join([*paragraphs, usage, "\n".join(entries).lstrip("\n")])
@@ -237,7 +246,9 @@ def explain(words, unknown, complaint, meanings):
         return f"There is no flag called {flag}. {closest(name, meanings) or SEE_HELP}"
     if unknown[0].endswith(".py") and "preset" in meanings:  # nanoGPT's config/train_shakespeare_char.py
         return f"{plain(unknown[0])} is not read: the settings are flags, and --preset names a set of them. {SEE_HELP}"
-    return f"The argument {unknown[0]!r} was not expected. {SEE_HELP}"
+    preset = meanings.get(unknown[0], "")
+    hint = f"Did you mean {preset}?" if preset.startswith("--preset ") else SEE_HELP
+    return f"The argument {unknown[0]!r} was not expected. {hint}"
 
 
 def suggest(name, known, synonyms=None):
@@ -351,7 +362,7 @@ def print_next(*commands):
     """Print the commands, lists of words, that come next: typed as printed, they work."""
     print("\nNext:", flush=True)
     for words in commands:
-        print("    " + " ".join(quote(str(word)) for word in words), flush=True)
+        print("    " + plain(" ".join(quote(str(word)) for word in words), limit=2000), flush=True)
 
 
 def quote(word):
@@ -412,10 +423,6 @@ def refusal(error):
     """The UserError for an OSError about a file: what the operating system said, and what to do about it."""
     advice = ADVICE.get(error.errno, "Check that it is what you meant.")
     return UserError(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
-
-
-def is_rank_0():
-    return os.environ.get("RANK", "0") == "0"
 
 
 def has_other_ranks():

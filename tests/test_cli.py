@@ -224,6 +224,8 @@ def test_a_switch_may_be_spelled_with_a_value_and_know_that_it_was_not_given(wor
 def test_the_words_of_nanogpt_are_answered():
     options = dict(config_class=train_gpt2.TrainConfig, synonyms=cli.OTHER_TRAINERS)
     assert "--preset names" in error_of("config/train_shakespeare_char.py", **options)
+    said = error_of("quickstart", **options, presets=train_gpt2.PRESETS)
+    assert said == "The argument 'quickstart' was not expected. Did you mean --preset quickstart?"
     assert "no dropout" in error_of("--dropout=0.1", **options)
 
 
