@@ -264,6 +264,7 @@ def prepare(options):
     if errors:
         raise UserError(" ".join(errors))
     sources = list_inputs(options.input, types=(".jsonl",))
+    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
     if options.init_from:
         from plumbing.checkpoint import load_model_state  # imports torch
 
@@ -273,7 +274,6 @@ def prepare(options):
         shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
         enc = tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
     max_length = options.max_length or shape["block_size"]
-    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
     made_from = {"shard_size": options.shard_size, "max_length": max_length}
     made_from["sources"] = [source.recorded() for source in sources]
 

@@ -161,8 +161,14 @@ def test_a_folder_is_read_with_its_own_tokenizer(hf):
     assert "Could not read the tokenizer" in refusal(load_tokenizer, hf, 257)
 
 
+def give_tokenizer(hf, enc):
+    for path in hf.glob("tokenizer.tiktoken*"):
+        path.unlink()
+    tokenizer.write_encoding(enc, hf / "tokenizer.tiktoken")
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(hf):
-    tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
+    give_tokenizer(hf, CHAT)
     assert "has 261 ids, but the model only 257" in refusal(load_tokenizer, hf, 257)
 
 
@@ -214,11 +220,14 @@ def test_what_a_killed_export_left_is_cleared_away(hf, tmp_path):
 NOT_THIS_MODEL = {
     "a stale one": lambda hf: rewrite(hf, lambda w: w[NAME].add_(1e-3)),
     "of other sizes": lambda hf: change_config(hf, n_head=4),
+    "that reads less": lambda hf: change_config(hf, n_positions=7),
+    "without an end": lambda hf: (hf / "generation_config.json").write_text("{}", encoding="utf-8"),
+    "a part without its index": lambda hf: (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors"),
     "empty": lambda hf: [path.unlink() for path in hf.iterdir()],
     "missing": shutil.rmtree,
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 5000),
     "tokenizer cut short": lambda hf: os.truncate(hf / "tokenizer.json", 50),
-    "another tokenizer": lambda hf: tokenizer.write_encoding(other_tokenizer(), hf / "tokenizer.tiktoken"),
+    "another tokenizer": lambda hf: give_tokenizer(hf, other_tokenizer()),
 }
 
 
