@@ -34,7 +34,7 @@ class Options:
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # What the shards are
-    out_dir: str | None = None  # folder of the shards; by default edu_fineweb10B, python_docs or the first input's name
+    out_dir: str | None = None  # folder of the shards; by default edu_fineweb10B, python_docs or the first file's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
@@ -403,17 +403,13 @@ def write_shard(writer, enc, tokens, end, validation=None):
     """Write the next shard; before the first one, meta.json and the tokenizer."""
     if not writer.meta["shards"]:
         writer.save()
-        save_tokenizer(enc, writer.folder)
+        # unless another part is doing so: it writes the same
+        with contextlib.suppress(FolderInUse), lock_folder(writer.folder, ".lock-tokenizer"):
+            tokenizer.save_for_folder(enc, writer.folder)
     if validation is not None:
         writer.write_validation(validation)
     if len(tokens):
         writer.write(tokens, end)
-
-
-def save_tokenizer(enc, folder):
-    """Save the tokenizer with the shards, unless another part is doing so: it writes the same."""
-    with contextlib.suppress(FolderInUse), lock_folder(folder, ".lock-tokenizer"):
-        tokenizer.save_for_folder(enc, folder)
 
 
 def write_last_shard(writer, enc, last, sample):
@@ -485,17 +481,12 @@ def fetch_pretokenized(options):
                 add_shard(writer, path, file)
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
-        save_gpt2(folder)
+        try:  # so that a machine without a network can train on them
+            tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
+        except UserError as error:  # the shards can be used without it
+            print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
         writer.finish()
     return folder
-
-
-def save_gpt2(folder):
-    """Save GPT-2's tables with its shards, so that a machine without a network can train on them."""
-    try:
-        tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
-    except UserError as error:  # the shards can be used without it
-        print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
 
 
 def add_shard(writer, path, file):

@@ -4,8 +4,11 @@
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
     python train_gpt2.py --preset chat --init-from log     then: fine-tune
 
-A line of `--input` is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]},
-roles user, assistant and system. It becomes
+A line of `--input` is
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
+
+with the roles user, assistant and system. It becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
@@ -34,17 +37,12 @@ class Options:
     max_length: int = 0  # tokens per block: the sequence length to train with; 0: 1024, or the model's longest
 
 
-def parse_args(args=None):
-    return cli.parse(Options, args)
-
-
 if __name__ == "__main__":
-    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
-import contextlib
-import itertools
 import os
 import random
+import re
 
 import numpy as np
 from tqdm import tqdm
@@ -68,53 +66,39 @@ def read_hub():
 
     advice = "Check the network and run the same command again, or give conversations of your own with --input."
     conversations = retry(HUB_DATASET, advice, lambda: datasets.load_dataset(HUB_DATASET, "all", split="train"))
-    conversations = conversations.shuffle(seed=0)
-    for row in tqdm(conversations, unit=" conversations"):
-        with contextlib.suppress(ValueError):  # users cannot fix the hub's data: skip malformed conversations
-            check_messages(row["messages"])
+    for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
+        if not find_fault(row["messages"]):  # users cannot fix the hub's data: skip malformed conversations
             yield row["messages"]
 
 
-def read_files(paths):
+def read_files(sources):
     """The conversations of JSON lines files; a UserError names the line that is wrong."""
     with tqdm(unit=" conversations", delay=0.5) as bar:
-        for path in paths:
-            for number, record in read_json_lines(path):
-                try:
-                    check_messages(record.get("messages"))
-                except ValueError as error:
+        for source in sources:
+            for number, record in read_json_lines(source.name):
+                fault = find_fault(record.get("messages"))
+                if fault:
                     raise UserError(
-                        f"Line {number} of {path} is not a conversation: {error}. Fix or remove that line; it should "
-                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
-                    ) from None
+                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove that line; it "
+                        'should look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
+                    )
                 yield record["messages"]
                 bar.update()
 
 
-def check_messages(messages):
-    """Raise ValueError unless `messages` is a conversation."""
-    if messages is None:
-        raise ValueError("it has no key messages")
+def find_fault(messages):
+    """What is wrong with `messages`, or "" if they are a conversation."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError("its messages are not a list, or the list is empty")
+        return "it has no list of messages"
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ValueError(f"message {number} is not a JSON object")
-        missing = [key for key in ("role", "content") if key not in message]
-        if missing:
-            raise ValueError(f"message {number} has no {' and no '.join(missing)}")
-        if message["role"] not in ROLES:
-            role = repr(message["role"])
-            raise ValueError(f"message {number} has the role {role}, which is not one of {', '.join(ROLES)}")
-        if not isinstance(message["content"], str) or not message["content"].strip():
-            raise ValueError(f"the content of message {number} is empty or not a string")
-
-
-def render_message(message, enc):
-    """(ids, mask) of one message: its role's marker, its text, <|end|>."""
-    marker = enc.encode_single_token(f"<|{message['role']}|>")
-    body = [*tokenizer.encode_text(enc, message["content"]).tolist(), enc.encode_single_token("<|end|>")]
-    return [marker, *body], [0] + [int(message["role"] == "assistant")] * len(body)
+            return f"message {number} is not a JSON object"
+        if message.get("role") not in ROLES:
+            return f"message {number} has the role {message.get('role')!r}, which is not one of {', '.join(ROLES)}"
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip():
+            return f"the content of message {number} is missing, empty or not a string"
+    return ""
 
 
 def render_conversation(messages, enc):
@@ -124,10 +108,11 @@ def render_conversation(messages, enc):
     the id of <|assistant|> at its end.
     """
     ids, mask = [enc.eot_token], [0]
+    end = enc.encode_single_token("<|end|>")
     for message in messages:
-        message_ids, message_mask = render_message(message, enc)
-        ids += message_ids
-        mask += message_mask
+        body = [*tokenizer.encode_text(enc, message["content"]).tolist(), end]
+        ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
+        mask += [0] + [int(message["role"] == "assistant")] * len(body)
     return ids, mask
 
 
@@ -188,79 +173,25 @@ def write_blocks(writer, blocks, max_length, enc):
         tokens[start : start + len(ids)] = ids
         mask[start : start + len(ids)] = block_mask
     if not writer.meta["shards"]:
-        writer.save()  # creates the folder
         tokenizer.save_for_folder(enc, writer.folder)
-    path = os.path.join(writer.folder, writer.next_name())
-    shards.write_shard(path.removesuffix(".npy") + ".mask", mask)
+        writer.save()
+    shards.write_shard(writer.path(writer.next_name().removesuffix(".npy") + ".mask"), mask)
     writer.write(tokens, None)
 
 
-def prepare(options):
-    """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
-    check_options(options)
-    sources = list_inputs(options.input, types=(".jsonl",))
-    for source in sources:
-        if is_url(source.name):
-            raise UserError(f"{source.name} is a URL, but --input takes only local files here. Download it first.")
-    enc, block_size = model_tokenizer(options)
-    max_length = options.max_length or block_size
-    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
-
-    def open_writer():
-        """The writer of the folder's shards, with the meta.json of an earlier run if that is complete."""
-        made_from = {"shard_size": options.shard_size, "max_length": max_length}
-        made_from["sources"] = [source.recorded() for source in sources]
-        meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-        writer = shards.ShardWriter(folder, meta, enc)
-        if not writer.is_complete():
-            writer.meta = meta  # an interrupted run starts over, as its input may have been fixed
-        return writer
-
-    shards.make_once(open_writer, lambda writer: make_shards(options.shard_size, max_length, enc, writer, sources))
-    lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
-    cli.print_next(training_command(options.init_from, folder, block_size, max_length, lengths))
-    return folder
-
-
-def model_tokenizer(options):
-    """(tokenizer with role markers, longest sequence) of --init-from, or else --tokenizer and GPT-2's 1024."""
-    if not options.init_from:
-        return tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat"), 1024
-    from plumbing.checkpoint import load_model_state  # imports torch
-
-    shape, _, enc = load_model_state(options.init_from)
-    return enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc), shape["block_size"]
-
-
-def training_command(init_from, folder, block_size, max_length, lengths):
-    """The command that fine-tunes on shards of these lengths, at most three times over."""
-    command = ["python", "train_gpt2.py", "--preset", "chat", "--init-from", init_from or "log"]
-    if folder != "smoltalk":
-        command += ["--data", folder, "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
-    if block_size != 1024:
-        command += ["--block-size", block_size]
-    if max_length != 1024:
-        command += ["--sequence-length", max_length]
-    blocks = sum(length // max_length for length in lengths)
-    per_step = min(2**17 // max_length, 2 ** max(0, (blocks // 8).bit_length() - 1))  # 8 steps or more over the data
-    steps = min(3000, 3 * blocks // per_step)
-    if per_step * max_length != 2**17:
-        command += ["--total-batch-size", per_step * max_length]
-    if steps < 3000:
-        command += ["--max-steps", steps, "--warmup-steps", steps // 10]
-    return command
-
-
-def make_shards(shard_size, max_length, enc, writer, sources):
-    """Read, render, pack and write all shards, from the start."""
-    meta = writer.meta
-    if os.path.exists(shards.meta_path(writer.folder, 0, 1)):
-        remove_shards(writer.folder, writer.prefix)
+def make_shards(writer, conversations, enc, shard_size, max_length):
+    """Render, pack and write the conversations, from the start."""
+    writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
+    if os.path.exists(shards.meta_path(writer.folder, 0, 1)):  # shards and masks of an interrupted run
+        ours = re.compile(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)")
+        for file in filter(ours.fullmatch, os.listdir(writer.folder)):
+            os.remove(writer.path(file))
     counts = {"read": 0, "cut": 0, "left out": 0}
-    meta["targets"] = 0
+    meta = writer.meta
+    meta |= {"targets": 0, "conversations": counts}
 
     def render():
-        for messages in read_files([source.name for source in sources]) if sources else read_hub():
+        for messages in conversations:
             ids, mask = render_conversation(messages, enc)
             fitting, mask = truncate(max_length, ids, mask, enc)
             counts["read"] += 1
@@ -278,62 +209,90 @@ def make_shards(shard_size, max_length, enc, writer, sources):
             blocks = []
         blocks.append(block)
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
-        check_two_blocks(blocks, counts["read"], max_length)
+        if len(blocks) < 2:
+            raise UserError(
+                f"The input has {cli.count(counts['read'], 'conversation')}, {counts['left out']:,} of them without an "
+                f"answer that fits in {max_length} tokens. The others fill {cli.count(len(blocks), 'block')} of that "
+                "length, but two are needed, one of them for validation. Add conversations, or change --max-length."
+            )
         write_blocks(writer, blocks[::10], max_length, enc)
         del blocks[::10]
     write_blocks(writer, blocks, max_length, enc)
-    meta["conversations"] = counts
     writer.finish()
-    print(
-        f"{counts['read']:,} conversations, {counts['cut']:,} of them cut after the last answer that fits in "
-        f"{max_length} tokens, {counts['left out']:,} left out (no answer, or none that fits); "
-        f"{meta['targets']:,} tokens are targets"
-    )
+    print(f"{meta['targets']:,} tokens are targets")
+    if counts["cut"]:
+        print(f"{cli.count(counts['cut'], 'conversation')} cut after the last answer within {max_length} tokens")
+    if counts["left out"]:
+        print(f"{cli.count(counts['left out'], 'conversation')} left out: no answer within {max_length} tokens")
 
 
-def remove_shards(folder, prefix):
-    """Remove the shards and masks of an interrupted run: the files that it named, and no others."""
-    for number in itertools.count():
-        name = shards.shard_name(prefix, number)
-        names = (name, name.removesuffix(".npy") + ".mask")
-        paths = [os.path.join(folder, name) for name in names]
-        existing = [path for path in paths if os.path.exists(path)]
-        if not existing:  # they are written in order
-            break
-        for path in existing:
-            os.remove(path)
+def training_command(init_from, folder, shape, max_length, lengths):
+    """The command that fine-tunes a model of this shape on shards of these lengths."""
+    from train_gpt2 import PRESETS  # imports torch
+
+    # a model smaller than GPT-2 learns little in three epochs at the chat preset's rate of 1e-4
+    name, least = ("chat", 1) if shape["n_embd"] >= 768 else ("quickstart", 400)
+    preset = PRESETS[name]
+    blocks = sum(length // max_length for length in lengths)
+    batch = 2 ** max(0, (blocks // 8).bit_length() - 1)  # 8 steps or more over the data
+    batch = max(1, min(preset.total_batch_size // max_length, batch))
+    steps = max(least, min(3000, 3 * blocks // batch))
+    out_dir = "chat" if folder == "smoltalk" else os.path.basename(os.path.abspath(folder))
+    wanted = dict(data=folder, out_dir=f"log/{out_dir}", block_size=shape["block_size"], sequence_length=max_length)
+    wanted |= dict(total_batch_size=batch * max_length, max_steps=steps)
+    wanted |= dict(warmup_steps=min(preset.warmup_steps, steps // 10))
+    command = ["python", "train_gpt2.py", "--preset", name, "--init-from", init_from or "log"]
+    for field, value in wanted.items():
+        if value != getattr(preset, field):
+            command += [cli.flag_of(field), value]
+    return command
 
 
-def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
+# -----------------------------------------------------------------------------
+
+
+def prepare(options):
+    """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
     if options.max_length == 1:
         errors.append("--max-length is 1, but it must be 2 or more.")
     if options.init_from and options.tokenizer:
         errors.append("--init-from gives the tokenizer, so leave --tokenizer out.")
+    urls = [name for name in options.input if is_url(name)]
+    if urls:
+        errors.append(f"{urls[0]} is a URL, but --input takes only local files here. Download it first.")
     if errors:
         raise UserError(" ".join(errors))
+    sources = list_inputs(options.input, types=(".jsonl",))
+    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
+    if options.init_from:
+        from plumbing.checkpoint import load_model_state  # imports torch
 
+        shape, _, enc = load_model_state(options.init_from)
+        enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
+    else:
+        shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
+        enc = tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
+    max_length = options.max_length or shape["block_size"]
+    made_from = {"shard_size": options.shard_size, "max_length": max_length}
+    made_from["sources"] = [source.recorded() for source in sources]
 
-def check_two_blocks(blocks, num_read, max_length):
-    """Raise UserError unless there are two blocks: one to validate and one to train on."""
-    if not num_read:
-        raise UserError("The input contains no conversations. Check --input.")
-    if not blocks:
-        raise UserError(
-            f"None of the {num_read:,} conversations has an answer that fits in {max_length} tokens. Raise "
-            "--max-length, or add conversations in which the assistant answers."
-        )
-    if len(blocks) < 2:
-        raise UserError(
-            f"The input, {cli.count(num_read, 'conversation')}, fills only one block of {max_length} tokens, but two "
-            "are needed, one of them for validation. Add conversations or lower --max-length."
-        )
+    def open_writer():
+        meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+        return shards.ShardWriter(folder, meta, enc)
+
+    def make(writer):
+        make_shards(writer, read_files(sources) if sources else read_hub(), enc, options.shard_size, max_length)
+
+    shards.make_once(open_writer, make)
+    lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
+    cli.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
+    return folder
 
 
 def main(args=None):
     """Make shards of conversations."""
-    prepare(parse_args(args))
+    prepare(cli.parse(Options, args))
 
 
 if __name__ == "__main__":

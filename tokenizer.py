@@ -16,6 +16,7 @@ pre-tokenization pattern and the special tokens are in `my.tiktoken.json`; the t
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from plumbing import cli
 
@@ -25,21 +26,16 @@ class Options:
     input: tuple[str, ...] = ()  # files, folders, globs or URLs to learn from, as fineweb.py takes them
     out: str = ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
-    pattern: str = "gpt2"  # how text is split before merging, gpt2 or gpt4
+    pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
 
 
-def parse_args(args=None):
-    return cli.parse(Options, args)
-
-
 if __name__ == "__main__":
-    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import base64
-import contextlib
 import hashlib
 import itertools
 import json
@@ -77,7 +73,7 @@ FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
 
 # -----------------------------------------------------------------------------
-# Opening a tokenizer
+# Opening a tokenizer, by its name or with a folder of shards
 
 
 def get_encoding(name_or_path):
@@ -85,11 +81,10 @@ def get_encoding(name_or_path):
     name = str(name_or_path)
     if name.endswith("+chat"):
         return with_chat(get_encoding(name.removesuffix("+chat")))
-    if name == "bytes":
-        return bytes_encoding()
-    if name == "gpt2":
-        return gpt2_encoding()
-    return read_encoding(name)
+    if name == "bytes":  # without a single merge: ids 0..255 are the bytes of UTF-8
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
+    return gpt2_encoding() if name == "gpt2" else read_encoding(name)
 
 
 def shard_encoding(name_or_path):
@@ -110,22 +105,15 @@ def gpt2_encoding():
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
         raise cli.UserError(
             f"The GPT-2 tokenizer is not in tiktoken's cache and could not be downloaded ({type(error).__name__}). "
-            "Connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has its files. "
-            "Only the tokenizer 'bytes' needs neither."
+            "Connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has its files. Shards that "
+            "fineweb.py and smoltalk.py make with --tokenizer bytes need neither."
         ) from None
-
-
-def bytes_encoding():
-    """Return BPE without a single merge: ids 0..255 are the bytes of UTF-8, 256 is <|endoftext|>."""
-    ranks = {bytes([i]): i for i in range(256)}
-    return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
 
 
 def copy_encoding(enc, name, special_tokens):
     """Return a copy of `enc` with another name and other special tokens."""
-    return tiktoken.Encoding(
-        name, pat_str=enc._pat_str, mergeable_ranks=enc._mergeable_ranks, special_tokens=special_tokens
-    )
+    ranks = enc._mergeable_ranks
+    return tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def with_chat(enc):
@@ -137,10 +125,6 @@ def with_chat(enc):
 def has_chat_tokens(enc):
     """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
     return all(token in enc._special_tokens for token in CHAT_TOKENS)
-
-
-# -----------------------------------------------------------------------------
-# A folder of shards has its tokenizer with it
 
 
 def folder_encoding(folder):
@@ -172,16 +156,24 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it: both, or neither."""
+    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it: both, or neither.
+
+    Files that are there already must hold the same.
+    """
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.loads(header) | {"sha256": sha256(ranks)}
+    texts = {path: ranks, f"{path}.json": json.dumps(fields, indent=2) + "\n"}
+    for name, text in texts.items():
+        if os.path.exists(name):
+            with open_regular(name, "r", encoding="ascii", errors="replace") as file:
+                if file.read() != text:
+                    raise cli.UserError(f"{name} exists already, with other contents. Choose another name or folder.")
     as_text = dict(mode="w", encoding="ascii")
     with atomic_write(path, **as_text) as file, atomic_write(f"{path}.json", **as_text) as json_file:
-        json_file.write(json.dumps(fields, indent=2) + "\n")
-        file.write(ranks)
-        for written in (file, json_file):  # if the disk is full, this shows here: before either has its name
+        for written, text in zip((file, json_file), texts.values()):
+            written.write(text)
             written.flush()
-            os.fsync(written.fileno())
+            os.fsync(written.fileno())  # if the disk is full, this shows here: before either has its name
 
 
 def read_encoding(path):
@@ -190,28 +182,23 @@ def read_encoding(path):
         raise cli.UserError(
             f"There is no tokenizer called {str(path)!r}. Give gpt2, bytes or the path of a .tiktoken file."
         )
+    if not os.path.exists(f"{path}.json"):
+        raise cli.UserError(
+            f"{path}.json, which holds the pattern and special tokens of {path}, is not there. Copy both files."
+        )
     try:
         with open_regular(path, "r", encoding="ascii") as file:
-            return loads(join_header(path, file.read()))
-    except ValueError as error:  # includes what is not ASCII
+            ranks = file.read()
+        with open_regular(f"{path}.json", "r", encoding="ascii") as file:
+            fields = json.load(file)
+        if fields["sha256"] != sha256(ranks):
+            raise ValueError(f"the checksum in {path}.json is not that of its tokens")
+        return loads(json.dumps(fields) + "\n" + ranks)
+    except (ValueError, LookupError, TypeError) as error:  # includes what is not ASCII
         raise cli.UserError(
             f"{path} is damaged, or was not made by tokenizer.py: {cli.plain(error)}. "
             "Copy it again or make a new one with tokenizer.py."
         ) from None
-
-
-def join_header(path, ranks):
-    """Return the text that `loads` reads: the fields in `<path>.json` as one line, then `ranks`."""
-    if not os.path.exists(f"{path}.json"):
-        raise ValueError(f"{path}.json, which holds its pattern and special tokens, is not there")
-    try:
-        with open_regular(f"{path}.json", "r", encoding="ascii") as file:
-            fields = json.load(file)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}.json is not JSON") from None
-    if not isinstance(fields, dict) or fields.get("sha256") != sha256(ranks):
-        raise ValueError(f"the checksum in {path}.json is not that of its tokens")
-    return json.dumps(fields) + "\n" + ranks
 
 
 def sha256(text):
@@ -234,36 +221,16 @@ def loads(text):
         name, pat_str, special_tokens = header["name"], header["pat_str"], dict(header["special_tokens"])
         pairs = [line.split() for line in lines if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         raise ValueError(
             "its first line must be JSON with name, pat_str and special_tokens, "
             "and each line after it a token in base64 and its rank"
         ) from None
     check_ids(ranks, special_tokens)
-    try:
-        with hidden_stderr():
-            enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
-            keeps_all_text = all(enc.decode(enc.encode_ordinary(text)) == text for text in ("", PROBE))
-    except (KeyboardInterrupt, MemoryError):
-        raise
-    except BaseException as error:  # where a pattern matches nothing, tiktoken's Rust panics, which is no Exception
-        raise ValueError(f"its pattern or a special token is not valid: {cli.first_line(error)}") from None
-    if not keeps_all_text:
+    enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    if enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
         raise ValueError("its pattern skips a part of the text")
     return enc
-
-
-@contextlib.contextmanager
-def hidden_stderr():
-    """Discard what is written to file descriptor 2: Rust prints pages there before a panic becomes an exception."""
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
 
 
 def check_ids(ranks, special_tokens):
@@ -317,9 +284,7 @@ def byte_chars():
     """GPT-2's mapping of the 256 bytes to printable characters: the byte's own, or one from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    chars = {byte: chr(byte) for byte in printable}
-    chars.update({byte: chr(256 + i) for i, byte in enumerate(others)})
-    return chars
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def huggingface_model(pat_str, vocab=None, merges=None):
@@ -380,13 +345,19 @@ def last_merge(token, ranks):
 
 
 def read_texts(patterns, text_column):
-    """The text of all inputs that match `patterns`."""
+    """The text of all inputs that match `patterns`; a UserError if there is none."""
     sources = documents.list_inputs(patterns)
+    is_empty = True
     with tempfile.TemporaryDirectory() as folder:
         for batch in documents.read_batches(sources, text_column, folder):
-            yield from (piece.text for piece in documents.load_pieces(batch.pieces) if piece.text)
+            for piece in documents.load_pieces(batch.pieces):
+                if piece.text:
+                    is_empty = False
+                    yield piece.text
             if batch.finished_download:
                 os.remove(batch.finished_download)
+    if is_empty:
+        raise cli.UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
 def check_options(options):
@@ -394,26 +365,20 @@ def check_options(options):
     errors = []
     if not options.input:
         errors.append("--input is missing. Give the files to learn from.")
-    if not options.out:
-        errors.append("--out is missing. Give the name of the .tiktoken file to write.")
-    elif not options.out.endswith(".tiktoken"):
-        errors.append(f"--out {options.out} does not end in .tiktoken. Give a name that does.")
+    if not options.out.endswith(".tiktoken"):
+        errors.append(f"--out is {options.out!r}, but it must be the name of the .tiktoken file to write.")
     elif not os.access(os.path.dirname(options.out) or ".", os.W_OK):
         errors.append(f"--out {options.out} is in a folder that does not exist or is not writable. Choose another.")
     least = 257 + len(options.special_tokens)
     if not least <= options.vocab_size <= MAX_VOCAB:
         errors.append(
-            f"--vocab-size is {options.vocab_size}, but it must be from {least}, which leaves room for the bytes "
-            f"and special tokens, to {MAX_VOCAB}, the most that shards can store."
+            f"--vocab-size is {options.vocab_size}, but it must be from {least} (the bytes and special tokens) to "
+            f"{MAX_VOCAB}, the most that shards can store."
         )
-    if options.pattern not in PATTERNS:
-        hint = cli.suggest(options.pattern, list(PATTERNS))
-        errors.append(f"There is no pattern called {options.pattern!r}. {hint}")
-    distinct = {*options.special_tokens} - {"", EOT}
-    if len(distinct) < len(options.special_tokens):
+    if len({*options.special_tokens} - {"", EOT}) < len(options.special_tokens):
         errors.append(
-            f"--special-tokens {' '.join(options.special_tokens)} repeats a token, or has an empty one or {EOT}, "
-            "which is always there. Give each other token once."
+            f"--special-tokens {' '.join(options.special_tokens)} must not have a token twice, an empty one, or {EOT}, "
+            "which is always there."
         )
     if errors:
         raise cli.UserError(" ".join(errors))
@@ -421,37 +386,27 @@ def check_options(options):
         check_new_output(path)
 
 
-def print_compression(enc, texts):
-    """Print the bytes of `texts` per token, with this tokenizer and with GPT-2's."""
-    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-    for other in (enc, gpt2_encoding()):
-        num_tokens = sum(len(other.encode_ordinary(text)) for text in texts)
-        print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
-
-
 def main(args=None):
     """Train a tokenizer on --input, write it to --out, and compare it with GPT-2's on --compare."""
-    options = parse_args(args)
+    options = cli.parse(Options, args)
     check_options(options)
+    column = options.text_column
+    compared = list(read_texts(options.compare, column)) if options.compare else []
+    gpt2 = gpt2_encoding() if compared else None  # before the work: it may need the network
     start = time.perf_counter()
-    texts = read_texts(options.input, options.text_column)
-    first = next(texts, None)
-    if first is None:
-        raise cli.UserError("The input contains no text. Check --input and --text-column.")
     name = os.path.basename(options.out).removesuffix(".tiktoken")
-    texts = tqdm(itertools.chain([first], texts), unit=" texts", desc="learning", delay=0.5)
+    texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids in {time.perf_counter() - start:.1f} s")
     if enc.n_vocab < options.vocab_size:
-        print(
-            f"note: That is fewer than --vocab-size {options.vocab_size}, as the text has no more pairs to merge. "
-            "More text would give more."
-        )
-    if options.compare:
-        print_compression(enc, list(read_texts(options.compare, options.text_column)))
-    column = ["--text-column", options.text_column] if options.text_column != "text" else []
-    cli.print_next(["python", "fineweb.py", "--input", *options.input, *column, "--tokenizer", options.out])
+        print(f"note: These are fewer than --vocab-size {options.vocab_size}: the text has no more pairs to merge.")
+    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
+    for other in (enc, gpt2) if compared else ():
+        num_tokens = sum(len(encode_text(other, text)) for text in compared)
+        print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
+    columns = ["--text-column", column] if column != "text" else []
+    cli.print_next(["python", "fineweb.py", "--input", *options.input, *columns, "--tokenizer", options.out])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import errno
 import glob
 import hashlib
 import http.client
@@ -36,6 +35,7 @@ BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so t
 # bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000
 # documents, some 5 MB, into one
 MAX_ROW_GROUP = 2**26
+MAX_HASHED = 2**22  # bytes: of a larger input, a sample is hashed
 
 
 class Source(NamedTuple):
@@ -102,8 +102,11 @@ OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # i
 
 
 def local_source(name):
-    blocks = sample(name)
-    return Source(name, os.path.getsize(name), sampled_hash=hashlib.sha256(blocks).hexdigest()[:16])
+    """A local file with a hash of its contents: of all of a small file, of a sample of a large one."""
+    with open_regular(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        contents = file.read() if size <= MAX_HASHED else sample(name)
+    return Source(name, size, sampled_hash=hashlib.sha256(contents).hexdigest()[:16])
 
 
 def is_url(name):
@@ -122,7 +125,7 @@ def file_type(name):
 # no token can cross the boundary, so that it need not fit in memory and several cores can share it.
 
 
-def read_pieces(path, name, text_column, skip=0, separator=""):
+def read_pieces(path, name, text_column, skip=0, separator="", notes=False):
     """Read the file at `path` as pieces, skipping the first `skip`; `name` is the user's name for it."""
     if name == PYTHON_DOCS:
         pieces = (Piece(text, True) for text in python_docs())
@@ -131,7 +134,7 @@ def read_pieces(path, name, text_column, skip=0, separator=""):
     elif file_type(name) == ".jsonl":
         pieces = read_jsonl(path, name, text_column)
     else:
-        pieces = read_txt(path, name, separator)
+        pieces = read_txt(path, separator, name if notes else "")
     with explain_errors(name):
         yield from itertools.islice(pieces, skip, None)
 
@@ -161,14 +164,10 @@ def open_parquet(path, name, text_column):
     file = pyarrow.parquet.ParquetFile(path)
     columns = {field.name: field.type for field in file.schema_arrow}
     strings = ", ".join(column for column, column_type in columns.items() if is_string(column_type)) or "there is none"
-    if text_column not in columns:
+    if text_column not in strings.split(", "):
+        found = f"holds {columns[text_column]}" if text_column in columns else "is not there"
         raise UserError(
-            f"{name} has no column called {text_column!r}. Choose a column of text with --text-column: {strings}."
-        )
-    if not is_string(columns[text_column]):
-        raise UserError(
-            f"Column {text_column!r} of {name} holds {columns[text_column]}, not text. Choose a column of text "
-            f"with --text-column: {strings}."
+            f"Column {text_column!r} of {name} {found}. Choose a column of text with --text-column: {strings}."
         )
     return file
 
@@ -210,15 +209,10 @@ def is_string(column_type):
 def read_jsonl(path, name, text_column):
     """One Piece per line."""
     for number, record in read_json_lines(path, name):
-        if text_column not in record:
+        if not isinstance(record.get(text_column), str):
             raise UserError(
-                f"Line {number} of {name} has no key called {text_column!r}, only {', '.join(record)}. Choose one "
-                "of them with --text-column, or fix or remove that line."
-            )
-        if not isinstance(record[text_column], str):
-            raise UserError(
-                f"Line {number} of {name} has no string under {text_column!r}. Fix or remove that line, or choose "
-                "another key with --text-column."
+                f"Line {number} of {name} has no text under {text_column!r}; its keys are {', '.join(record)}. Choose "
+                "one of them with --text-column, or fix or remove that line."
             )
         yield Piece(record[text_column], True)
 
@@ -232,15 +226,13 @@ def read_json_lines(path, name=None):
                 continue
             try:
                 record = json.loads(line)
-            except RecursionError:
-                raise UserError(f"Line {number} of {name} is nested too deeply. Fix or remove that line.") from None
-            except ValueError as error:
+                if not isinstance(record, dict):
+                    raise ValueError("it is not a JSON object")
+            except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
                 reason = f"{error.msg} at column {error.colno}" if hasattr(error, "colno") else str(error)
                 raise UserError(
                     f"Line {number} of {name} is not valid JSON: {reason}. Fix or remove that line."
                 ) from None
-            if not isinstance(record, dict):
-                raise UserError(f"Line {number} of {name} is not a JSON object. Fix or remove that line.")
             yield number, record
 
 
@@ -255,25 +247,22 @@ def open_text(path):
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
-def read_txt(path, name, separator=""):
-    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+def read_txt(path, separator="", name=""):
+    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters; notes need a `name`."""
     with open_text(path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         if separator:
             yield from split_at_separator(blocks, separator, name)
             return
-        is_noted = False
         for i, text in enumerate(split_between_tokens(blocks)):
-            if "\n<|endoftext|>" in text and not is_noted:
-                print(
-                    f"note: {name} has lines with <|endoftext|>, which are treated as text. If they separate "
-                    'documents, add --separator "<|endoftext|>".'
-                )
-                is_noted = True
+            if name and "\n<|endoftext|>" in text:
+                print(f"note: {name} has lines with <|endoftext|>, which are treated as text.")
+                print('      If they separate documents, add --separator "<|endoftext|>".')
+                name = ""
             yield Piece(text, starts=i == 0)
 
 
-def split_at_separator(blocks, separator, name):
+def split_at_separator(blocks, separator, name=""):
     """The pieces of documents with `separator` between them, without the line ends around it; empty ones are skipped.
 
     "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
@@ -299,8 +288,8 @@ def split_at_separator(blocks, separator, name):
                 yield Piece(text, starts)
                 starts = False
             held, searched = held[cut:], 0 if cut else max(0, stop - 1)
-    if num_documents == 1:
-        print(f"note: {separator!r} does not occur in {name}, so all of it is one document. Check --separator.")
+    if name and num_documents == 1:
+        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
 
 
 def split_between_tokens(blocks):
@@ -425,10 +414,8 @@ def retry(name, advice, function, attempts=3):
                     f"Could not download {name}: {reason}. The server does not have it or does not let you have "
                     "it; check the address and your access."
                 ) from None
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"Could not save {name}: {reason}. Make room on the disk and try again.") from None
-            if not status and getattr(error, "filename", None):
-                raise  # another refusal of the disk, which asking again would not change
+            if not status and getattr(error, "errno", None) in cli.ADVICE:  # the disk's refusal
+                raise UserError(f"Could not save {name}: {reason}. {cli.ADVICE[error.errno]}") from None
             if "Offline" in type(error).__name__:  # asking again would not help
                 break
             if attempt < attempts - 1:
@@ -468,7 +455,6 @@ def read_blocks(response, size):
 HUB_ADVICE = (
     "Check the network and run the same command again. Without a network, use --dataset python-docs or --input."
 )
-URL_ADVICE = "Check the network and run the same command again, or give a local file."
 
 
 def list_hub(repo, folder):
@@ -493,19 +479,16 @@ def fetch_hub(repo, file, revision, folder, attempts):
     return retry(file, HUB_ADVICE, lambda: huggingface_hub.hf_hub_download(repo, file, **args), attempts)
 
 
-def fetch_url(url, folder, attempts):
-    """The path of a copy of `url`, downloaded into `folder`."""
-    digest = hashlib.sha256(url.encode()).hexdigest()[:8]  # two URLs may end in the same name
-    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(url).path))
-    download(url, path, URL_ADVICE, attempts)
-    return path
-
-
 def fetch(source, folder, attempts=9):
     """The path of a local copy of `source`, downloaded into `folder` unless it is local already."""
     if source.repo:
         return fetch_hub(source.repo, source.name, source.revision, folder, attempts)
-    return fetch_url(source.name, folder, attempts) if is_url(source.name) else source.name
+    if not is_url(source.name):
+        return source.name
+    digest = hashlib.sha256(source.name.encode()).hexdigest()[:8]  # two URLs may end in the same name
+    path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(source.name).path))
+    download(source.name, path, "Check the network and run the same command again, or give a local file.", attempts)
+    return path
 
 
 def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
@@ -525,7 +508,9 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
         if row_groups:
             yield from batch_row_groups(number, row_groups, skip)
         else:
-            yield from batch_pieces(number, read_pieces(path, source.name, text_column, skip, separator), skip)
+            notes = number == first_source  # once, not for each of many files
+            pieces = read_pieces(path, source.name, text_column, skip, separator, notes)
+            yield from batch_pieces(number, pieces, skip)
         skip = 0
         if path != source.name:
             yield Batch(number, 0, [], finished_download=path)

@@ -534,7 +534,8 @@ class Run:
             return status
         self.writer.wait()
         if stopped:
-            print(f"Stopped after {count(step, 'step')}. The checkpoint is written; the same command continues.")
+            verb = "continues, because a checkpoint is written" if step else "begins again"
+            print(f"Stopped after {count(step, 'step')}. The same command {verb}.")
             print_next(command_words())
             return status
         hf = self.out_dir / "hf"

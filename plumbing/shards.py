@@ -368,8 +368,10 @@ class ShardWriter:
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
         """`meta` describes the shards to be made: those in `folder` are continued, and refused if they are others."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
-        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
         self.meta = check_same_dataset(folder, meta_path(folder, part, num_parts), meta)
+        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+        for file in self.meta["shards"]:  # the folder may have had another name when they were begun
+            self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
         # a validation split that is sampled from all of the input grows with every training shard
         self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
@@ -443,19 +445,15 @@ class ShardWriter:
         with atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
-    def finish(self):
+    def finish(self, noun="document"):
         """Mark the data set complete and print its totals."""
         meta = self.meta
         meta["complete"] = True
         self.save()
         lengths = split_lengths([meta])
-        *others, last = meta["shards"].values()
-        shorter = ", the last one with what was left" if others and last < max(others) else ""
-        print(
-            f"{self.folder}: {cli.count(sum(lengths['train']), 'token')} to train on and {sum(lengths['val']):,} to "
-            f"validate on, in {cli.count(len(meta['shards']), 'shard')}{shorter}; "
-            f"{cli.count(meta['documents'], 'document')}"
-        )
+        num_train = cli.count(sum(lengths["train"]), "token")
+        print(f"{self.folder}: {num_train} to train on, {sum(lengths['val']):,} to validate on")
+        print(f"in {cli.count(len(meta['shards']), 'shard')}, from {cli.count(meta['documents'], noun)}")
 
 
 def split_lengths(metas):
@@ -507,6 +505,8 @@ def read_meta(path):
         for key, expected_type in META_TYPES.items():
             if type(meta.get(key, expected_type())) is not expected_type:
                 raise ValueError(f"its {key} is not of type {expected_type.__name__}")
+        if not all(type(length) is int for length in meta["shards"].values()):
+            raise ValueError("its shards are not file names with numbers of tokens")
         length = 5 if meta.get("validation_every") else 4
         if any(len(end) != length for end in meta.get("ends", {}).values()):
             raise ValueError(f"its ends do not have {length} numbers")
@@ -529,18 +529,14 @@ def read_metas(folder):
     """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder of other origin."""
     files = os.listdir(folder) if os.path.lexists(folder) else []
     paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
-    if not paths and any(split_of(file) for file in files):
-        raise UserError(
-            f"{folder} has shards but no meta.json, so it is unknown what they were made from. Move the folder "
-            "away, or choose another output folder."
-        )
     metas = {path: read_meta(path) for path in paths}
-    for path, meta in metas.items():
-        if "ends" not in meta or "sources" not in meta.get("made_from", {}):
-            raise UserError(
-                f"{path} was not written by fineweb.py or smoltalk.py. Move its folder away, or choose another "
-                "output folder."
-            )
+    is_ours = all("ends" in meta and "sources" in meta.get("made_from", {}) for meta in metas.values())
+    has_others = not metas and any(split_of(file) or file == "tokenizer.tiktoken" for file in files)
+    if not is_ours or has_others:
+        raise UserError(
+            f"{folder} has shards, a tokenizer or a meta.json that fineweb.py and smoltalk.py did not write. Move the "
+            "folder away, or choose another output folder."
+        )
     return metas
 
 

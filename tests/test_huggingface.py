@@ -161,8 +161,14 @@ def test_a_folder_is_read_with_its_own_tokenizer(hf):
     assert "Could not read the tokenizer" in refusal(load_tokenizer, hf, 257)
 
 
+def give_tokenizer(hf, enc):
+    for path in hf.glob("tokenizer.tiktoken*"):
+        path.unlink()
+    tokenizer.write_encoding(enc, hf / "tokenizer.tiktoken")
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(hf):
-    tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
+    give_tokenizer(hf, CHAT)
     assert "has 261 ids, but the model only 257" in refusal(load_tokenizer, hf, 257)
 
 
@@ -221,7 +227,7 @@ NOT_THIS_MODEL = {
     "missing": shutil.rmtree,
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 5000),
     "tokenizer cut short": lambda hf: os.truncate(hf / "tokenizer.json", 50),
-    "another tokenizer": lambda hf: tokenizer.write_encoding(other_tokenizer(), hf / "tokenizer.tiktoken"),
+    "another tokenizer": lambda hf: give_tokenizer(hf, other_tokenizer()),
 }
 
 

@@ -1,43 +1,47 @@
 """smoltalk.py: what a conversation becomes, what of it is learned, and what bad input does."""
 
 import json
-import os
 import re
-import subprocess
+import shlex
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import TINY, flags, refusal_of, status_of
 
+import smoltalk
 import tokenizer
+import train_gpt2
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
-from smoltalk import Options, check_messages, pack, prepare, render_conversation, truncate
+from smoltalk import Options, pack, prepare, render_conversation, truncate
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-ROOT = Path(__file__).parent.parent
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
 
 
-def talk(*contents, first="user"):
+def talk(*contents):
     """Alternating messages of a user and an assistant."""
-    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
-    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-PAIRS = [
-    ("What is red?", "A rose."),
-    ("What is blue?", "The sky."),
-    ("Wer ist da?", "Niemand, s\u00fc\u00df!"),
-    ("2+2", "4"),
-]
+PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, s\u00fc\u00df!")]
+PAIRS += [("2+2", "4")]
 
 
-def write_conversations(path, conversations):
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations), encoding="utf-8")
-    return str(path)
+def options_for(tmp_path, pairs=PAIRS * 25, **changes):
+    """Options for making shards in `tmp_path`/out of these pairs of a question and an answer."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk(*pair)}) + "\n" for pair in pairs), encoding="utf-8")
+    settings = dict(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
+    return Options(**settings | changes)
+
+
+def read_meta(folder):
+    return json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
 
 
 def load(folder):
@@ -95,13 +99,14 @@ def test_short_conversations_begin_blocks_too():
     assert 0.4 < first.count(10) / len(first) < 0.6
 
 
-def test_shards_masks_and_meta(tmp_path):
-    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25] + [talk("no answer")])
-    folder = prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64))
-    shards = load(folder)
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+def test_shards_masks_and_meta(tmp_path, capsys):
+    pairs = [*PAIRS * 25, ("a", "b" * 64), ("a", "b", "c", "d" * 64)]
+    folder = prepare(options_for(tmp_path, pairs))
+    shards, meta = load(folder), read_meta(folder)
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
-    assert meta["documents"] == 100 and meta["conversations"] == {"read": 101, "cut": 0, "left out": 1}
+    assert meta["documents"] == 101 and meta["conversations"] == {"read": 102, "cut": 1, "left out": 1}
+    said = capsys.readouterr().out
+    assert "1 conversation cut after" in said and "1 conversation left out" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizer.folder_encoding(folder).name == "bytes+chat"
@@ -111,152 +116,110 @@ def test_shards_masks_and_meta(tmp_path):
         assert len(tokens) % 64 == 1  # whole blocks, and the last one's last target
         assert (tokens[:-1:64] == ENC.eot_token).all()  # a conversation begins with each block
         answers += [a for a in ENC.decode(tokens[mask == 1].tolist()).split("<|end|>") if a]
-    assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25)
+    assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25 + ["b"])
     assert meta["targets"] == sum(int(mask.sum()) for _, mask in shards.values())
-
-
-def test_the_trainers_targets_are_the_answers(tmp_path):
-    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25])
-    folder = prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64))
-    tokens, mask = load(folder)["train"]
-    loader = DataLoaderLite(folder, "train", B=len(tokens) // 64, T=64)
-    x, y = loader.next_batch()  # one epoch
+    tokens, mask = shards["train"]
+    x, y = DataLoaderLite(folder, "train", B=train // 64, T=64).next_batch()  # one epoch
     assert (x[:, 0] == ENC.eot_token).all()
     assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
 def test_many_shards_have_a_mask_each(tmp_path):
-    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 100])
-    options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64, shard_size=640)
-    prepare(options)
-    files = sorted(file for file in os.listdir(tmp_path / "out") if file.startswith("out_"))
-    assert files[:3] == ["out_train_000001.mask", "out_train_000001.npy", "out_train_000002.mask"]
-    assert len([f for f in files if f.endswith(".mask")]) == len([f for f in files if f.endswith(".npy")]) > 4
-    assert {np.load(tmp_path / "out" / f).size for f in files if "train" not in f} == {641}
+    folder = Path(prepare(options_for(tmp_path, PAIRS * 100, shard_size=640)))
+    masks, shards = sorted(folder.glob("*.mask")), sorted(folder.glob("*.npy"))
+    assert len(shards) > 4 and [path.stem for path in masks] == [path.stem for path in shards]
+    *full, last = [np.load(path, allow_pickle=False).size for path in shards if "train" in path.name]
+    assert set(full) == {641} and last <= 641
 
 
-def interrupted(tmp_path):
-    """A run that ended at line 401 of its input, in the folder out: (the lines before that, their file, options)."""
-    lines = [json.dumps({"messages": talk(*pair)}) for pair in PAIRS * 100]
-    path = tmp_path / "chats.jsonl"
-    out_dir = str(tmp_path / "out")
-    options = Options(input=(str(path),), out_dir=out_dir, tokenizer="bytes", max_length=64, shard_size=640)
-    path.write_text("\n".join([*lines, "{broken"]))
+def test_an_interrupted_run_starts_over_and_removes_only_its_own_files(tmp_path, capsys):
+    options = options_for(tmp_path, PAIRS * 100, shard_size=640)
+    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines, "{broken"]), encoding="utf-8")
     with pytest.raises(UserError, match="Line 401 of .*chats.jsonl"):
         prepare(options)
-    return lines, path, options
-
-
-def test_the_same_command_again_changes_nothing_and_a_broken_run_leaves_nothing_behind(tmp_path, capsys):
-    lines, path, options = interrupted(tmp_path)
-    out = tmp_path / "out"
-    assert not json.loads((out / "meta.json").read_text())["complete"]
-    path.write_text("\n".join(lines[:150]))  # mended, and shorter: the shards of the first attempt must go
+    assert not read_meta(out)["complete"] and (out / "out_train_000003.npy").exists()
+    foreign = ["out_my_notes", "out_train_000003.npy.backup", "out_train_list.txt"]
+    for name in foreign:
+        (out / name).write_text("mine", encoding="utf-8")
+    path.write_text("\n".join(lines[:150]), encoding="utf-8")  # mended, and shorter
     prepare(options)
+    assert all((out / name).read_text(encoding="utf-8") == "mine" for name in foreign)
+    shards = read_meta(out)["shards"]
+    assert {file.name for file in out.glob("*.npy")} == set(shards)
+    assert {file.stem for file in out.glob("*.mask")} == {name.removesuffix(".npy") for name in shards}
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
-    assert set(json.loads(whole["meta.json"])["shards"]) == {name for name in whole if name.endswith(".npy")}
     prepare(options)
     assert "complete" in capsys.readouterr().out
     assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
     with pytest.raises(UserError, match="shards of other data: max_length was 64 and is now 32"):
-        prepare(Options(input=(str(path),), out_dir=str(out), tokenizer="bytes", max_length=32, shard_size=640))
+        prepare(options_for(tmp_path, PAIRS * 100, shard_size=640, max_length=32))
 
 
-def test_a_trained_tokenizer_travels_with_its_shards(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("What is red? A rose. What is blue? The sky. " * 50)
-    command = [sys.executable, str(ROOT / "tokenizer.py"), "--input", str(text), "--vocab-size", "280"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "my.tiktoken")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25])
-    folder = prepare(
-        Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer=str(tmp_path / "my.tiktoken"), max_length=64)
-    )
-    enc = tokenizer.folder_encoding(folder)
-    assert enc.name.endswith("+chat") and enc.n_vocab == 284
-    tokens, mask = load(folder)["train"]
-    assert set(enc.decode(tokens[mask == 1].tolist()).split("<|end|>")) == {"", *(answer for _, answer in PAIRS)}
+def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert status_of(train_gpt2.main, flags(data=data, out_dir="start", **TINY)) == 0
+    capsys.readouterr()
+    meta = read_meta(prepare(options_for(tmp_path, out_dir="chats", tokenizer="", init_from="start", max_length=0)))
+    assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
+    words = shlex.split(capsys.readouterr().out.split("Next:\n")[1])
+    assert words[:6] == "python train_gpt2.py --preset quickstart --init-from start".split()
+    assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
+    assert (tmp_path / "log" / "chats" / "hf").exists()
 
 
 @pytest.mark.parametrize(
     "line, reason",
     [
         ("{broken", "Expecting property name"),
-        ("[]", "not a JSON object"),
-        ('{"text": "x"}', "no key messages"),
-        ('{"messages": []}', "list is empty"),
+        ('{"text": "x"}', "no list of messages"),
         ('{"messages": ["hi"]}', "message 1 is not a JSON object"),
-        ('{"messages": [{"role": "user"}]}', "message 1 has no content"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has the role 'bot'"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is empty"),
-        ('{"messages": [{"role": "user", "content": null}]}', "content of message 1 is empty"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is missing, empty or not"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
-    good = json.dumps({"messages": talk("a", "b")})
-    (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n")
-    with pytest.raises(UserError, match=f"Line 3 of .*bad.jsonl .*{re.escape(reason)}"):
-        prepare(Options(input=(str(tmp_path / "bad.jsonl"),), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
+    options = options_for(tmp_path, PAIRS[:1])
+    with open(tmp_path / "chats.jsonl", "a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
+    with pytest.raises(UserError, match=f"Line 3 of .*chats.jsonl .*{re.escape(reason)}"):
+        prepare(options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_faulty_conversation_of_the_hub_is_no_conversation():
-    with pytest.raises(ValueError, match="empty or not a string"):
-        check_messages([{"role": "user", "content": None}])
+def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
+    class Rows(list):
+        def shuffle(self, seed):
+            return self
+
+    rows = Rows({"messages": messages} for messages in (talk("a", "b"), talk("a", None), talk("c", "d")))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *args, **options: rows))
+    assert list(smoltalk.read_hub()) == [talk("a", "b"), talk("c", "d")]
 
 
-def test_too_little_to_split_is_refused(tmp_path):
-    path = write_conversations(tmp_path / "chats.jsonl", [talk("a", "b")])
-    with pytest.raises(UserError, match="1 conversation, fills only one block"):
-        prepare(Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_mistake_is_one_line_and_status_2(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}')
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "smoltalk.py"), "--input", "bad.jsonl", "--tokenizer", "bytes"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: Line 1 of bad.jsonl is not a conversation: message 1 has the role 'robot'")
-    assert done.stderr.count("\n") == 1
-    assert os.listdir(tmp_path) == ["bad.jsonl"]
-
-
-def test_other_inputs_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="a.txt is not one of .jsonl"):
-        prepare(Options(input=(str(tmp_path / "a.txt"),), tokenizer="bytes"))
-    with pytest.raises(UserError, match="--max-length is 1"):
-        prepare(Options(max_length=1))
-
-
-def test_of_an_interrupted_run_only_its_own_files_are_removed(tmp_path):
-    """It was everything called <folder>_*_*."""
-    lines, path, options = interrupted(tmp_path)
-    out = tmp_path / "out"
-    assert (out / "out_train_000003.npy").exists()
-    foreign = ["out_my_notes", "out_train_000003.npy.backup", "out_train_list.txt"]
-    for name in foreign:
-        (out / name).write_text("mine")
-    path.write_text("\n".join(lines[:150]))
-    prepare(options)
-    assert all((out / name).read_text() == "mine" for name in foreign)
-    shards = json.loads((out / "meta.json").read_text())["shards"]
-    assert {file.name for file in out.glob("*.npy")} == set(shards)
-    assert {file.stem for file in out.glob("*.mask")} == {name.removesuffix(".npy") for name in shards}
+def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x", encoding="utf-8")
+    Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
+    cases = [
+        ("a.txt", "a.txt is not one of .jsonl"),
+        ("one.jsonl --max-length 1", "--max-length is 1"),
+        ("one.jsonl", "1 conversation, 0 of them without an answer that fits in 1024 tokens. The others fill 1 block"),
+        ("https://host/a.jsonl", "takes only local files"),
+        ("one.jsonl --out-dir", "--out-dir is empty"),
+    ]
+    for words, reason in cases:
+        args = words.split() + [""] * words.endswith("--out-dir")
+        status, _, stderr = refusal_of(smoltalk.main, "--tokenizer", "bytes", "--input", *args)
+        assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and reason in stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "one.jsonl"]
 
 
 def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
-    path = write_conversations(tmp_path / "chats.jsonl", [talk(*pair) for pair in PAIRS * 25])
-    options = Options(input=(path,), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
+    options = options_for(tmp_path)
     with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="in use by process"):
         prepare(options)
     prepare(options)
     with lock_folder(tmp_path / "out"):  # what is complete can be used by several at once
         prepare(options)
-    with pytest.raises(UserError, match="--out-dir is empty"):
-        prepare(Options(input=(path,), out_dir=""))
