@@ -102,11 +102,12 @@ OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # n
 
 
 def local_source(name):
-    """A local file with a hash of its contents or, if it is large, of a sample of them."""
+    """A local file with hashes of its first bytes and of its contents; of a large file, only a sample is hashed."""
     with open_regular(name) as file:
-        size = os.fstat(file.fileno()).st_size
-        contents = file.read() if size <= MAX_HASHED else sample(name)
-    return Source(name, size, sampled_hash=hashlib.sha256(contents).hexdigest()[:16])
+        size, start = os.fstat(file.fileno()).st_size, file.read(4096)
+        contents = start + file.read() if size <= MAX_HASHED else sample(name)
+    hashes = [hashlib.sha256(part).hexdigest()[:8] for part in (start, contents)]
+    return Source(name, size, sampled_hash="".join(hashes))
 
 
 def is_url(name):
