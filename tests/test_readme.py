@@ -42,7 +42,7 @@ RUN = {
     'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
     "python train_gpt2.py --data my_texts --out-dir log/texts": TINY,
     "python smoltalk.py --input chats.jsonl": [],
-    "python train_gpt2.py --preset chat --init-from log/quickstart": SHORT,
+    "python train_gpt2.py --preset quickstart --init-from log/quickstart": SHORT,
     "python sample.py --chat -m log/chats": FEW,
     "python train_gpt2.py": TINY,
     'python sample.py "Hello, I\'m a language model," -m log -n 4': FEW,
