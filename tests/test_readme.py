@@ -59,6 +59,7 @@ NOT_RUN = {
     "python -m bench --help": "is no program of the top level; test_cli.py runs it",
     "transformers serve log/chats/hf": "is a server, whose packages are not among the requirements",
     "jupyter lab play.ipynb": "is a server; test_notebook.py runs the notebook",
+    "python records/2026-11-22-first-chat/make_chats.py": "writes a file that is written shorter here",
     "curl -o tinyshakespeare.txt": "needs a network",
     "git clone": "needs a network",
     "python train_gpt2.py --init-from gpt2": "needs OpenAI's weights",
