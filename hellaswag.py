@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -39,7 +40,7 @@ class Options:
     """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
 
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
-    model_type: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
+    model_type: Annotated[str, tyro.conf.arg(aliases=["-m", "--model"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
     data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
     limit: int = 0  # score only this many examples, from the first; 0: all
@@ -49,7 +50,7 @@ class Options:
 
 # what nanoGPT, transformers and lm-evaluation-harness call these
 SYNONYMS = {
-    "--model-type": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
+    "--model": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
     "--limit": "num-examples max-examples num-samples length",
     "--batch-tokens": "batch-size",
     "--predictions": "output-path output out log-samples",
@@ -61,6 +62,8 @@ def parse_args(args=None):
     """The Options of a command line. Raises UserError with all that is wrong with the flags."""
     options = cli.parse(Options, args, synonyms=SYNONYMS)
     errors = cli.check_numbers(options, above_0=())
+    if options.data and not os.path.exists(options.data):
+        errors.append(f"There is no file {options.data}. Give HellaSwag's JSON lines, or leave --data out.")
     if errors:
         raise UserError(" ".join(errors))
     return options
@@ -272,7 +275,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     order = np.argsort(-row_lengths, kind="stable")
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = [torch.zeros(0, device=device)]
-    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, delay=3, disable=not progress) as bar:
+    with tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar:
         for batch in run_ahead(batches):
             if stop:
                 raise Stopped
@@ -361,13 +364,13 @@ def main(args=None):
     options = parse_args(args)
     if options.predictions:
         check_new_output(options.predictions)
-    examples = list(itertools.islice(iterate_examples(options.data or download()), options.limit or None))
     from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
     device = choose_device(options.device)
     model, enc = load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
+    examples = list(itertools.islice(iterate_examples(options.data or download()), options.limit or None))
 
     predictions = {}
     for convention in ("harness", "build-nanogpt"):
@@ -376,29 +379,25 @@ def main(args=None):
             model, rendered, enc.n_vocab, batch_tokens=options.batch_tokens, progress=True
         )
     if options.predictions:
-        write_predictions(options.predictions, examples, predictions)
+        with new_output(options.predictions) as file:
+            for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
+                line = dict(ind=example["ind"], label=int(example["label"]))
+                line |= dict(pred=int(nanogpt[0]), pred_norm=int(nanogpt[1]))
+                line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
+                file.write(json.dumps(line) + "\n")
     print_accuracies(examples, predictions)
-
-
-def write_predictions(path, examples, predictions):
-    """Write each example's label and its predictions in both conventions, one JSON line each."""
-    with new_output(path) as file:
-        for example, nanogpt, harness in zip(examples, predictions["build-nanogpt"], predictions["harness"]):
-            line = dict(
-                ind=example["ind"], label=int(example["label"]), pred=int(nanogpt[0]), pred_norm=int(nanogpt[1])
-            )
-            line |= dict(harness_pred=int(harness[0]), harness_pred_norm=int(harness[2]))
-            file.write(json.dumps(line) + "\n")
 
 
 def print_accuracies(examples, predictions):
     """Print the accuracies in both conventions."""
     labels = np.array([[int(example["label"])] for example in examples])
+    number = cli.count(len(examples), "example")
     num_derived = sum("ctx_b" not in example for example in examples)
-    note = f"; {num_derived} lack ctx_a and ctx_b, which are derived from ctx" if num_derived else ""
-    print(f"lm-evaluation-harness (cleaned text; acc by sum, acc_norm by sum over characters{note}):")
+    if num_derived:
+        print(f"note: {num_derived:,} have no ctx_a and ctx_b, which were made of their ctx.", file=sys.stderr)
+    print(f"lm-evaluation-harness (cleaned text, acc_norm by characters), {number}:")
     print(summary(predictions["harness"][:, [0, 2]] == labels, errors=True))
-    print("build-nanogpt (ctx as it is; acc by sum, acc_norm by mean over tokens):")
+    print(f"build-nanogpt (ctx as it is, acc_norm by tokens), {number}:")
     print(summary(predictions["build-nanogpt"][:, :2] == labels))
 
 

@@ -142,10 +142,13 @@ def read_lines():
     """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin and sys.stdin.isatty()
     while sys.stdin:
         try:
-            yield input("> " if sys.stdin.isatty() else "").strip()
+            yield input("> " if is_terminal else "").strip()
         except (EOFError, OSError):
+            if is_terminal:
+                print()  # after Ctrl-D the shell's prompt has a line of its own
             return
 
 
@@ -269,6 +272,8 @@ def main(args=None):
     device = choose_device(options.device)
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"
+    if options.chat and sys.stdin and sys.stdin.isatty():
+        print(f"Loading {options.model}.", file=sys.stderr, flush=True)
     model, enc = load_model(options.model)
     dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
     if options.export:

@@ -54,8 +54,7 @@ class TrainConfig:
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     seed: int = 1337  # seed of the weights, data order and samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # auto: the fastest of this device; fp8: bfloat16, with the output layer in float8. Only in float32 do losses agree
-    # to 1e-5 whatever the number of ranks
+    # fp8: bfloat16, the output layer in float8. Only float32 losses agree to 1e-5 whatever the number of ranks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     # the model
@@ -111,15 +110,13 @@ PRESETS = {
     # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": dict(max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3)
     | dict(optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
-    "quickstart": dict(data="python_docs", out_dir="log/quickstart", compile=False)
-    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128)
-    | dict(batch_size=16, sequence_length=128, total_batch_size=2048)
+    "quickstart": dict(data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ")
+    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=16, sequence_length=128, total_batch_size=2048)
     | dict(max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4, optimizer="muon", muon_lr=0.04)
-    | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, sample_prompt="The ")
-    | dict(checkpoint_every=200, keep_best=True),
-    "chat": dict(data="smoltalk", out_dir="log/chat", batch_size=32, total_batch_size=2**17)
-    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5, hellaswag_every=0, keep_best=True)
-    | dict(sample_prompt="Why is the sky blue?"),
+    | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, checkpoint_every=200, keep_best=True),
+    "chat": dict(data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0)
+    | dict(batch_size=32, total_batch_size=2**17, max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5)
+    | dict(keep_best=True),
 }
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
@@ -239,16 +236,14 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # weight tying: one matrix for input and output
-        self.lm_head.weight = self.transformer.wte.weight
+        self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
 
         # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif name.endswith("c_proj.weight"):
-                # 2 * n_layer projections are summed into the residual stream: scaled like this, its variance does not
-                # grow with depth (GPT-2, section 2.3)
+                # 2 * n_layer projections add up in the residual stream, whose variance should not grow (GPT-2, 2.3)
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -433,12 +428,9 @@ class DataLoaderLite:
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
         positions = position + self.rank * B + np.arange(B)
-        batch = [self.gather(self.shards, positions)]
-        if self.masks:
-            batch.append(self.gather(self.masks, positions))
-        batch = [torch.from_numpy(rows) for rows in batch]
-        # pinned memory lets the copy to the GPU overlap with computation
-        if self.device.startswith("cuda"):
+        sources = [self.shards, self.masks] if self.masks else [self.shards]
+        batch = [torch.from_numpy(self.gather(arrays, positions)) for arrays in sources]
+        if self.device.startswith("cuda"):  # pinned memory lets the copy to the GPU overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
@@ -662,10 +654,7 @@ def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
 
 
 def evaluate_hellaswag(raw_model, examples, enc, signals, world):
-    """Score the rendered HellaSwag examples, each rank its share; return the Counts summed over the ranks.
-
-    None if a rank has received one of the `signals` to stop.
-    """
+    """The Counts over all rendered HellaSwag examples, of which each rank scores its share; None after a signal."""
     with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
         counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
@@ -764,8 +753,7 @@ def load_data(config, world):
 
 
 def load_or_make_model(config, enc, fingerprints, world):
-    """The GPT of a run: resumed, branched, from --init-from, or new; and the checkpoint's dict of the first two."""
-    # empty for a new model; with --init-from, only the shape and the weights
+    """(GPT, the checkpoint's dict) of a run that is resumed or branches off; (GPT, None) of a new one."""
     start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
@@ -809,13 +797,12 @@ def train(config, world, lock):
     if runs.is_finished(config, saved):  # it has printed that
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
-    asked = runs.dtype_of(config, saved, world.device)
+    asked = runs.dtype_of(config, saved)
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)
     examples = []
-    # a missing file is downloaded now, rather than in the middle of a run
-    if config.hellaswag_every:
+    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
         load = hellaswag.load_examples
         examples = world.broadcast_from_master(load, config.hellaswag_data, enc, config.hellaswag_limit)
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
@@ -839,8 +826,7 @@ def train(config, world, lock):
         signals, saved = run.signals, None  # None frees gigabytes
         run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
         gc.collect()
-        # everything allocated so far lives to the end of the run: exclude it from garbage collection
-        gc.freeze()
+        gc.freeze()  # what is allocated by now lives to the end of the run: exclude it from garbage collection
 
         # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
         for step in range(start_step, max_steps + 1):

@@ -73,7 +73,7 @@ def parse_args(args=None):
 
 
 def main(args=None):
-    """Parse the flags and run one benchmark, the module of that name."""
+    """Parse the flags and run one benchmark."""
     options = parse_args(args)
     from bench import gpu, programs, steps
     from plumbing.distributed import choose_device

@@ -8,7 +8,6 @@ and sampling, settings one by one, losses on real text, and at last the ladder.
 import dataclasses
 import gc
 import json
-import math
 import os
 import re
 import shutil
@@ -25,11 +24,10 @@ from torch.nn import functional as F
 import fineweb
 from bench import model, programs, steps
 from bench.measure import ROOT, interleave, machine
-from bench.profile import matmul_peak, roofline
+from bench.profile import roofline
 from plumbing import kernels
 from plumbing.distributed import enable_fused_attention, flops_per_token
 from plumbing.log import read_log
-from plumbing.peaks import peak_flops
 from train_gpt2 import PRESETS, TrainConfig
 
 
@@ -41,11 +39,10 @@ class Questions:
         self.out, self.device = Path(options.out).resolve(), options.device
 
     def machine(self):
-        """The machine, its versions and its measured peaks."""
+        """The machine and its versions."""
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
         found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
         facts = machine(self.device) | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
-        facts |= {"matmul_peak": matmul_peak(self.device), "datasheet_peak": peak_flops(facts["device"])}
         return facts | {"flops_per_token": flops_per_token(self.config, self.config.sequence_length)}
 
     def step(self, variant="", profile=False):
@@ -56,6 +53,11 @@ class Questions:
 
     def matmuls(self):
         """FLOP/s of each matmul of the step, forward and for both gradients."""
+
+        def ten_times(a, b):
+            for _ in range(10):
+                torch.mm(a, b)
+
         c, dtype = self.config, torch.bfloat16 if self.device.startswith("cuda") else torch.float32
         N, C, rates = c.batch_size * c.sequence_length, c.n_embd, {}
         shapes = {"c_attn": (C, 3 * C), "attn.c_proj": (C, C), "c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
@@ -63,8 +65,8 @@ class Questions:
             sizes = (N, inputs), (outputs, inputs), (N, outputs)
             x, weight, y = (torch.randn(size, device=self.device, dtype=dtype) for size in sizes)
             for product, (a, b) in dict(forward=(x, weight.T), grad_x=(y, weight), grad_weight=(y.T, x)).items():
-                times = interleave({"": partial(torch.mm, a, b)}, 10, self.device)[""]["seconds"]
-                rates[f"{name} {product}"] = 2 * N * inputs * outputs / statistics.median(times)
+                times = interleave({"": partial(ten_times, a, b)}, 3, self.device)[""]["seconds"]
+                rates[f"{name} {product}"] = 10 * 2 * N * inputs * outputs / statistics.median(times)
         return {"flops_per_s": rates}
 
     def triton_kernel(self, num_rows=65536, compared=256):
@@ -116,7 +118,7 @@ class Questions:
         folder = self.out / name
         shutil.rmtree(folder, ignore_errors=True)
         config = dataclasses.replace(self.config, data=self.options.shards, out_dir=str(folder), **changes)
-        flags = [steps.to_flag(field.name, getattr(config, field.name)) for field in dataclasses.fields(TrainConfig)]
+        flags = [f"--{field.name}={getattr(config, field.name)}" for field in dataclasses.fields(TrainConfig)]
         text = self.run_child([sys.executable, str(ROOT / "train_gpt2.py"), *flags], self.out / f"{name}.txt")
         if "out of memory" in text.lower():
             raise RuntimeError(f"B = {config.batch_size} does not fit in memory. Give a smaller --batch-size.")
@@ -181,8 +183,6 @@ def questions(q):
     for size in (B // 2, 2 * B):
         asked[f"train_gpt2, B={size}"] = 100, partial(q.step, f"batch_size={size}")
     asked["muon"] = 100, partial(q.step, "optimizer=muon")
-    for kernel in ("flash", "cudnn", "efficient") if cuda else ("math",):
-        asked[f"{kernel} attention"] = 100, partial(q.step, f"attention={kernel}")
     asked[f"not compiled, B={B // 2}"] = 60, partial(q.step, f"compile=False,batch_size={B // 2}")  # 64 take 74 GB
     small = max(1, B // 16)
     real = off | dict(batch_size=small, total_batch_size=2 * small * c.sequence_length, val_every=100)
@@ -198,22 +198,8 @@ def questions(q):
     return asked
 
 
-def table(answers):
-    """A table of the answers with a speed, fastest first; then the other answers."""
-    facts = answers.get("machine", {})
-    speeds = {name: answer["tok_per_s"] for name, answer in answers.items() if "ms" in answer}
-    lines = [f"{'':32}{'tok/s':>12}{'ms':>10}{'GiB':>8}{'B':>6}{'MFU':>8}{'of datasheet':>14}"]
-    for name in sorted(speeds, key=speeds.get, reverse=True):
-        answer, flops = answers[name], speeds[name] * facts.get("flops_per_token", 0)
-        measured, datasheet = (flops / (facts.get(key) or math.inf) for key in ("matmul_peak", "datasheet_peak"))
-        line = f"{name:32}{speeds[name]:12,.0f}{answer['ms']:10.2f}{answer.get('peak_gib', 0):8.1f}{answer['B']:6}"
-        lines.append(f"{line}{measured:8.1%}{datasheet:14.1%}")
-    others = {name: answer for name, answer in answers.items() if name not in speeds and name != "machine"}
-    return "\n".join([*lines, *(f"{name}: {json.dumps(answer)[:300]}" for name, answer in others.items())])
-
-
 def run(options):
-    """Ask what has no answer yet, in order, as long as there is time; then print the table."""
+    """Ask what has no answer yet, in order, as long as there is time."""
     deadline = time.monotonic() + 60 * options.minutes
     q = Questions(options, steps.make_settings(options), deadline)
     q.out.mkdir(parents=True, exist_ok=True)
@@ -253,7 +239,6 @@ def run(options):
         enable_fused_attention(True)  # the trainer may have switched it off after a failure
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    print(table(answers))
     left = ", ".join(name for name in asked if name not in answers)
     if left:
         print(f"The {options.minutes:g} minutes are over. Run the same command again to measure the rest: {left}.")

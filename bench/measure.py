@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from plumbing.files import new_output
 
@@ -43,11 +44,13 @@ def interleave(sides, rounds, device, warmups=1):
     """
     measured = {name: dict(seconds=[], cpu_seconds=[], peak_gib=0.0) for name in sides}
     gc.freeze()  # exclude existing objects, so that collecting between the rounds is cheap
-    for round_number in range(-warmups, rounds):
+    bar = tqdm(range(-warmups, rounds), "rounds", leave=False, delay=2, disable=not sys.stderr.isatty())
+    for round_number in bar:
         for name, function in sides.items():
             side = measured[name]
             gc.collect()
-            torch.cuda.reset_peak_memory_stats() if device.startswith("cuda") else None
+            if device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats()
             cpu_start = time.process_time()
             seconds, side["result"] = timed(function, device)
             cpu_seconds = time.process_time() - cpu_start
@@ -74,14 +77,13 @@ def report(options, measured, work, unit, ours=None, **extra):
     others = [name for name in measured if name != ours]
     ratios = {name: float(np.median(seconds[name] / seconds[ours])) for name in others}
     cpu_ratios = {name: float(np.median(cpu_seconds[name] / cpu_seconds[ours])) for name in others}
-    width = max(map(len, measured)) + 2
-    columns = "".join(f"{title:>10}" for title in ("ms", "lowest", "highest", "CPU ms"))
-    print(f"{'':{width}}{unit + '/s':>12}{columns}{'GiB':>7}{'ratio':>7}{'by CPU':>7}")
+    width, on_gpu = max(map(len, measured)) + 1, options.device.startswith("cuda")
+    print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'GiB' * on_gpu:>7}{'ratio':>7}{'by CPU':>8}")
     for name, side in measured.items():
-        ms, cpu_ms = 1e3 * np.array(side["seconds"]), 1e3 * np.median(side["cpu_seconds"])
-        line = f"{name:{width}}{rates[name]:12,.1f}{np.median(ms):10.2f}{ms.min():10.2f}{ms.max():10.2f}{cpu_ms:10.2f}"
-        line += f"{side['peak_gib']:7.1f}"
-        print(line + (f"{ratios[name]:7.2f}{cpu_ratios[name]:7.2f}" if name in ratios else ""))
+        ms, cpu_ms = (1e3 * np.median(side[key]) for key in ("seconds", "cpu_seconds"))
+        gib = f"{side['peak_gib']:.1f}" if on_gpu else ""
+        line = f"{name:{width}}{rates[name]:12,.1f}{ms:10.2f}{cpu_ms:10.2f}{gib:>7}"
+        print(line + (f"{ratios[name]:7.2f}{cpu_ratios[name]:8.2f}" if name in ratios else ""))
     numbers = {"ratio": next(iter(ratios.values()), None), f"{unit}_per_s": rates[ours], "rates": rates}
     numbers |= {"ratios": ratios, "cpu_ratios": cpu_ratios, **extra}
     for key in ("seconds", "cpu_seconds", "peak_gib"):

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, beside the least it could take."""
+"""Where the time of a training step goes."""
 
 import re
 
@@ -39,31 +39,19 @@ def profile(side):
 
 
 def roofline(side, seconds):
-    """Print where a step of `seconds` spends its time, by family of kernels; return the numbers.
-
-    The least: matmuls, and the causal half of attention, at the measured matmul peak; three passes over bfloat16
-    logits, and 28 bytes per weight for AdamW, at the measured copy bandwidth.
-    """
-    c, shape = side.config, side.raw_model.config
-    kernels, families = profile(side), {}
+    """Print where a step of `seconds` spends its time, and its share of the peak; return the numbers."""
+    config, kernels, families = side.config, profile(side), {}
     for kernel, duration in kernels.items():
         family = family_of(kernel)
         families[family] = families.get(family, 0.0) + duration
-    flops, bandwidth = matmul_peak(c.device), copy_bandwidth(c.device)
-    tokens, T = c.total_batch_size, c.sequence_length
-    attention, work = 12 * c.n_layer * T * c.n_embd * tokens, flops_per_token(shape, T) * tokens
-    weights = sum(p.numel() for p in side.raw_model.parameters())
-    least = {"matmul": (work - attention) / flops, "attention": attention / 2 / flops}
-    least |= {"loss": 3 * 2 * shape.vocab_size * tokens / bandwidth, "optimizer": 28 * weights / bandwidth}
-    print(f"measured peaks: matmul {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s")
+    print("one step of train_gpt2, by family of kernels:")
     for family, duration in sorted(families.items(), key=lambda item: -item[1]):
-        bound = f"{1e3 * least[family]:9.2f} ms at least" if family in least else ""
-        print(f"  {family:20}{1e3 * duration:10.2f} ms {duration / sum(families.values()):6.1%}{bound}")
-    peaks = {"measured": flops, "datasheet": peak_flops(machine(c.device)["device"])}
-    mfu = {name: work / seconds / peak for name, peak in peaks.items() if peak}
+        print(f"  {family:20}{1e3 * duration:10.2f} ms {duration / sum(families.values()):6.1%}")
+    flops = flops_per_token(side.raw_model.config, config.sequence_length) * config.total_batch_size / seconds
+    peaks = {"measured": matmul_peak(config.device), "datasheet": peak_flops(machine(config.device)["device"])}
+    mfu = {name: flops / peak for name, peak in peaks.items() if peak}
     print("MFU (PaLM's convention): " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
-    numbers = {"matmul_peak": flops, "copy_bandwidth": bandwidth, "mfu": mfu, "families": families, "least": least}
-    return numbers | {"kernels": dict(list(kernels.items())[:40])}
+    return {"peaks": peaks, "mfu": mfu, "families": families, "kernels": dict(list(kernels.items())[:40])}
 
 
 def matmul_peak(device):
@@ -72,11 +60,3 @@ def matmul_peak(device):
     a = torch.randn(n, n, device=device, dtype=dtype)
     a @ a
     return max(2 * n**3 * repeat / timed(lambda: [a @ a for _ in range(repeat)], device)[0] for _ in range(3))
-
-
-def copy_bandwidth(device):
-    """Bytes per second that a copy reads and writes."""
-    a = torch.zeros(2**30 if device.startswith("cuda") else 2**27, device=device, dtype=torch.uint8)
-    b = torch.empty_like(a)
-    b.copy_(a)
-    return max(2 * len(a) / timed(lambda: b.copy_(a), device)[0] for _ in range(5))

@@ -19,6 +19,7 @@ import tokenizer
 from bench.measure import interleave, report
 from bench.steps import transformers_model
 from plumbing import documents
+from plumbing.cli import count
 from plumbing.distributed import choose_dtype, disable_cudnn_attention
 from plumbing.huggingface import MATRICES
 from train_gpt2 import GPT, GPTConfig, load_model
@@ -145,5 +146,8 @@ def sample(options):
     with disable_cudnn_attention():
         measured = interleave(compared, options.rounds, options.device)
     same = {name: side["result"] == measured["sample.py"]["result"] for name, side in measured.items()}
-    print(f"{n} tokens for {B} sequence(s), {dtype}, greedy; same tokens as ours: {same}")
+    differ = [name for name in same if not same[name]]
+    print(
+        f"{n} tokens for {count(B, 'sequence')}, {dtype}, greedy; other tokens than ours: {', '.join(differ) or 'none'}"
+    )
     return report(options, measured, B * n, "tok", same_tokens=same, max_new_tokens=n)

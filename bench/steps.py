@@ -8,12 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-import torch._functorch.config
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2
 from bench.measure import interleave, report, timed
@@ -35,8 +32,7 @@ class Settings(TrainConfig):
     bfloat16_residual: bool = True  # the residual stream in bfloat16 where the matmuls are; else in float32
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
-    # one attention kernel in place of torch's choice; plain: no kernel
-    attention: Literal["", "plain", "math", "flash", "efficient", "cudnn"] = ""
+    plain_attention: bool = False  # attention written out, without a fused kernel
 
 
 def make_settings(options, **changes):
@@ -60,17 +56,9 @@ def make_settings(options, **changes):
     return config
 
 
-def to_flag(field, value):
-    """A field's flag on a command line: --batch_size=8; a switch is --compile or --no-compile."""
-    if str(value) in ("True", "False"):
-        return f"--{'no-' * (str(value) == 'False')}{field}"
-    return f"--{field}={value}"
-
-
 def apply_variant(config, variant):
     """ "compile=False,batch_size=32" applied to Settings."""
-    flags = [to_flag(*pair.partition("=")[::2]) for pair in variant.split(",") if pair]
-    changed = cli.parse(Settings, flags, default=config)
+    changed = cli.parse(Settings, [f"--{pair}" for pair in variant.split(",") if pair], default=config)
     check_config(changed, 1)
     return changed
 
@@ -108,10 +96,9 @@ class Ours(Side):
         torch.manual_seed(0)
         shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
         self.raw_model = BenchGPT(GPTConfig(*shape), config.triton_loss, config.return_logits)
-        for block in self.raw_model.transformer.h if config.attention == "plain" else ():
+        for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
-        with self.attention_kernel():
-            self.model, self.B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
+        self.model, self.B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if self.B < config.batch_size:
@@ -125,23 +112,12 @@ class Ours(Side):
             group["fused"] = None
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
-    def attention_kernel(self):
-        """Context in which only the attention kernel of the settings is used."""
-        stack = contextlib.ExitStack()
-        if self.config.attention not in ("", "plain"):
-            # subtle: the compile cache does not key on the attention kernel and would return another side's graph
-            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-            name = self.config.attention.upper()
-            stack.enter_context(sdpa_kernel(getattr(SDPBackend, name if name == "MATH" else f"{name}_ATTENTION")))
-        return stack
-
     def train_step(self):
         c = self.config
         train_gpt2.apply_schedules(self.optimizers, self.step, c)
         num_windows = c.total_batch_size // c.sequence_length
         state = self.optimizers, self.scaler, self.step, c, [], self.world
-        with self.attention_kernel():
-            return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
+        return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
 
 
 class Reference(Side):
@@ -236,7 +212,8 @@ def train(options):
         for side in sides.values():
             side.steps = steps
         print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, B {ours.B}, {ours.world.dtype}")
-        print(f"T {config.sequence_length}, {config.total_batch_size:,} tokens a step, {steps} steps a round")
+        tokens, rounds = f"{config.total_batch_size:,} tokens a step", f"{cli.count(steps, 'step')} a round"
+        print(f"T {config.sequence_length}, {tokens}, {rounds}")
         measured = interleave(sides, options.rounds, config.device)
         losses = {name: side["result"] for name, side in measured.items()}
         ours.steps = 1
@@ -245,14 +222,14 @@ def train(options):
     return report(options, measured, tokens, "tok", steps=steps, losses=losses, **details)
 
 
-FLOAT32 = dict(dtype="float32", tf32=False, compile=False, attention="plain", vocab_size=50257)
+FLOAT32 = dict(dtype="float32", tf32=False, compile=False, plain_attention=True, vocab_size=50257)
 FLOAT32 |= dict(fused_adamw=False, bfloat16_residual=False, return_logits=True)
 RUNGS = {  # what each changes, in the order of build-nanogpt's lecture; 50304 is the next multiple of 128
     "float32": {},
     "TF32": dict(tf32=True),
     "bfloat16 autocast": dict(dtype="bfloat16"),
     "torch.compile": dict(compile=True),
-    "flash attention": dict(attention=""),
+    "flash attention": dict(plain_attention=False),
     "vocabulary 50304": dict(vocab_size=50304),
     "fused AdamW": dict(fused_adamw=True),
     "this program": dict(bfloat16_residual=True, return_logits=False),
@@ -280,19 +257,18 @@ def make_rungs(options):
 
 def ladder(options):
     """What each optimization adds to the training step, each on top of those before it."""
-    settings = make_rungs(options)
+    settings, rungs = make_rungs(options), {}
     config = settings["float32"]
     print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, T {config.sequence_length}")
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, config)
-        rungs = {name: Ours(setting, folder) for name, setting in settings.items()}
+        for name, setting in settings.items():
+            print(f"preparing {name}", flush=True)  # compiling takes a minute
+            try:
+                rungs[name] = Ours(setting, folder)
+            except UserError as error:  # its B does not fit
+                print(f"{name}: {error}")
         measured = interleave(rungs, options.rounds, options.device)
     tokens = {name: rung.config.total_batch_size for name, rung in rungs.items()}
-    per_token = {name: np.array(side["seconds"]) / tokens[name] for name, side in measured.items()}
-    rows = {}
-    for name, before in zip(rungs, ["float32", *rungs]):
-        row = {"gain": np.median(per_token[before] / per_token[name]), "tok_per_s": 1 / np.median(per_token[name])}
-        row |= {"total": np.median(per_token["float32"] / per_token[name]), "loss": measured[name]["result"]}
-        rows[name] = row | {"ms": 1e3 * np.median(measured[name]["seconds"])}
-        print(f"{name:20}{row['gain']:6.2f}x, in all {row['total']:6.2f}x")
-    return report(options, measured, tokens, "tok", ours=name, rungs=rows, tokens=tokens)
+    losses = {name: side["result"] for name, side in measured.items()}
+    return report(options, measured, tokens, "tok", ours=list(rungs)[-1], rungs=losses, tokens=tokens)

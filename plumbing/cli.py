@@ -15,8 +15,13 @@ Importing torch takes seconds. A program that needs it runs its parser once abov
 mistyped flag are answered at once.
 """
 
+import os
 import sys
 from pathlib import Path
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
 
 
 def report_exception(kind, error, traceback):
@@ -44,7 +49,6 @@ import inspect
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -358,7 +362,7 @@ def print_next(*commands):
     """Print the commands, lists of words, that come next: typed as printed, they work."""
     print("\nNext:", flush=True)
     for words in commands:
-        print("    " + " ".join(quote(str(word)) for word in words), flush=True)
+        print("    " + plain(" ".join(quote(str(word)) for word in words), limit=2000), flush=True)
 
 
 def quote(word):
@@ -419,10 +423,6 @@ def refusal(error):
     """The UserError for an OSError about a file: what the operating system said, and what to do about it."""
     advice = ADVICE.get(error.errno, "Check that it is what you meant.")
     return UserError(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
-
-
-def is_rank_0():
-    return os.environ.get("RANK", "0") == "0"
 
 
 def has_other_ranks():

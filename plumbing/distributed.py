@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from plumbing.cli import UserError, first_line, is_rank_0, refusal, suggest
+from plumbing.cli import UserError, first_line, is_rank_0, refusal
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -22,14 +22,14 @@ from plumbing.cli import UserError, first_line, is_rank_0, refusal, suggest
 def choose_device(name):
     """The device called `name`, or for "auto" the best of this machine. Raises UserError if there is none."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    here = [device for device in available if available[device]]
     if name == "auto":
-        return next(device for device in available if available[device])
+        return here[0]
     device_type, colon, index = name.partition(":")
-    if device_type not in available or (colon and not re.fullmatch("[0-9]{1,4}", index)):
-        raise UserError(f"There is no device called {name!r}. {suggest(device_type, available, {'gpu': 'cuda'})}")
-    if not available[device_type]:
-        choices = " or ".join(device for device in available if available[device])
-        raise UserError(f"PyTorch finds no {device_type} device here. Leave --device out, or choose {choices}.")
+    if device_type not in here or (colon and not re.fullmatch("[0-9]{1,4}", index)):
+        raise UserError(
+            f"PyTorch finds no device {name!r} on this machine. Leave --device out, or choose {' or '.join(here)}."
+        )
     gpus = torch.cuda.device_count()
     if device_type == "cuda" and index and int(index) >= gpus:
         raise UserError(f"There is no {name} on this machine. Choose from cuda:0 to cuda:{gpus - 1}.")
@@ -221,7 +221,8 @@ def create_store(rank, world_size):
 
     torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
     """
-    connect, host = datetime.timedelta(seconds=CONNECT_SECONDS), os.environ["MASTER_ADDR"]
+    host = os.environ["MASTER_ADDR"]
+    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try it twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

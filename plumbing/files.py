@@ -1,6 +1,7 @@
 """Files read and written safely, and folders locked; a killed process leaves neither half a file nor a lock."""
 
 import contextlib
+import json
 import os
 import socket
 import stat
@@ -18,6 +19,9 @@ from plumbing.cli import UserError
 # Reading and writing
 
 
+STREAM = "a pipe or a device"
+
+
 def open_regular(path, mode="rb", **kwargs):
     """Like open(), for reading regular files only: a pipe, a device or a folder is a UserError and blocks nothing."""
 
@@ -31,6 +35,18 @@ def open_regular(path, mode="rb", **kwargs):
     return open(path, mode, opener=opener, **kwargs)
 
 
+def read_json(path, remedy):
+    """The JSON object in a file; a UserError that ends in `remedy` if there is none in it."""
+    try:
+        with open_regular(path) as file:
+            content = json.load(file)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object. {remedy}")
+    return content
+
+
 def kind_of(path):
     """What stands at a path, as a word: "nothing", "a file", "a link", "a folder", or "a pipe or a device"."""
     path = Path(path)
@@ -40,7 +56,7 @@ def kind_of(path):
         return "a file"
     if path.is_dir():
         return "a folder"
-    return "a pipe or a device" if path.exists() else "nothing"
+    return STREAM if path.exists() else "nothing"
 
 
 @contextlib.contextmanager
@@ -91,8 +107,8 @@ def check_new_output(path):
 
 
 def is_stream(path):
-    """Whether a path is a pipe or a device. /dev/stdout is, also where a shell has redirected it to a file."""
-    return str(path).startswith("/dev/") or (os.path.exists(path) and kind_of(os.path.realpath(path)).startswith("a p"))
+    """Whether a path is a pipe, a device, or a stream that this process has open, which may be a regular file."""
+    return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/")) or kind_of(os.path.realpath(path)) == STREAM
 
 
 @contextlib.contextmanager
@@ -165,7 +181,11 @@ def lock_folder(folder, name=".lock"):
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            flags = getattr(os, "O_NOFOLLOW", 0)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+            except PermissionError:  # another user's
+                descriptor = os.open(path, os.O_RDONLY | flags)
         except OSError:  # nothing can be written here, as the first write will report
             check_replaceable(path)
             return FolderLock(folder, name, None, created)
@@ -186,9 +206,13 @@ def lock_folder(folder, name=".lock"):
         if is_same_file(descriptor, path):
             break
         os.close(descriptor)
+    if os.read(descriptor, 8) not in (b"", b"process "):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     with contextlib.suppress(OSError):  # on a full disk the lock holds without this
         os.truncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, owner.encode())
     return FolderLock(folder, name, descriptor, created)
 

@@ -36,6 +36,8 @@ def check_config(config, world_size):
         errors.append(f"--val-tokens is {config.val_tokens}, but it must be {T} or more, the length of one sequence.")
     if config.decay_fraction > 1:
         errors.append(f"--decay-fraction is {config.decay_fraction}, but it must be between 0 and 1.")
+    if config.init_from == "resume":  # nanoGPT's word
+        errors.append("--init-from names a model. To resume a run, repeat its command without that flag.")
     if errors:
         raise UserError(" ".join(errors))
 

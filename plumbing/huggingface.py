@@ -9,13 +9,12 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import open_regular
+from plumbing.files import read_json
 from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
 from plumbing.modelcard import write_model_card
 
@@ -52,42 +51,32 @@ def load_huggingface(name_or_directory):
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory))
-    config, weights = read_config(directory), read_weights(directory)
-    return shape_of(weights, config.get("n_head", 12), directory), weights
-
-
-def download(name):
-    """Download a model from the hub, unless it is in the cache; return its folder."""
-    from huggingface_hub import hf_hub_download  # slow to import; it retries and resumes
-
-    try:
-        hf_hub_download(name, "model.safetensors")
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError) as error:  # the hub's own exceptions are among these
-        raise UserError(
-            f"Could not download {name}: {first_line(error).rstrip('.')}. "
-            "Check the network and run the same command again, or give a folder in Hugging Face format."
-        ) from None
-
-
-def read_config(directory):
-    """Return config.json as a dict. Raises UserError if it describes a model that GPT does not implement."""
-    path = Path(directory, "config.json")
-    try:
-        with open_regular(path) as file:
-            config = json.load(file)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is damaged: it is not a JSON object. {COPY_AGAIN}")
-    config = {"model_type": None} | config
+    path = directory / "config.json"
+    config = {"model_type": None} | read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             raise UserError(
                 f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
                 f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
             )
-    return config
+    weights = read_weights(directory)
+    return shape_of(weights, config.get("n_head", 12), directory), weights
+
+
+def download(name):
+    """Download a model from the hub, unless it is in the cache; return its folder."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+            get_hf_file_metadata(hf_hub_url(name, "model.safetensors"))  # without a network, an error at once
+        hf_hub_download(name, "model.safetensors")  # retries and resumes
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:  # the hub's client has renamed its network errors from version to version
+        raise UserError(
+            f"Could not download {name}: {first_line(error).rstrip('.')}. "
+            "Check the network and run the same command again, or give a folder in Hugging Face format."
+        ) from None
 
 
 def read_weights(directory):
@@ -190,7 +179,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
     try:
         make_way(part)
         part.mkdir(parents=True)
-        for name, fields in config_files(model.config, enc).items():
+        for name, fields in config_files(vars(model.config), enc).items():
             (part / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         export_tokenizer(enc, part, max_length=model.config.block_size)
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
@@ -198,7 +187,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         make_way(directory)
         part.rename(directory)
     except SafetensorError as error:
-        reason = (re.findall('message: "(.+?)"', str(error)) or [first_line(error)])[0]
+        reason = str(error).split("error: ")[-1].split(" (os error")[0]
         raise UserError(f"Could not write {part}: {reason}. Make room there and run the same command again.") from None
     finally:
         remove_part(part)
@@ -231,28 +220,27 @@ def is_export_of(directory, weights, n_head, enc):
 
     directory = Path(directory)
     try:
-        for name in JSON_FILES:
-            with open_regular(directory / name) as file:
-                json.load(file)
-        shape, found = load_huggingface(directory)
-        theirs = load_tokenizer(directory, shape["vocab_size"])
-    except (UserError, OSError, ValueError):
+        found = {name: read_json(directory / name, COPY_AGAIN) for name in JSON_FILES}
+        shape, theirs = load_huggingface(directory)
+        their_enc = load_tokenizer(directory, shape["vocab_size"])
+    except (UserError, OSError):
         return False
-    if shape["n_head"] != n_head or shape["vocab_size"] != enc.n_vocab or found.keys() != weights.keys():
+    expected = config_files(shape | {"n_head": n_head}, enc)
+    is_whole = found | expected == found and (directory / "model.safetensors").is_file()
+    if not is_whole or tokenizer.digest(their_enc) != tokenizer.digest(enc) or theirs.keys() != weights.keys():
         return False
-    same = (torch.equal(found[name], weight[: len(found[name])].float()) for name, weight in weights.items())
-    return tokenizer.digest(theirs) == tokenizer.digest(enc) and all(same)
+    return all(torch.equal(theirs[name], weight[: len(theirs[name])].float()) for name, weight in weights.items())
 
 
-def config_files(config, enc):
-    """Return the contents of config.json and generation_config.json, for a GPT of GPTConfig `config`."""
+def config_files(shape, enc):
+    """Return the contents of config.json and generation_config.json for a GPT with these fields of a GPTConfig."""
     eot, ends = enc.eot_token, enc.eot_token
     if tokenizer.has_chat_tokens(enc):
         ends = [eot, enc.encode_single_token("<|end|>")]
     model = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new", dtype="float32")
-    model |= dict(n_positions=config.block_size, n_ctx=config.block_size, vocab_size=enc.n_vocab)
-    model |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, layer_norm_epsilon=1e-5)
-    model |= dict(tie_word_embeddings=True, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    model |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
+    model |= dict(tie_word_embeddings=True, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, layer_norm_epsilon=1e-5)
     return {
         "config.json": model | dict(bos_token_id=eot, eos_token_id=eot),
         "generation_config.json": dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot),

@@ -84,7 +84,11 @@ def import_tokenizer(directory):
         ) from None
     try:
         enc = encoding_from_fields(fields)
-        check_same_ids(enc, theirs)
+        tokens = list(enc._mergeable_ranks)
+        sample = b"".join(tokens[:: len(tokens) // 5000 + 1])
+        text = tokenizer.PROBE + sample.decode("utf-8", "replace")
+        if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
+            raise ValueError("tiktoken gives the same text other ids")
     except ValueError as error:
         raise UserError(
             f"The tokenizer in {directory} is not supported: {error}. Use a model with a tokenizer like GPT-2's."
@@ -138,12 +142,3 @@ def pattern_from_fields(pre_tokenizer):
     if last["use_regex"] or len(splits) > 1 or pattern is None or splits[0]["behavior"] != "Isolated":
         raise ValueError("it splits text in another way")
     return tokenizer.FAST_GPT2 if pattern == tokenizer.PATTERNS["gpt2"] else pattern
-
-
-def check_same_ids(enc, theirs):
-    """Raise ValueError unless both give a text with thousands of tokens the same ids."""
-    tokens = list(enc._mergeable_ranks)
-    sample = tokens[:: len(tokens) // 5000 + 1]
-    text = tokenizer.PROBE + b"".join(sample).decode("utf-8", "replace")
-    if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
-        raise ValueError("tiktoken gives the same text other ids")

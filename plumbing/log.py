@@ -5,7 +5,7 @@ import re
 
 from plumbing.files import open_regular
 
-LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d\d)?)\n", re.ASCII)
+LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
 
 
 def read_log(path, before=math.inf):

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from plumbing.cli import count, first_line, plain
-from plumbing.files import atomic_write, open_regular
+from plumbing.files import atomic_write, open_regular, read_json
 from plumbing.log import read_log
 
 # meta.json's name of a data set: its name for people; one with a slash is on the hub, and is English
@@ -38,7 +38,8 @@ TEMPLATE = """\
 
 A model of GPT-2's architecture, {{ origin }} with train_gpt2{{ " on " + dataset if dataset }}. It has
 {{ shape.n_layer }} layers, {{ shape.n_head }} attention heads and {{ shape.n_embd }} channels, and reads up to
-{{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}.
+{{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}, without the
+unused ids by which training pads it.
 {% if rows %}
 | measured | value | after updates |
 |---|---|---|
@@ -109,7 +110,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
     try:
         streams = read_streams(run_folder / "log.txt", step)
         write_curve(directory / "curve.png", streams)
-    except Exception as error:  # matplotlib fails in many ways
+    except (Exception, SystemExit) as error:  # matplotlib fails in many ways
         print(f"note: {directory} has no curve.png: {plain(first_line(error))}", flush=True)
     try:
         text = card_text(directory, read_starts(run_folder / "run.txt"), streams, step, sample)
@@ -147,12 +148,6 @@ def as_code(text):
     return f"`{plain(text).replace('`', chr(39))}`" if text else ""
 
 
-def read_json(path):
-    """Return what a JSON file holds."""
-    with open_regular(path) as file:
-        return json.load(file)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # The page
 
@@ -164,7 +159,7 @@ def card_text(directory, starts, streams, step, sample):
 
     config, branched = starts[-1]["config"], starts[0].get("branched", {})
     meta_path = Path(config["data"], "meta.json")
-    meta = read_json(meta_path) if meta_path.is_file() else {}
+    meta = read_json(meta_path, "") if meta_path.is_file() else {}
     dataset, parent = DATASETS.get(meta.get("dataset"), ""), config["init_from"]
     data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
     origin = "trained from the weights of another model" if parent else "trained from scratch"
@@ -182,19 +177,19 @@ def card_text(directory, starts, streams, step, sample):
         num_parameters=f"{num_parameters:,}",
         origin=origin,
         dataset=dataset,
-        shape=read_json(directory / "config.json"),
+        shape=read_json(directory / "config.json", ""),
         rows=table(streams, config),
         has_curve=(directory / "curve.png").exists(),
         sample="\n".join(plain(line, 10**4) for line in sample.strip().splitlines()),
         fence="`" * max(len(run) + 1 for run in ["``", *re.findall("`+", sample)]),
-        tokenizer=read_json(directory / "tokenizer_config.json"),
+        tokenizer=read_json(directory / "tokenizer_config.json", ""),
         tokens=f", {meta['tokens']:,} tokens of the tokenizer {as_code(meta['tokenizer'])}" if "tokens" in meta else "",
         updates=describe_updates(step, tokens_per_step, streams),
         branched=branched,
         starts=starts,
         settings=json.dumps(settings, indent=2),
     )
-    return str(card)
+    return f"{card}\n"
 
 
 def table(streams, config):

@@ -74,8 +74,11 @@ def find_start(config, preset, enc, fingerprints):
         checkpoint = checkpoints.newest_checkpoint(out_dir)
         if checkpoint:
             check_resume(config, checkpoint["config"], out_dir)
-        elif (out_dir / "log.txt").exists() and (out_dir / "log.txt").stat().st_size:  # no checkpoint was written yet
-            check_resume(config, last_config(out_dir), out_dir)
+        elif (out_dir / "log.txt").exists() and not (out_dir / "run.txt").exists():
+            raise UserError(
+                f"{out_dir} has a log but no run.txt, so it is not a run of train_gpt2.py. "
+                "Choose another --out-dir, or move the log aside with --no-resume."
+            )
     if not checkpoint and config.branch_from:
         checkpoint = find_parent(config)
     if not checkpoint:
@@ -86,17 +89,6 @@ def find_start(config, preset, enc, fingerprints):
     n_head = checkpoint["config"]["n_head"]
     checkpoint["finished"] = is_last and is_export_of(out_dir / "hf", checkpoint["model"], n_head, enc)
     return checkpoint
-
-
-def last_config(out_dir):
-    """The settings of the last start of the run in out_dir, as run.txt has them."""
-    configs = re.findall(r"^config: (.+)$", read_text(out_dir / "run.txt"), re.MULTILINE)
-    with contextlib.suppress(ValueError, IndexError):
-        return dict(json.loads(configs[-1]))
-    raise UserError(
-        f"{out_dir} has a log but no run.txt that says what was run, so it cannot be continued. "
-        "Choose another --out-dir, or move the log aside with --no-resume."
-    )
 
 
 def settings_that_differ(config, then, place):
@@ -243,39 +235,49 @@ def is_ours(path):
     return path.name in names or checkpoints.CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
-def start_run(config, start_step, branched):
-    """Make out_dir the run's folder, with --no-resume after moving an old run's files aside, and write run.txt."""
+def start_run(config, start_step, saved):
+    """Make out_dir the run's folder and describe the start in run.txt. What the run does not continue is moved aside.
+
+    That is an old run with --no-resume, one that was stopped before its first checkpoint, and otherwise checkpoints
+    later than the one that the run continues from, which could not be read.
+    """
     out_dir = Path(config.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    if not resumes(config):
-        move_aside(out_dir)
+    branched = saved and saved.get("branched")
+    if saved and not branched:
+        stale = [path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step]
+    else:
+        stale = [path for path in out_dir.iterdir() if is_ours(path)]
+        log = out_dir / "log.txt"
+        if {path.name for path in stale} <= {"run.txt", "log.txt"} and not (log.exists() and log.stat().st_size):
+            stale = []  # nothing came of it
+    move_aside(stale, out_dir)
     for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
         if is_ours(leftover.with_suffix("")) and leftover.is_file():
             leftover.unlink()
     history = read_text(out_dir / "run.txt")
-    with atomic_write(out_dir / "run.txt", "w", encoding="utf-8") as file:
+    with atomic_write(out_dir / "run.txt", "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(history + describe_run(config, start_step, branched))
 
 
-def move_aside(out_dir):
-    """Move the files of the run in out_dir to a new folder next to it; other files stay where they are."""
-    ours = sorted(filter(is_ours, out_dir.iterdir()), key=lambda path: path.name != "run.txt")  # run.txt first
-    if not ours:
+def move_aside(paths, out_dir):
+    """Move files from out_dir to a new folder next to it."""
+    if not paths:
         return
     number = 1
-    while Path(f"{out_dir.resolve()}.{number}").exists():
+    while os.path.lexists(f"{out_dir.resolve()}.{number}"):
         number += 1
     aside = Path(f"{out_dir.resolve()}.{number}")
     aside.mkdir()
-    for path in ours:
+    for path in sorted(paths, key=lambda path: path.name != "run.txt"):  # run.txt first
         path.rename(aside / path.name)
-    print(f"Moved the old run from {out_dir} to {aside}.", flush=True)
+    print(f"Moved {', '.join(sorted(path.name for path in paths))} from {out_dir} to {aside}.", flush=True)
 
 
 def read_text(path):
     """The text of a file that people may have edited; "" if it does not exist."""
     try:
-        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        with open_regular(path, "r", encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return ""
@@ -316,13 +318,9 @@ def facts_of_data(enc, train_loader, val_loader):
     return {"the tokenizer": enc.name, **fingerprints}
 
 
-def dtype_of(config, saved, device):
+def dtype_of(config, saved):
     """The name of the dtype to use: with "auto", a run that continues keeps the one that it began with."""
-    if not saved or config.dtype != "auto":
-        return config.dtype
-    name = saved["config"]["dtype"]
-    # the first version saved "auto" itself, which was float32 for small models on a CPU
-    return "float32" if name == "auto" and device == "cpu" and config.n_embd < 512 else name
+    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
 
 
 def command_words():
@@ -409,7 +407,7 @@ class Run:
 
     def open(self, saved):
         """Start the run in its folder."""
-        start_run(self.config, self.start_step, self.branched)
+        start_run(self.config, self.start_step, saved)
         self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
         keep, every = self.config.keep_checkpoints, self.config.milestone_every
         temporary = temporary_checkpoints(self.out_dir, saved)
@@ -536,7 +534,8 @@ class Run:
             return status
         self.writer.wait()
         if stopped:
-            print(f"Stopped after {count(step, 'step')}. The checkpoint is written; the same command continues.")
+            verb = "continues, because a checkpoint is written" if step else "begins again"
+            print(f"Stopped after {count(step, 'step')}. The same command {verb}.")
             print_next(command_words())
             return status
         hf = self.out_dir / "hf"

@@ -132,23 +132,30 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
 # A run is what its checkpoint says, on the data that it was started on
 
 
-def test_a_run_stopped_before_its_first_checkpoint_is_continued_or_refused(folder, capsys):
-    """Its log is compared with the settings in run.txt."""
+def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
+    """The log of a run that was stopped before its first checkpoint, and best weights, of another run or not."""
     for path in (folder / "run").glob("model_*.pt"):
         path.unlink()
-    before = listing(folder)
-    assert resume(folder, seed=7) == 2
-    assert "seed was 1337, now 7" in error_of(capsys)
-    assert listing(folder) == before
-    assert resume(folder) == 0 and is_straight(folder / "run")
+    shutil.copy(folder / "straight" / "model_00004.pt", folder / "run" / "model_best.pt")
+    before = listing(folder / "run")
+    assert resume(folder, seed=7) == 0
+    assert listing(folder / "run.1") == before
+    assert f"Moved log.txt, model_best.pt, run.txt from {folder / 'run'} to " in capsys.readouterr().out
+
+
+def test_a_run_that_has_logged_nothing_leaves_nothing_to_move(folder):
+    (folder / "new").mkdir()
+    (folder / "new" / "log.txt").touch()
+    (folder / "new" / "run.txt").write_bytes("caf\u00e9\n".encode("latin-1"))  # notes of the user's
+    assert train(folder / "data", folder / "new", **OPTIONS) == 0
+    assert (folder / "new" / "run.txt").read_bytes().startswith(b"caf\xe9\n") and not (folder / "new.1").exists()
 
 
 def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
-    """It had no fingerprints of its data and fewer flags, and wrote "auto" for a dtype that was left to the machine."""
+    """It had no fingerprints of its data, a random state, and fewer flags."""
 
     def make_old(content):
         del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
-        content["config"]["dtype"] = "auto"
         content["rng"] = torch.get_rng_state()
         for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
             del content["config"][name]
@@ -183,7 +190,7 @@ def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_t
     command = [sys.executable, *torchrun, str(tmp_path / "killed.py"), *args]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "from step 0 to 6" in done.stdout and "Moved the old run" in done.stdout
+    assert "from step 0 to 6" in done.stdout and "Moved log.txt, model_" in done.stdout
     assert (folder / "run.1" / "model_00004.pt").exists()
 
 
@@ -285,25 +292,24 @@ def test_an_empty_out_dir_is_not_the_current_folder(folder, monkeypatch, capsys)
 def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     log = folder / "run" / "log.txt"
     lines = log.read_bytes().splitlines(keepends=True)
-    odd = [b"\n", b"0 val nan\n", b"\0" * 50 + b"\n", "0 caf\u00e9 1\n".encode("latin-1"), b"1 train 0.1 0.2\n"]
-    log.write_bytes(b"".join(odd + lines))
+    odd = [b"\n", b"\0" * 50 + b"\n", "0 caf\u00e9 1\n".encode("latin-1"), b"1 train 0.1 0.2\n"]
+    log.write_bytes(b"".join([*odd, b"0 norm inf\n", *lines]))  # float16 skips a step whose norm is infinite
     assert resume(folder) == 0
+    assert log.read_text(encoding="utf-8").startswith("0 norm inf\n")
+    log.write_bytes(log.read_bytes().removeprefix(b"0 norm inf\n"))
     assert f"{len(odd)} damaged lines" in capsys.readouterr().out
     assert is_straight(folder / "run")
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
 @pytest.mark.parametrize("name", ["run.txt", "log.txt", "model_00004.pt"])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("make", [Path.mkdir, "mkfifo"])
 def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
+    """It is not waited for, nor replaced: the run goes on before such a checkpoint, and cannot write its own."""
     path = folder / "run" / name
     path.unlink()
-    make(path)
-    status = resume(folder)
-    if name == "model_00004.pt":  # it is not taken for a checkpoint, nor replaced
-        assert status == 2 and "model_00004.pt is a" in error_of(capsys)
-    else:
-        assert status == 2 and f"{name} is a" in error_of(capsys)
+    (getattr(os, make) if make == "mkfifo" else make)(path)
+    assert resume(folder) == 2
+    assert f"{name} is a" in error_of(capsys)
 
 
 # ----------------------------------------------------------------------------------------------------------

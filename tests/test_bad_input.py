@@ -106,7 +106,7 @@ def test_a_mistyped_command_line(words, said, folder):
         (dict(val_tokens=15), ["--val-tokens is 15", "16 or more"]),
         (dict(vocab_size=200), ["room for 200 token ids", "to 257 or more"]),
         (dict(batch_ramp=10**6), ["--batch-ramp", "32,768"]),
-        (dict(device="gpu"), ["device called 'gpu'"]),
+        (dict(device="gpu"), ["no device 'gpu'"]),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
     ],
     ids=str,
@@ -119,7 +119,7 @@ def test_a_configuration_that_cannot_be(changes, said, folder):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(folder):
     line = error_of_run(folder, device="cuda")
-    assert "no cuda device" in line and "--device" in line
+    assert "no device 'cuda'" in line and "--device" in line
 
 
 # ----------------------------------------------------------------------------------------------------------

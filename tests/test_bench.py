@@ -68,7 +68,7 @@ def measure(tmp_path, what, **options):
 
 def test_train_is_compared_with_transformers_a_peer_and_variants(tmp_path):
     (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
-    variants = ["batch_size=4", "attention=plain", "compile=False,optimizer=muon"]
+    variants = ["batch_size=4", "plain_attention=True", "compile=False,optimizer=muon"]
     file = tmp_path / "numbers.json"
     args = flags(peer=tmp_path, steps=1, rounds=3, json=file, **TINY)
     assert status_of(main, ["train", *args, "--variants", *variants]) == 0
@@ -148,12 +148,12 @@ def test_the_ladder_adds_one_optimization_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     shape = dict(n_layer=1, n_head=2, n_embd=32, batch_size=1, sequence_length=16, device="cpu")
     numbers = measure(tmp_path, "ladder", **shape)
-    rungs, names = list(numbers["rungs"].values()), [name for name in steps.RUNGS if name != "TF32"]
+    names = [name for name in steps.RUNGS if name != "TF32"]
     assert list(numbers["rungs"]) == names and len(compiled) == 5
     # weights and data are the same in all rungs, but for the vocabulary's size
-    assert all(rung["loss"] == pytest.approx(np.log(50257), abs=0.2) for rung in rungs)
-    assert rungs[0]["total"] == 1 and numbers["ratio"] == pytest.approx(rungs[-1]["total"])
-    assert rungs[-1]["tok_per_s"] == pytest.approx(numbers["tok_per_s"]) == pytest.approx(16e3 / rungs[-1]["ms"])
+    assert all(loss == pytest.approx(np.log(50257), abs=0.2) for loss in numbers["rungs"].values())
+    assert numbers["tok_per_s"] == pytest.approx(numbers["rates"]["this program"])
+    assert numbers["ratio"] == pytest.approx(numbers["tok_per_s"] / numbers["rates"]["float32"])
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     on_this_processor = steps.make_rungs(Options("ladder", **shape))
     assert list(on_this_processor) == [name for name in names if name != "bfloat16 autocast"]
@@ -164,7 +164,7 @@ def test_mistakes_are_one_line(tmp_path):
         "There is no model.py in": ["train", "--peer", tmp_path, *flags(**TINY)],
         "quickstart": ["train", "--preset", "quickstar"],
         "--rounds": ["train", "--round", "3"],
-        "There is no flag called --attentoin": ["train", "--variants", "attentoin=math", *flags(**TINY)],
+        "There is no flag called --plain": ["train", "--variants", "plain_atention=True", *flags(**TINY)],
         "--max-new-tokens is 0": ["sample", "--max-new-tokens", "0"],
         "--n-embd is -4": ["sample", "--n-embd", "-4"],
         "no-such.jsonl": ["hellaswag", "--data", tmp_path / "no-such.jsonl", *flags(tokenizer="bytes", **SHAPE)],
@@ -197,7 +197,7 @@ def ask(tmp_path, data):
     return call
 
 
-def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch, capsys):
+def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
     trained, run_trainer = [], gpu.Questions.trainer
 
     def trainer(q, name, **changes):
@@ -218,11 +218,8 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch, capsy
     assert all(rate > 0 for rate in answers["matmuls"]["flops_per_s"].values())
     assert answers["HellaSwag"]["same_by_mean"] == 5 and answers["train_gpt2"]["families"]["matmul"] > 0
     assert answers["train_gpt2, B=1"]["B"] == 1
-    for name in ("math attention", "not compiled, B=1", "train_gpt2, B=1"):
+    for name in ("not compiled, B=1", "train_gpt2, B=1"):
         assert answers[name]["loss"] == pytest.approx(answers["train_gpt2"]["loss"], abs=1e-4), name
-    lines = capsys.readouterr().out.splitlines()
-    for name in answers.keys() - {"machine"}:
-        assert any(line.startswith((f"{name} ", f"{name}: ")) for line in lines), name
 
 
 def test_a_run_that_was_cut_short_goes_on(ask, tmp_path, monkeypatch, capsys):

@@ -8,13 +8,11 @@ import json
 import shlex
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    SHARED,
     die_at,
     listing,
     make_shards,
@@ -28,7 +26,6 @@ from conftest import (
     write_half,
 )
 
-import hellaswag
 import sample
 import train_gpt2
 from plumbing import runs
@@ -56,16 +53,10 @@ def parent(folder):
     return folder.parent / "parent"
 
 
-def log_lines(out_dir, before=None):
-    """The lines of log.txt but for throughput, of all steps or of those before one."""
+def log_lines(out_dir):
+    """The lines of log.txt but for throughput."""
     lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if "tok/s" not in line and (before is None or int(line.split()[0]) < before)]
-
-
-def all_lines(out_dir, before):
-    """The lines of log.txt of the steps before `before`, throughput included."""
-    lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if int(line.split()[0]) < before]
+    return [line for line in lines if "tok/s" not in line]
 
 
 def assert_same_tensors(ours, theirs):
@@ -125,23 +116,16 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, op
     assert run(train_gpt2.main, args, output=output, ranks=ranks) == [0] * max(1, ranks), output.read_text()
     assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
     assert_same_run(branch, parent)
-    assert all_lines(branch, step) == all_lines(parent, step)
     first = load_checkpoint(branch / f"model_{step:05d}.pt", for_resume=True)
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
-
-
-def test_a_folder_stands_for_its_newest_checkpoint(folder, parent, tmp_path):
-    younger = shutil.copytree(parent, tmp_path / "younger")
-    (younger / "model_00012.pt").unlink()
-    assert train(folder, tmp_path / "out", branch_from=younger, **OPTIONS) == 0
-    assert branched(tmp_path / "out") == {"parent": str(younger), "step": 8, "changed": {}}
-    assert_same_run(tmp_path / "out", parent)
 
 
 def test_run_txt_names_parent_step_and_what_changes(folder, parent, tmp_path):
     changes = dict(max_lr=1e-2, schedule="wsd", checkpoint_every=2, keep_best=True, batch_size=2)
     source = parent / "model_00008.pt"
+    before = listing(parent)
     assert train(folder, tmp_path / "out", branch_from=source, **OPTIONS | changes) == 0
+    assert listing(parent) == before
     changed = {"max_lr": [3e-3, 1e-2], "schedule": ["cosine", "wsd"]}  # of what affects the losses
     assert branched(tmp_path / "out") == {"parent": str(parent), "step": 8, "changed": changed}
     config = newest_checkpoint(tmp_path / "out")["config"]
@@ -150,9 +134,10 @@ def test_run_txt_names_parent_step_and_what_changes(folder, parent, tmp_path):
 
 def test_a_branch_of_a_branch_has_the_whole_log(folder, parent, tmp_path):
     assert train(folder, tmp_path / "a", branch_from=parent / "model_00004.pt", **OPTIONS) == 0
-    assert train(folder, tmp_path / "b", branch_from=tmp_path / "a" / "model_00008.pt", **OPTIONS) == 0
+    (tmp_path / "a" / "model_00012.pt").unlink()  # a folder stands for its newest checkpoint
+    assert train(folder, tmp_path / "b", branch_from=tmp_path / "a", **OPTIONS) == 0
+    assert branched(tmp_path / "b") == {"parent": str(tmp_path / "a"), "step": 8, "changed": {}}
     assert_same_run(tmp_path / "b", parent)
-    assert all_lines(tmp_path / "b", 4) == all_lines(parent, 4)
 
 
 def test_a_checkpoint_without_a_log_beside_it_can_be_branched(folder, parent, tmp_path):
@@ -160,12 +145,6 @@ def test_a_checkpoint_without_a_log_beside_it_can_be_branched(folder, parent, tm
     shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
     assert train(folder, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS) == 0
     assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
-
-
-def test_the_parent_is_not_touched(folder, parent, tmp_path):
-    before = listing(parent)
-    assert train(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", keep_best=True, **OPTIONS) == 0
-    assert listing(parent) == before
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -199,7 +178,6 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, fo
     assert steps == MOMENTS[moment]
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert_same_run(tmp_path / "out", parent)
-    assert all_lines(tmp_path / "out", 4) == all_lines(parent, 4)
 
 
 @pytest.mark.parametrize("fate", ["gone on", "deleted"])
@@ -217,24 +195,6 @@ def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, fo
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert_same_run(tmp_path / "out", parent)
     assert branched(tmp_path / "out")["step"] == 4
-
-
-def test_a_finished_branch_says_so_and_changes_nothing(folder, parent, tmp_path, capsys):
-    options = OPTIONS | dict(branch_from=parent / "model_00008.pt")
-    assert train(folder, tmp_path / "out", **options) == 0
-    before = listing(tmp_path / "out")
-    assert train(folder, tmp_path / "out", **options) == 0
-    assert "is finished" in capsys.readouterr().out
-    assert listing(tmp_path / "out") == before
-
-
-def test_a_branch_moves_to_two_processes(folder, parent, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS | {"batch_size": 2})
-    output = tmp_path / "output"
-    assert run(train_gpt2.main, args, output=output, ranks=2) == [0, 0], output.read_text()
-    ours, theirs = read_log(tmp_path / "out"), read_log(parent)
-    assert list(ours) == list(theirs)
-    assert max(abs(float(ours[step]) - float(theirs[step])) for step in theirs) < 1e-5
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -255,44 +215,26 @@ def assert_refused(capsys, folder, out_dir, *texts, **options):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(n_layer=3), "n_layer was 2, now 3"),
         (dict(n_head=4), "n_head was 2, now 4"),
-        (dict(n_embd=64), "n_embd was 32, now 64"),
-        (dict(block_size=64), "block_size was 32, now 64"),
         (dict(vocab_size=384), "vocab_size was 320, now 384"),
-        (dict(sequence_length=32), "sequence_length was 16, now 32"),
-        (dict(optimizer="muon"), "optimizer was adamw, now muon"),
-        (dict(seed=7), "seed was 1337, now 7"),
         (dict(shuffle=False), "shuffle was True, now False"),
         (dict(init_from="gpt2"), "init_from was not given, now gpt2"),
+        (dict(n_layer=3, optimizer="muon", max_lr=1e-2), "n_layer was 2, now 3, optimizer was adamw, now muon"),
     ],
 )
 def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path, capsys):
     source = parent / "model_00008.pt"
-    told = [f"{reason}.", str(source)]
-    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, **changes)
+    assert_refused(capsys, folder, tmp_path / "out", f"{reason}.", str(source), branch_from=source, **changes)
 
 
-def test_all_that_may_not_change_is_told_at_once(folder, parent, tmp_path, capsys):
-    """As when the parent's --preset is forgotten."""
-    changes = dict(n_layer=3, n_embd=64, optimizer="muon", max_lr=1e-2, max_steps=20)
-    told = ["the same: n_layer was 2, now 3, n_embd was 32, now 64, optimizer was adamw, now muon."]
-    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=parent, **changes)
-
-
-@pytest.mark.parametrize("max_steps", [4, 7, 8])
+@pytest.mark.parametrize("max_steps", [7, 8])
 def test_a_branch_needs_more_steps_than_have_been_done(max_steps, folder, parent, tmp_path, capsys):
+    told = [f"--max-steps is {max_steps}", "8 steps", "an earlier checkpoint"]
     source = parent / "model_00008.pt"
-    told = [f"--max-steps is {max_steps}", "8 steps"]
     assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=source, max_steps=max_steps)
 
 
-def test_a_finished_run_is_no_parent_without_more_steps(folder, parent, tmp_path, capsys):
-    told = ["--max-steps is 12", str(parent), "12 steps", "earlier checkpoint"]
-    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=parent)
-
-
-@pytest.mark.parametrize("source", ["nowhere", "empty", "model_00006.pt"])
+@pytest.mark.parametrize("source", ["nowhere", "empty"])
 def test_where_no_checkpoint_is_there_is_nothing_to_branch(source, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     told = ["no checkpoint", str(tmp_path / source)]
@@ -313,15 +255,6 @@ def test_the_same_data_in_another_folder_is_the_same(folder, parent, tmp_path):
     moved = shutil.copytree(folder, tmp_path / "moved")
     assert train(moved, tmp_path / "out", branch_from=parent / "model_00008.pt", **OPTIONS) == 0
     assert_same_run(tmp_path / "out", parent)
-
-
-@pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="needs GPT-2's tokenizer in ../shared")
-def test_another_tokenizer_is_refused(folder, parent, tmp_path, capsys):
-    other = make_shards(tmp_path / "other")
-    meta = json.loads((other / "meta.json").read_text(encoding="utf-8")) | {"tokenizer": "gpt2", "vocab_size": 50257}
-    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    told = ["tokenizer gpt2", "bytes"]
-    assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
 
 
 def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, tmp_path, capsys):
@@ -394,20 +327,15 @@ def of(name):
 CHANGES = [
     # what changes, where it is seen, and what is seen there in step 8
     (dict(max_lr=1e-2, schedule="wsd"), of("lr"), [1e-2 * 4 / 8.4] * 2),  # decay over 70% of 12 steps
-    (dict(max_lr=1e-2, schedule="wsd", decay_fraction=0.1), of("lr"), [1e-2] * 2),
     (dict(max_steps=20, schedule="wsd", decay_fraction=0.8), of("lr"), [3e-3 * 12 / 16] * 2),
-    (dict(warmup_steps=10), of("lr"), [3e-3 * 9 / 10] * 2),
-    (dict(max_lr=4e-4, min_lr=4e-4), of("lr"), [4e-4] * 2),
     (dict(weight_decay=0.5), of("weight_decay"), [0.5, 0.0]),
     (dict(beta1=0.8), lambda step: [group["betas"][0] for group in step["groups"]], [0.8] * 2),
-    (dict(beta2=0.99), lambda step: [group["betas"][1] for group in step["groups"]], [0.99] * 2),
     (dict(grad_clip=0.01), lambda step: step["max_norm"], 0.01),
     (dict(total_batch_size=256), lambda step: step["num_windows"], 16),
     (dict(batch_size=2), lambda step: step["config"].batch_size, 2),
 ]
 MUON_CHANGES = [
     (dict(muon_lr=0.1, max_lr=3e-3, min_lr=3e-3), of("lr"), [0.1] * 4 + [3e-3] * 2),
-    (dict(muon_weight_decay=0.3), of("weight_decay"), [0.3] * 4 + [0.1, 0.0]),
     (dict(muon_momentum=0.9), of("momentum"), [0.85 + 0.05 * 8 / 300] * 4),
 ]
 
@@ -459,7 +387,7 @@ def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
         assert branched(out_dir)["changed"] == {"batch_ramp": [6 * 2**15, ramp]}
 
 
-@pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "bfloat16")])
 def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
     assert train(folder, tmp_path / "parent", dtype=before, **OPTIONS) == 0
     assert (
@@ -582,46 +510,17 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, 
     assert_best_is(out, 10, 3.1)
 
 
-def test_keep_best_may_be_switched_on_when_a_run_is_resumed(folder, tmp_path):
-    """What was best before is gone; from then on the best is kept."""
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, **BEST | {"keep_best": False})
-    assert run(train_with, SCRIPT, args, 5, out, 4, output=output) == [-signal.SIGKILL]
-    assert run(train_with, SCRIPT | {8: 3.4, 10: 2.7}, tiny_flags(folder, out, **BEST), output=output) == [0]
-    assert_best_is(out, 12, 2.6)
-
-
-def test_without_the_flag_nothing_is_kept(parent):
-    assert not (parent / "model_best.pt").exists()
-
-
 def test_the_best_is_read_wherever_a_checkpoint_is(folder, best, tmp_path, capsys):
     path = str(best / "model_best.pt")
-    weights = load_checkpoint(best / "model_00008.pt")["model"]
-    model, enc = train_gpt2.load_model(path)
-    assert_same_tensors(dict(model.state_dict()), dict(weights))
     texts = []
-    for source in (path, str(best / "model_00008.pt"), str(best / "model_00012.pt")):
+    for source in (path, str(best / "model_00008.pt"), str(best)):  # the folder stands for its newest checkpoint
         capsys.readouterr()
         assert status_of(sample.main, ["abc", "-m", source, "--max-new-tokens", "20", "--device", "cpu"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-    assert status_of(sample.main, ["-m", path, "--export", str(tmp_path / "hf")]) == 0
-    exported = train_gpt2.load_model(str(tmp_path / "hf"))[0].state_dict()
-    assert_same_tensors(exported["transformer.wte.weight"][:257], weights["transformer.wte.weight"][:257])  # the tokens
-    assert_same_tensors(exported["transformer.h.1.mlp.c_fc.weight"], weights["transformer.h.1.mlp.c_fc.weight"])
     with watched_steps() as steps:
         assert train(folder, tmp_path / "tuned", init_from=path, **OPTIONS) == 0
     assert steps[0]["step"] == 0
-    example = {"ind": 1, "activity_label": "a", "ctx": "abc", "endings": ["d", "e", "f", "g"], "label": 0}
-    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n", encoding="utf-8")
-    words = ["-m", path, "--data", str(tmp_path / "hellaswag.jsonl"), "--device", "cpu"]
-    with patched(sys, "argv", ["hellaswag.py", *words]):
-        assert status_of(hellaswag.main) == 0
-    # a run's folder stands for its newest checkpoint, not for its best
-    assert_same_tensors(
-        dict(train_gpt2.load_model(str(best))[0].state_dict()), dict(load_checkpoint(best / "model_00012.pt")["model"])
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -641,51 +540,21 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, kept, folder,
     assert steps_of(tmp_path / "out") == kept
 
 
-@pytest.mark.parametrize("killed_at, checkpoint", [(7, 6), (9, 8)])
-def test_milestones_stay_when_a_run_is_killed_and_resumed(killed_at, checkpoint, folder, tmp_path):
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    assert run(train_with, {}, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
-    assert steps_of(out) == [6, 12, 14]
-
-
-@pytest.mark.parametrize("milestone_every", [0, 4])
-def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
+@pytest.mark.parametrize("milestone_every", [0, 4, 6])
+def test_milestones_stay_when_the_command_no_longer_asks_for_them(
+    milestone_every, folder, tmp_path
+):
     """Whether a checkpoint is one is decided when it is written."""
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
     assert run(train_with, {}, args, 9, out, 8, output=output) == [-signal.SIGKILL]
     assert steps_of(out) == [6, 8]
+    shutil.copy(out / "model_00006.pt", out / "model_00003.pt")  # one that the run did not write
     options = MILESTONES | {"milestone_every": milestone_every}
     assert train(folder, out, keep_checkpoints=1, **options) == 0
-    assert steps_of(out) == ([6, 12, 14] if milestone_every else [6, 14])
+    assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
 
 
-def test_a_run_deletes_no_checkpoint_that_it_did_not_write(folder, tmp_path):
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    assert run(train_with, {}, args, 9, out, 8, output=output) == [-signal.SIGKILL]
-    shutil.copy(out / "model_00006.pt", out / "model_00003.pt")
-    assert run(train_gpt2.main, args, output=output) == [0]
-    assert steps_of(out) == [3, 6, 12, 14]
-
-
-@pytest.mark.parametrize("checkpoint_every", [0, 4])
-def test_milestones_are_written_also_where_no_other_checkpoint_is_due(checkpoint_every, folder, tmp_path):
-    options = MILESTONES | dict(checkpoint_every=checkpoint_every, keep_checkpoints=1)
-    assert train(folder, tmp_path / "out", **options) == 0
+def test_milestones_are_written_also_where_no_other_checkpoint_is_due(folder, tmp_path):
+    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES | {"checkpoint_every": 0}) == 0
     assert steps_of(tmp_path / "out") == [6, 12, 14]
-
-
-def test_without_milestones_only_the_newest_stay(folder, tmp_path):
-    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES | {"milestone_every": 0}) == 0
-    assert steps_of(tmp_path / "out") == [14]
-
-
-def test_a_milestone_is_a_place_to_branch(folder, tmp_path):
-    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES) == 0
-    source = tmp_path / "out" / "model_00006.pt"
-    assert train(folder, tmp_path / "branch", branch_from=source, keep_checkpoints=1, **MILESTONES) == 0
-    assert_same_run(tmp_path / "branch", tmp_path / "out")
-    assert steps_of(tmp_path / "branch") == [6, 12, 14]

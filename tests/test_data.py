@@ -107,21 +107,6 @@ def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_for_the_same
     assert again == orders[1, 0]
 
 
-def test_shards_come_in_the_order_of_their_names_npy_and_bin_alike(tmp_path):
-    counting_shards(tmp_path, [20, 20, 20])
-    tokens = np.load(tmp_path / "count_train_000002.npy")
-    (tmp_path / "count_train_000002.npy").unlink()
-    write_bin(tmp_path / "count_train_000002.bin", tokens)
-    assert sum(read_steps(tmp_path, 4, 12, 12, 1, 1), []) == [*range(0, 16, 4), *range(20, 36, 4), *range(40, 56, 4)]
-
-
-def write_bin(path, tokens, magic=20240520, version=1, count=None):
-    """llm.c's format, from its description: 256 int32, then uint16."""
-    header = np.zeros(256, np.int32)
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(tokens, np.uint16).tobytes())
-
-
 # ----------------------------------------------------------------------------------------------------------
 # The permutation
 
@@ -133,13 +118,6 @@ def keys(seed):
 def test_permute_is_a_permutation_of_any_size():
     for n in [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65535, 100_003]:
         assert np.array_equal(np.sort(permute(np.arange(n), n, keys(n))), np.arange(n)), n
-
-
-def test_permute_does_not_depend_on_what_is_asked_together():
-    whole = permute(np.arange(1000), 1000, keys(0))
-    order = np.random.default_rng(0).permutation(1000)
-    assert np.array_equal(permute(order, 1000, keys(0)), whole[order])
-    assert [int(permute(np.array([i]), 1000, keys(0))[0]) for i in range(50)] == whole[:50].tolist()
 
 
 def test_permute_shuffles_well():
@@ -187,19 +165,6 @@ def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path
             assert torch.equal(got[0], x) and torch.equal(got[1], y)
 
 
-def test_a_state_goes_on_with_another_number_of_ranks_and_another_batch_size(tmp_path):
-    folder = counting_shards(tmp_path, [100, 61])
-    options = dict(shuffle=True, seed=5)
-    whole = sum(read_steps(folder, 4, 12, 12, 1, 6, **options), [])
-    first = DataLoaderLite(folder, "train", 12, 4, **options)
-    first.next_batch(), first.next_batch()
-    ranks = [DataLoaderLite(folder, "train", 2, 4, rank, 3, **options) for rank in range(3)]
-    for loader in ranks:
-        loader.load_state_dict(first.state_dict())
-    seen = [token for _ in range(8) for loader in ranks for token in loader.next_batch()[0][:, 0].tolist()]
-    assert seen == whole[24:]
-
-
 def test_a_state_of_other_data_or_another_length_is_refused(tmp_path):
     state = DataLoaderLite(counting_shards(tmp_path / "a", [100]), "train", 2, 4).state_dict()
     with pytest.raises(UserError, match="24 sequences of 4 tokens.* gives 49 of 4"):
@@ -228,10 +193,6 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
         _, y = loader.next_batch()
         assert y.tolist() == expected[number : number + 4]
         assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
-
-
-def test_without_masks_every_target_counts(tmp_path):
-    assert DataLoaderLite(counting_shards(tmp_path, [100]), "train", 2, 4).count_targets(6) == 24
 
 
 # ----------------------------------------------------------------------------------------------------------

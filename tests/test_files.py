@@ -147,3 +147,23 @@ def test_an_output_may_be_a_pipe(tmp_path):
         file.write("through it")
     reader.join()
     assert texts == ["through it"] and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_file_of_the_users_own_is_no_lock(tmp_path):
+    (tmp_path / ".lock").write_text("theirs", encoding="utf-8")
+    with pytest.raises(UserError, match="is not a lock of this program"):
+        lock_folder(tmp_path)
+    assert (tmp_path / ".lock").read_text(encoding="utf-8") == "theirs"
+
+
+def test_a_lock_of_another_user_holds(tmp_path):
+    """Whose file may be read and not written."""
+
+    def refuse(path, flags, mode=0o777, **options):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_(path, flags, mode, **options)
+
+    with lock_folder(tmp_path), patched(os, "open", refuse) as open_:
+        with pytest.raises(UserError, match="in use by process"):
+            lock_folder(tmp_path)

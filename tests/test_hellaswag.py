@@ -31,25 +31,12 @@ from train_gpt2 import GPT, GPTConfig
 ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
 # unequal lengths, text beyond ASCII, a context of one letter
+ROOF = ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]
+CAFE = ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."]
 EXAMPLES = [
-    {
-        "activity_label": "Roofing",
-        "ctx": "A man is on a roof. he",
-        "label": 3,
-        "endings": [
-            "is using wrap.",
-            "is ripping level tiles off.",
-            "holds a cube.",
-            "pulls up the roofing on a roof.",
-        ],
-    },
-    {
-        "activity_label": "Caf\u00e9",
-        "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
-        "label": 0,
-        "endings": ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."],
-    },
-    {"activity_label": "X", "ctx": "x", "label": 1, "endings": ["a", "bb", "ccc", "dddd"]},
+    dict(activity_label="Roofing", ctx="A man is on a roof. he", label=3, endings=ROOF),
+    dict(activity_label="Caf\u00e9", ctx="Zo\u00eb orders a caf\u00e9 cr\u00e8me. she", label=0, endings=CAFE),
+    dict(activity_label="X", ctx="x", label=1, endings=["a", "bb", "ccc", "dddd"]),
 ]
 
 
@@ -204,18 +191,18 @@ def test_an_ending_begins_with_the_space_that_joins_it():
     assert example.label == 3 and example.characters[0] == len("is using wrap.")
 
 
-@pytest.mark.parametrize(
-    "fields, expected",
-    [
-        # the begun sentence is capitalized, and so lower-cased otherwise
-        ({"ctx_a": "A boy runs.", "ctx_b": "the boy in the USA"}, "High jump: A boy runs. The boy in the usa"),
-        ({"ctx_a": "[header] How to [title] Run. [step] Run fast.", "ctx_b": ""}, "High jump: How to. Run. Run fast."),
-        # without ctx_a and ctx_b
-        ({"ctx": "A boy runs. It is hot! the boy"}, "High jump: A boy runs. It is hot! The boy"),
-        ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
-        ({"ctx": "a boy"}, "High jump: a boy"),
-    ],
-)
+HARNESS = [
+    # the begun sentence is capitalized, and so lower-cased otherwise
+    ({"ctx_a": "A boy runs.", "ctx_b": "the boy in the USA"}, "High jump: A boy runs. The boy in the usa"),
+    ({"ctx_a": "[header] How to [title] Run. [step] Run fast.", "ctx_b": ""}, "High jump: How to. Run. Run fast."),
+    # without ctx_a and ctx_b
+    ({"ctx": "A boy runs. It is hot! the boy"}, "High jump: A boy runs. It is hot! The boy"),
+    ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
+    ({"ctx": "a boy"}, "High jump: a boy"),
+]
+
+
+@pytest.mark.parametrize("fields, expected", HARNESS)
 def test_text_of_the_harness(fields, expected):
     example = {"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields}
     context, endings = harness_text(example)
@@ -272,14 +259,9 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
 
 
 def test_the_words_of_other_programs_are_known():
-    words = {
-        "--pretrained": "--model-type",
-        "--out_dir": "--model-type",
-        "--num-examples": "--limit",
-        "--output-path": "--predictions",
-    }
+    words = dict(pretrained="model", out_dir="model", output="predictions", num_examples="limit")
     for theirs, ours in words.items():
-        assert f"Use {ours}." in refusal_of(hellaswag.main, theirs, "x")[2]
+        assert f"Use --{ours}." in refusal_of(hellaswag.main, f"--{theirs}", "x")[2]
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path):

@@ -220,6 +220,9 @@ def test_what_a_killed_export_left_is_cleared_away(hf, tmp_path):
 NOT_THIS_MODEL = {
     "a stale one": lambda hf: rewrite(hf, lambda w: w[NAME].add_(1e-3)),
     "of other sizes": lambda hf: change_config(hf, n_head=4),
+    "that reads less": lambda hf: change_config(hf, n_positions=7),
+    "without an end": lambda hf: (hf / "generation_config.json").write_text("{}", encoding="utf-8"),
+    "a part without its index": lambda hf: (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors"),
     "empty": lambda hf: [path.unlink() for path in hf.iterdir()],
     "missing": shutil.rmtree,
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 5000),

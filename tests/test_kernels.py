@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from plumbing import kernels
 from plumbing.distributed import has_float8
 from plumbing.fit import is_out_of_memory
-from plumbing.kernels import LinearCrossEntropy, cross_entropy, linear_cross_entropy, to_float8
+from plumbing.kernels import cross_entropy, linear_cross_entropy, to_float8
 
 float8_only = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 
@@ -71,35 +71,6 @@ def test_the_share_in_the_step_scales_the_gradients_and_nothing_else():
             assert torch.equal(gradient * share, scaled_gradient)
 
 
-@float8_only
-def test_float8_matmuls_are_exact_where_8_bits_suffice():
-    """Small powers of two keep their value in both formats, and sums of 48 products up to 4 theirs in bfloat16.
-
-    The scale is the largest value / 448, so it is 1 where that is 448: once in each matrix, where it meets only zeros.
-    """
-    numbers = torch.tensor([0.0, 1, 2, -1, -2])
-    x, weight, gradient = (numbers[torch.randint(5, shape)] for shape in [(32, 16), (48, 16), (32, 48)])
-    for matrix in (x, weight, gradient):
-        matrix[0] = 0
-    x[:, 1], weight[:, 0], gradient[:, 0] = 0, 0, 0
-    x[0, 0] = weight[0, 1] = 448
-
-    class Context:
-        def save_for_backward(self, *tensors):
-            x8, x_scale, weight8, weight_scale, _ = tensors
-            self.saved_tensors = x8, x_scale, weight8, weight_scale, gradient.to(torch.float8_e5m2)
-
-    def take_logits(logits, *_):
-        assert torch.equal(logits, (x @ weight.T).bfloat16())
-        return torch.zeros(32), None
-
-    context = Context()
-    LinearCrossEntropy.forward(context, x.bfloat16(), weight, None, -100, take_logits)
-    grad_x, grad_weight, *_ = LinearCrossEntropy.backward(context, torch.tensor(kernels.GRADIENT_SCALE))
-    assert torch.equal(grad_x, (gradient @ weight).bfloat16()) and torch.equal(grad_weight, gradient.T @ x)
-    assert grad_x.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
-
-
 def test_float8_keeps_numbers_of_any_size():
     """At most 1/16 off with 3 bits of mantissa, even a factor of 1,000 below the largest."""
     for size in (1e-9, 1.0, 1e9):
@@ -125,37 +96,22 @@ def test_the_compiler_takes_it_in_one_graph():
         assert torch.equal(compiled(x, weight, targets), expected)
 
 
-def chain(*errors):
-    """The first error, raised while the second was handled, and so on."""
-    for error, context in zip(errors, errors[1:]):
-        error.__context__ = context
-    return errors[0]
-
-
 def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
     cuda = "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+    wrapped = RuntimeError("the compiler failed")
+    wrapped.__context__ = ValueError("x")
+    wrapped.__context__.__cause__ = torch.OutOfMemoryError("")
     for error in [
         torch.OutOfMemoryError(cuda),
         RuntimeError(f"OutOfMemoryError: {cuda}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace"),
-        chain(RuntimeError("backend='inductor' raised:"), ValueError("x"), torch.OutOfMemoryError(cuda)),
-        RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"),
         MemoryError(),
+        wrapped,
     ]:
         assert is_out_of_memory(error), error
-    wrapped = RuntimeError("the compiler failed")
-    wrapped.__cause__ = torch.OutOfMemoryError(cuda)
-    assert is_out_of_memory(wrapped)
-    wrapped.__cause__ = wrapped  # a circle ends, too
-    assert not is_out_of_memory(wrapped)
-
-
-def test_other_errors_of_the_compiler_are_not_out_of_memory():
     for error in [
         RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block sizes"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("no C++ compiler found"),
-        chain(RuntimeError("a"), ValueError("b")),
     ]:
         assert not is_out_of_memory(error), error

@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 PACKAGES = ("plumbing", "bench", "tests")
@@ -37,9 +39,16 @@ def test_requirements_name_every_package_that_is_imported():
     assert "torch==2.13.0" in lines
 
 
+def test_the_public_workflow_runs_the_readmes_commands():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    runs = [step["run"] for step in workflow["jobs"]["readme"]["steps"] if "run" in step]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(runs) == 2 and f"```bash\n{runs[0]}\n{runs[1]}\n```" in readme
+
+
 def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files = re.findall(r"^\| `([\w./]+)`", readme, re.MULTILINE)
+    files = re.findall(r"^\| `(\w+(?:/|\.py|\.ipynb))`", readme, re.MULTILINE)
     assert len(SCRIPTS) <= 7
     assert {*SCRIPTS, "plumbing/", "bench/", "tests/", "records/", "play.ipynb"} == set(files)
 

@@ -172,8 +172,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert ("warning: " in printed and "model_00008.pt cannot be read" in printed) == (damage != "deleted")
     assert "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
-    good = [path.name for path in list_checkpoints(stopped) if path.name != "model_00008.pt"]  # which stays as it is
-    assert good == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
+    assert [path.name for path in list_checkpoints(stopped)] == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
+    aside = stopped.with_name(stopped.name + ".1") / "model_00008.pt"
+    assert aside.exists() == (damage != "deleted")
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys):

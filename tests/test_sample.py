@@ -211,7 +211,7 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "--seed is 18446744073709551616": ["x", "--seed", 2**64],
         "--num-samples is 0": ["x", "-n", "0"],
         "--top-kk": ["x", "--top-kk", "3"],
-        "no device called 'tpu'": ["x", "--device", "tpu"],
+        "no device 'tpu'": ["x", "--device", "tpu"],
     }
     for part, args in mistakes.items():
         status, _, said = refusal_of(sample.main, *args, *([] if "-m" in args else ["-m", path]))

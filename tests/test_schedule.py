@@ -11,33 +11,11 @@ from train_gpt2 import PRESETS, TrainConfig, get_batch_size, get_lr
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
     """What the README's first figures and all comparisons rest on: it changes with a new version only on purpose."""
-    recipe = dict(
-        n_layer=12,
-        n_head=12,
-        n_embd=768,
-        block_size=1024,
-        vocab_size=0,
-        sequence_length=1024,
-        shuffle=True,
-        total_batch_size=524_288,
-        batch_ramp=0,
-        max_steps=19_073,
-        warmup_steps=715,
-        max_lr=6e-4,
-        min_lr=6e-5,
-        schedule="cosine",
-        optimizer="adamw",
-        weight_decay=0.1,
-        beta1=0.9,
-        beta2=0.95,
-        grad_clip=1.0,
-        seed=1337,
-        init_from="",
-        branch_from="",
-        dtype="auto",
-        data="edu_fineweb10B",
-        val_tokens=10_485_760,
-    )
+    recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
+    recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
+    recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
+    recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+    recipe |= dict(dtype="auto")
     config = train_gpt2.parse_args([])
     assert {name: getattr(config, name) for name in recipe} == recipe
 
@@ -148,10 +126,3 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
         if windows // ranks >= config.batch_size and (windows // ranks) % config.batch_size == 0:
             assert B == config.batch_size
     assert refused == [ranks for ranks in range(1, 65) if windows % ranks]
-
-
-def test_the_largest_divisor_by_trying_all():
-    for number in range(1, 60):
-        for at_most in range(1, 70):
-            tried = [d for d in range(1, at_most + 1) if number % d == 0]
-            assert fit.largest_divisor(number, at_most) == tried[-1]

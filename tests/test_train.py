@@ -18,20 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    flags,
-    free_port,
-    make_shards,
-    patched,
-    read_log,
-    run,
-    status_of,
-    tiny_flags,
-    tiny_model,
-    train,
-)
+from conftest import ROOT, TINY, flags, make_shards, patched, read_log, run, status_of, tiny_flags, tiny_model, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +116,7 @@ def plain(request, tmp_path_factory):
     return folder, start, plain_loop(start, folder, request.param)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, tmp_path):
     folder, start, expected = plain
     assert train(folder, tmp_path / "out", init_from=start, batch_size=batch_size, **PLAIN) == 0
@@ -165,12 +152,12 @@ def train_and_report(args, report):
                 train_gpt2.main(args)
             finally:
                 found = {"weights": digests, "reductions": len(reductions)}
-                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
+                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
 
 
 def check_ranks_agree(report, steps):
     """The weights are those of the other rank after every step, and the gradients were reduced once in each."""
-    first, second = [json.loads(Path(f"{report}.{rank}").read_text()) for rank in (0, 1)]
+    first, second = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
     assert len(set(first["weights"])) == steps and first == second
     assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
 
@@ -185,12 +172,14 @@ def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     folder, start, expected = plain
     args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
     output = tmp_path / "output"
-    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text()
+    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text(
+        encoding="utf-8"
+    )
     assert np.allclose(losses(tmp_path / "out"), expected["train"], atol=2e-5, rtol=0)
     assert np.allclose(losses(tmp_path / "out", "norm"), expected["norm"], rtol=1e-4)
     assert losses(tmp_path / "out", "val")[1] == pytest.approx(expected["val"][0], abs=1e-5)
     check_ranks_agree(tmp_path / "report", 10)
-    assert (tmp_path / "output.1").read_text() == ""  # rank 1 has nothing to say
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
 
 
 def test_two_processes_equal_one_with_muon(data, tmp_path):
@@ -198,13 +187,15 @@ def test_two_processes_equal_one_with_muon(data, tmp_path):
     assert train(data, tmp_path / "one", **options | {"batch_size": 8}) == 0
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", **options)
-    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text()
+    assert run(train_and_report, args, tmp_path / "report", output=output, ranks=2) == [0, 0], output.read_text(
+        encoding="utf-8"
+    )
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "two", stream), atol=2e-5, rtol=0)
     check_ranks_agree(tmp_path / "report", 10)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 64])
+@pytest.mark.parametrize("batch_size", [5, 64])
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, batch_size, tmp_path):
     """37 windows, which no B here divides, of the validation split, compared with one batch of 37 rows."""
     folder, start, _ = plain
@@ -241,14 +232,13 @@ def test_the_same_command_gives_the_same_bits_and_another_seed_others(data, tmp_
     assert not set(read_log(tmp_path / "a").values()) & set(read_log(tmp_path / "c").values())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_model_learns_one_batch_by_heart(optimizer, tmp_path):
+def test_a_model_learns_one_batch_by_heart(tmp_path):
     """8 windows of random letters: nothing to learn but the letters themselves, and the loss goes to 0."""
     folder = make_shards(tmp_path / "data", lengths=(200, 129))
     tokens = np.random.default_rng(0).integers(97, 113, 129).astype(np.uint16)
     np.save(folder / "tiny_train_000001.npy", tokens)
     options = dict(max_steps=80, max_lr=1e-2, min_lr=1e-3, val_every=0, batch_size=8, checkpoint_every=0)
-    assert train(folder, tmp_path / "out", optimizer=optimizer, **options) == 0
+    assert train(folder, tmp_path / "out", optimizer="muon", **options) == 0
     curve = losses(tmp_path / "out")
     assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1
 
@@ -257,8 +247,9 @@ def hellaswag_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
     """An example per context, with endings of four lengths."""
     rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
     examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
-    (folder / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    return folder / "hellaswag.jsonl"
+    path = folder / "hellaswag.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    return path
 
 
 def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
@@ -283,7 +274,9 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "one", **options) == 0
     args = tiny_flags(data, tmp_path / "two", **options)
-    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text()
+    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text(
+        encoding="utf-8"
+    )
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
     examples = hellaswag.load_examples(hellaswag_data, enc)
     total, mean = hellaswag.score(model, examples, enc.n_vocab)
@@ -301,23 +294,6 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
         with patched(train_gpt2, "train_step", lambda *args: (1.0, 1.0, False)):
             assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
-
-
-def test_the_batch_ramp_reads_more_windows_from_step_to_step(tmp_path):
-    """32K tokens, then 64K when half of the ramp is seen: position counts windows of T = 512."""
-    folder = make_shards(tmp_path / "data", lengths=(2000, 140_000))
-    sizes = []
-
-    def note(model, loader, num_windows, *rest):
-        sizes.append(num_windows)
-        loader.position += num_windows
-        return 1.0, 1.0, False
-
-    options = dict(block_size=512, sequence_length=512, batch_size=16, total_batch_size=2**16, batch_ramp=2**17)
-    with patched(train_gpt2, "train_step", note):
-        assert train(folder, tmp_path / "out", **options, n_layer=1, max_steps=5, val_every=0, checkpoint_every=0) == 0
-    # tokens seen 0, 32K, 64K (half of the ramp: full * 1/2 = 32K), 96K (3/4: 48K, down to 32K), 128K
-    assert sizes == [64, 64, 64, 64, 128]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -348,35 +324,24 @@ def test_orthogonalize_equals_a_loop_over_matrices_and_makes_singular_values_nea
         assert (one.numpy() * (U @ Vt)).sum() / min(shape) > 0.7
 
 
-def test_a_muon_step_equals_one_worked_matrix_by_matrix():
-    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns), decayed."""
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(48, 16)) for _ in range(2)]
+@pytest.mark.parametrize("shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0)])
+def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
+    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed."""
+    weights = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]
     expected = [p.detach().double().numpy().copy() for p in weights]
-    muon = train_gpt2.Muon([{"params": weights, "split": 3, "peak_lr": 0.02}], 0.02, 0.9, 0.1)
-    momenta = [np.zeros((48, 16)) for _ in weights]
+    muon = train_gpt2.Muon([{"params": weights, "split": split, "peak_lr": 0.02}], 0.02, 0.9, 0.1)
+    momenta = [np.zeros(shape) for _ in weights]
     for _ in range(3):
         for i, p in enumerate(weights):
-            p.grad = torch.randn(48, 16)
+            p.grad = torch.randn(shape)
             gradient = p.grad.double().numpy()
             momenta[i] = 0.9 * momenta[i] + 0.1 * gradient
-            update = 0.9 * momenta[i] + 0.1 * gradient
-            parts = [newton_schulz_by_hand(part) for part in np.split(update, 3)]
-            # each part is 16 x 16: no scale
-            expected[i] = expected[i] * (1 - 0.02 * 0.1) - 0.02 * np.concatenate(parts)
+            parts = np.split(0.9 * momenta[i] + 0.1 * gradient, split)
+            update = np.concatenate([newton_schulz_by_hand(part) for part in parts])
+            expected[i] = expected[i] * (1 - 0.02 * 0.1) - 0.02 * scale * update
         muon.step()
     for p, value in zip(weights, expected):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
-
-
-def test_muon_scales_tall_matrices_by_the_root_of_their_shape():
-    """A 64 x 16 matrix moves by lr * sqrt(64 / 16) = 2 lr times an orthogonal one; a 16 x 64 one by lr."""
-    for shape, scale in (((64, 16), 2.0), ((16, 64), 1.0)):
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape)
-        expected = -0.02 * scale * newton_schulz_by_hand(p.grad.double().numpy())
-        train_gpt2.Muon([{"params": [p], "peak_lr": 0.02}], 0.02, 0.0, 0.0).step()
-        assert np.allclose(p.detach().numpy(), expected, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -385,16 +350,16 @@ def test_muon_scales_tall_matrices_by_the_root_of_their_shape():
 
 def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
     assert train(data, tmp_path / "out") == 0
-    lines = (tmp_path / "out" / "log.txt").read_text().splitlines()
+    lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
     assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "norm" in line]
     for step, line in enumerate(printed):
-        assert re.match(rf"step +{step} \| loss \d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
+        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
     assert len(printed) == 12
-    text = (tmp_path / "out" / "run.txt").read_text()
+    text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
     assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine", "commit"))
 
 
@@ -420,16 +385,6 @@ print(sorted(checkpoint))
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert {"model", "optimizer", "config", "step", "loader", "tokenizer", "val_loss"} <= set(eval(done.stdout))
-
-
-def test_the_newest_checkpoints_stay_and_their_val_loss_is_the_logs(data, tmp_path):
-    assert train(data, tmp_path / "out", keep_checkpoints=3, checkpoint_every=2) == 0
-    names = sorted(path.name for path in (tmp_path / "out").glob("model_*"))
-    assert names == ["model_00008.pt", "model_00010.pt", "model_00012.pt"]
-    for path in names:
-        checkpoint = load_checkpoint(tmp_path / "out" / path)
-        at = checkpoint["step"] // 4 * 4  # the newest validation
-        assert float(read_log(tmp_path / "out", "val")[at]) == pytest.approx(checkpoint["val_loss"], rel=1e-8)
 
 
 def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
@@ -501,22 +456,14 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
 
 
-def test_a_step_that_the_float16_scaler_skips_is_no_error(data, tmp_path):
-    """A scale so large that the first gradients overflow: that step changes nothing and the scale is halved."""
-
-    def huge_scale(device, enabled):
-        return GradScaler(device, init_scale=2.0**40, enabled=enabled)
-
-    with patched(torch.amp, "GradScaler", huge_scale) as GradScaler:
-        assert train(data, tmp_path / "out", dtype="float16", max_steps=3, val_every=1, checkpoint_every=0) == 0
-    val = losses(tmp_path / "out", "val")
-    assert val[0] == val[1] == val[2]
-    assert load_checkpoint(tmp_path / "out" / "model_00003.pt", for_resume=True)["scaler"]["scale"] == 2.0**37
-
-
 def infinite(model, loss):
-    """The same loss; the gradient of the embedding, which is AdamW's, becomes infinite."""
-    model.transformer.wte.weight.register_hook(lambda grad: grad * math.inf)
+    """The same loss; the gradient of the embedding, which is AdamW's, becomes infinite, once."""
+
+    def hook(grad):
+        handle.remove()
+        return grad * math.inf
+
+    handle = model.transformer.wte.weight.register_hook(hook)
     return loss
 
 
@@ -524,7 +471,9 @@ def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path
     with spoiled(1, 0, infinite):
         assert train(data, tmp_path / "out", dtype="float16", optimizer="muon", max_steps=3, val_every=1) == 0
     val = losses(tmp_path / "out", "val")
-    assert val[0] != val[1] == val[2]
+    assert val[0] != val[1] == val[2] != val[3]
+    # the scaler begins at 65,536
+    assert load_checkpoint(tmp_path / "out" / "model_00003.pt", for_resume=True)["scaler"]["scale"] == 2.0**15
 
 
 def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_path, capsys):
@@ -656,8 +605,8 @@ def test_what_one_rank_cannot_do_all_give_up(train_on_both, said, data, tmp_path
     """And what DDP had set up for the failed try doesn't sum gradients any more."""
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
-    assert run(train_on_both, args, output=output, ranks=2) == [0, 0], output.read_text()
-    assert output.read_text().count(said) == 1
+    assert run(train_on_both, args, output=output, ranks=2) == [0, 0], output.read_text(encoding="utf-8")
+    assert output.read_text(encoding="utf-8").count(said) == 1
     assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
@@ -667,7 +616,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.held, self.peak, self.storages = 0, 0, weakref.WeakKeyDictionary()
+        self.peak, self.storages = 0, weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
@@ -745,14 +694,14 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     """Step 3 of 8 windows, micro-step 1 of B = 2 on rank 1: windows 24 + (1 * 2 + 1) * 2 = 30, 31; tokens 480, 496."""
     output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2], output.read_text()
-    errors = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in output.read_text()
+    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2], output.read_text(encoding="utf-8")
+    errors = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in output.read_text(encoding="utf-8")
     assert "step 3" in errors[0] and "loss is nan" in errors[0]
     assert "tiny_train_000001.npy token 480, tiny_train_000001.npy token 496" in errors[0]
     assert "token 448" not in errors[0]  # rank 0's window of that micro-step
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
-    assert (tmp_path / "output.1").read_text() == errors[0] + "\n"
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == errors[0] + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command continues to the end
@@ -776,14 +725,6 @@ def test_a_presets_flags_are_defaults_and_the_command_line_wins():
     assert (config.n_head, config.max_steps) == (8, 7)
     assert train_gpt2.parse_args(["--preset=quickstart"]).data == "python_docs"
     assert train_gpt2.parse_args([]).total_batch_size == 524288
-
-
-def test_help_prints_every_flag_with_its_comment(capsys):
-    assert status_of(train_gpt2.main, ["--help"]) == 0
-    printed = capsys.readouterr().out
-    for name in TINY:
-        assert "--" + name.replace("_", "-") in printed
-    assert "sequencesperrankandmicro-step" in "".join(printed.split())  # however wide the terminal
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -869,7 +810,7 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers():
 def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
     """Where nobody listens at all, and where torchrun's store has the port of a rank 0 that is gone."""
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)
-    port = str(free_port())
+    port = "1"  # where nobody listens
     for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"127.0.0.1, port {port}: .*. Start all ranks within a minute"):
