@@ -135,7 +135,7 @@ def encode_pieces(enc, pieces):
 
 
 def encode_all(enc, batches, num_proc):
-    """(batch, tokens, ends) of each batch, in order, tokenized on `num_proc` cores.
+    """Yield (batch, tokens, ends) for each batch, in order, tokenized on `num_proc` cores.
 
     A few threads tokenize themselves, because tiktoken releases the interpreter's lock. A larger number would mostly
     wait for this lock (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
@@ -275,7 +275,7 @@ class ValidationSample:
 
 
 def cut_batch(batch, tokens, ends, first, stop):
-    """(batch, tokens, ends) of the pieces from `first` to before `stop`."""
+    """(batch, tokens, ends) of the pieces from `first` up to, but not including, `stop`."""
     start, end = (int(ends[i - 1]) if i else 0 for i in (first, stop))
     return batch._replace(first_piece=batch.first_piece + first), tokens[start:end], ends[first:stop] - start
 
@@ -339,7 +339,7 @@ def prepare(options):
 
 
 def plan(options, part, num_parts):
-    """(folder of the shards, sources of this part, hash of the names of all sources: the parts must share them)."""
+    """(folder of the shards, sources of this part, hash of all sources' names, which the parts must share)."""
     sources = documents.list_inputs(options.input)
     folder = shards.output_folder(options.out_dir, sources, DATASETS[options.dataset][0])
     if options.dataset == "python-docs" and not options.input:
@@ -469,7 +469,7 @@ def check_disk_space(folder, size):
 
 
 def fetch_pretokenized(options):
-    """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
+    """Download FineWeb-Edu's validation shard and its first `--pretokenized` training shards, as published."""
     folder = shards.output_folder(options.out_dir, [], DATASETS["fineweb-edu"][0])
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     with lock_folder(folder):

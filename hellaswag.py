@@ -70,7 +70,7 @@ def parse_args(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # before torch is imported, which takes seconds
+    cli.run(parse_args)  # before importing torch, which takes seconds
 
 import numpy as np
 import torch
@@ -265,7 +265,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     """
     device = next(model.parameters()).device
     if batch_tokens == 0:
-        # a CPU's caches hold few rows; a GPU needs many to be busy
+        # a CPU's caches hold few rows; a GPU needs many to keep busy
         batch_tokens = 2**14 if device.type == "cuda" else 2**11
     rows = [truncate(example, model.config.block_size) for example in examples]
     lengths = np.array([[len(ending) for ending in endings] for _, endings in rows]).reshape(-1, 4)

@@ -74,7 +74,7 @@ def parse_args(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # before torch is imported, which takes seconds
+    cli.run(parse_args)  # before importing torch, which takes seconds
 
 import torch
 

@@ -123,7 +123,7 @@ def with_chat(enc):
 
 
 def has_chat_tokens(enc):
-    """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
+    """Whether the tokenizer has role markers, that is, whether its model was fine-tuned on conversations."""
     return all(token in enc._special_tokens for token in CHAT_TOKENS)
 
 
@@ -345,7 +345,7 @@ def last_merge(token, ranks):
 
 
 def read_texts(patterns, text_column):
-    """The text of all inputs that match `patterns`; a UserError if there is none."""
+    """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
     sources = documents.list_inputs(patterns)
     is_empty = True
     with tempfile.TemporaryDirectory() as folder:

@@ -464,7 +464,7 @@ class DataLoaderLite:
         return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
 
     def state_dict(self):
-        """The position, and the data and T that it belongs to."""
+        """The position, and the data and T that it refers to."""
         data = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
         return {"position": self.position, **data}
 

@@ -70,7 +70,7 @@ class Questions:
         return {"flops_per_s": rates}
 
     def triton_kernel(self, num_rows=65536, compared=256):
-        """Errors of the Triton kernel's last rows relative to float64; their offsets do not fit into 32 bits."""
+        """Errors relative to float64 in the Triton kernel's last rows, whose offsets do not fit into 32 bits."""
         torch.manual_seed(0)
         targets = torch.randint(50257, (num_rows,), device=self.device)
         targets[::5] = -100

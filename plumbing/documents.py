@@ -39,7 +39,7 @@ MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
 class Source(NamedTuple):
-    name: str  # a path, a URL, or a path in a repository of the hub
+    name: str  # a path, a URL, or a path in a repository on the hub
     size: int  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
     revision: str = ""  # on the hub: the commit
@@ -459,7 +459,7 @@ HUB_ADVICE = (
 
 
 def list_hub(repo, folder):
-    """The parquet files in a folder of a data set on the hub, at its newest commit."""
+    """List the parquet files in a folder of a data set on the hub, at its newest commit."""
     import huggingface_hub  # slow to import
 
     def ask():

@@ -36,7 +36,7 @@ def open_regular(path, mode="rb", **kwargs):
 
 
 def read_json(path, remedy):
-    """The JSON object in a file; a UserError that ends in `remedy` if there is none in it."""
+    """Read the JSON object in a file. Raises a UserError that ends in `remedy` if the file holds none."""
     try:
         with open_regular(path) as file:
             content = json.load(file)
@@ -115,7 +115,7 @@ def is_stream(path):
 def new_output(path, mode="w", encoding="utf-8"):
     """Open an output file named by the user: a new one, written atomically, or a pipe or device as it is.
 
-    Work that takes long should call check_new_output before it begins.
+    Callers whose work takes long should call check_new_output before they begin.
     """
     check_new_output(path)
     encoding = None if "b" in mode else encoding

@@ -36,7 +36,7 @@ def start_wandb(project, out_dir, config):
     import wandb  # optional, and slow to import
 
     seconds = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
-    # silent, and stopping or deleting the run on their page does not stop the training
+    # print nothing, and do not stop the training if the run is stopped or deleted on their page
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **seconds)
     wandb.setup(settings)
     options = dict(project=project, name=str(out_dir), dir=str(out_dir), id=kept_id(out_dir / "wandb"), config=config)

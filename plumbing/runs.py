@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME = set(
     "keep_best milestone_every wandb".split()
 )
 
-# settings that may differ from node to node: where its files are, and its devices
+# settings that may differ from node to node: the places of its files, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
@@ -333,7 +333,7 @@ def command_words():
 
 
 def next_commands(config, enc=None):
-    """The commands that come after a finished run: to see what it has learned, and to train it for longer."""
+    """The commands to run after a finished run: one to see what it has learned, one to train it for longer."""
     words = ["--chat"] if enc and has_chat_tokens(enc) else [config.sample_prompt]
     launcher = command_words()[: -len(sys.argv)]
     branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
@@ -424,7 +424,7 @@ class Run:
         return self
 
     def __exit__(self, *exception):
-        """However the run ends, wait until its newest checkpoint is on disk."""
+        """Wait until the newest checkpoint is on disk, however the run ends."""
         if self.world.is_master:
             try:
                 self.writer.wait()

@@ -294,7 +294,7 @@ def check_masks(masks):
 def check_meta(folder, paths):
     """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
 
-    A folder without one, as other programs write it, is accepted.
+    A folder without one, as written by other programs, is accepted.
     """
     if (Path(folder) / "meta.pkl").exists():
         raise UserError(
@@ -356,7 +356,7 @@ def make_once(open_writer, make, lock_name=".lock"):
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
-                os.makedirs(writer.folder, exist_ok=True)  # it is there, except on a disk that says here why not
+                os.makedirs(writer.folder, exist_ok=True)  # the lock has made it, or the disk's error is raised here
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
@@ -388,7 +388,7 @@ class ShardWriter:
             return False
 
     def resume(self):
-        """Keep the shards up to the last intact one; return the position in the input at which that ends."""
+        """Keep the shards before the first damaged one; return the position in the input at which they end."""
         meta, kept = self.meta, {}
         end, meta["documents"] = [0, 0, 0, 0], 0
         for file, num_tokens in meta["shards"].items():
@@ -492,9 +492,9 @@ META_TYPES |= dict(complete=bool, made_from=dict, ends=dict, validation_every=in
 
 
 def read_meta(path):
-    """The contents of one meta.json; UserError unless they are of the form that fineweb.py and smoltalk.py write.
+    """The contents of one meta.json; UserError unless they have the form that fineweb.py and smoltalk.py write.
 
-    People write short ones by hand, with no more than the tokenizer's name.
+    People also write short ones by hand, with only the tokenizer's name.
     """
     try:
         with open_regular(path, "r", encoding="utf-8") as file:
