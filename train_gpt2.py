@@ -390,7 +390,7 @@ class DataLoaderLite:
 
     The shards of a split are cut into windows of T tokens at multiples of T (a tail shorter than T is dropped).
     All windows are visited in one global order, epoch after epoch: file order, or a permutation seeded by seed
-    and epoch. Each call consumes the next B * world_size windows, of which rank r reads the B starting at r * B.
+    and epoch. Each call consumes the next B * world_size windows, and rank r reads the B of them starting at r * B.
     A step thus sees the same windows whatever B and the number of ranks, and `position` alone records the progress.
     """
 
@@ -794,7 +794,7 @@ def train(config, world, lock):
     fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, saved):  # which it has reported
+    if runs.is_finished(config, saved):  # it has printed a note
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved)

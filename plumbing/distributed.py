@@ -108,7 +108,7 @@ class World:
     local_rank: int = 0
     size: int = 1
     device: str = "cpu"  # cpu, mps or cuda:<local_rank>
-    dtype: torch.dtype = torch.float32  # of activations; the weights stay float32
+    dtype: torch.dtype = torch.float32  # the activations' dtype; the weights stay float32
 
     @property
     def is_master(self):
