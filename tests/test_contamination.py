@@ -66,7 +66,7 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
     said = capsys.readouterr().out
     assert "9 of 60 examples (15.00%)" in said and "line 1:" in said and "10B tokens would take" in said
-    assert "note" not in said
+    assert "note:" not in said
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):
