@@ -54,6 +54,7 @@ if __name__ == "__main__":
 import collections
 import contextlib
 import functools
+import hashlib
 import math
 import os
 import pickle
@@ -312,7 +313,7 @@ def prepare(options):
     if options.pretokenized:
         return fetch_pretokenized(options)
     part, num_parts = parse_part(options.part)
-    folder, sources = plan(options, part, num_parts)
+    folder, sources, all_inputs = plan(options, part, num_parts)
     enc = tokenizer.shard_encoding(options.tokenizer)
 
     def open_writer():
@@ -320,6 +321,8 @@ def prepare(options):
         made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
         if options.separator:
             made_from["separator"] = options.separator
+        if num_parts > 1 and all_inputs:
+            made_from["all_inputs"] = all_inputs
         made_from |= {"revision": sources[0].revision, "sources": [source.recorded() for source in sources]}
         meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
         if options.input:
@@ -336,7 +339,7 @@ def prepare(options):
 
 
 def plan(options, part, num_parts):
-    """(folder of the shards, sources of this part)."""
+    """(folder of the shards, sources of this part, hash of the names of all sources: the parts must share them)."""
     sources = documents.list_inputs(options.input)
     folder = shards.output_folder(options.out_dir, sources, DATASETS[options.dataset][0])
     if options.dataset == "python-docs" and not options.input:
@@ -345,14 +348,16 @@ def plan(options, part, num_parts):
         old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
         if old:  # resume with the same files
             revision = old["made_from"].get("revision", "")
-            return folder, [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
+            sources = [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
+            return folder, sources, old["made_from"].get("all_inputs")
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
         raise UserError(
             f"--part {options.part} makes {num_parts} parts, but there are only {len(sources)} input files. Use "
             f"{len(sources)} parts or fewer."
         )
-    return folder, sources[part::num_parts]
+    names = "\n".join(source.recorded()[0] for source in sources)
+    return folder, sources[part::num_parts], hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 def make_shards(options, enc, writer, sources):
@@ -400,12 +405,12 @@ def make_shards(options, enc, writer, sources):
 
 
 def write_shard(writer, enc, tokens, end, validation=None):
-    """Write the next shard; before the first one, meta.json and the tokenizer."""
+    """Write the next shard; before the first one, the tokenizer and meta.json."""
     if not writer.meta["shards"]:
-        writer.save()
         # unless another part is doing so: it writes the same
         with contextlib.suppress(FolderInUse), lock_folder(writer.folder, ".lock-tokenizer"):
             tokenizer.save_for_folder(enc, writer.folder)
+        writer.save()
     if validation is not None:
         writer.write_validation(validation)
     if len(tokens):

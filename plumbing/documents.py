@@ -102,11 +102,12 @@ OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # i
 
 
 def local_source(name):
-    """A local file with a hash of its contents: of all of a small file, of a sample of a large one."""
+    """A local file with a hash of its first bytes and one of its contents: all of a small file, a sample of a large."""
     with open_regular(name) as file:
-        size = os.fstat(file.fileno()).st_size
-        contents = file.read() if size <= MAX_HASHED else sample(name)
-    return Source(name, size, sampled_hash=hashlib.sha256(contents).hexdigest()[:16])
+        size, start = os.fstat(file.fileno()).st_size, file.read(4096)
+        contents = start + file.read() if size <= MAX_HASHED else sample(name)
+    hashes = [hashlib.sha256(part).hexdigest()[:8] for part in (start, contents)]
+    return Source(name, size, sampled_hash="".join(hashes))
 
 
 def is_url(name):

@@ -356,6 +356,7 @@ def make_once(open_writer, make, lock_name=".lock"):
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
+                os.makedirs(writer.folder, exist_ok=True)  # it is there, except on a disk that says here why not
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
@@ -531,11 +532,10 @@ def read_metas(folder):
     paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
     metas = {path: read_meta(path) for path in paths}
     is_ours = all("ends" in meta and "sources" in meta.get("made_from", {}) for meta in metas.values())
-    has_others = not metas and any(split_of(file) or file == "tokenizer.tiktoken" for file in files)
-    if not is_ours or has_others:
+    if not is_ours or (not metas and any(split_of(file) for file in files)):
         raise UserError(
-            f"{folder} has shards, a tokenizer or a meta.json that fineweb.py and smoltalk.py did not write. Move the "
-            "folder away, or choose another output folder."
+            f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Move the folder away, "
+            "or choose another output folder."
         )
     return metas
 
@@ -550,7 +550,7 @@ def check_same_dataset(folder, path, meta):
                 f"{num_parts_of(path)}: the file names would be the same. Choose another output folder."
             )
         was, now = settings(old), settings(meta)
-        changes = [(key, repr(was.get(key)), repr(now[key])) for key in now if was.get(key) != now[key]]
+        changes = [(key, repr(was[key]), repr(now[key])) for key in now if key in was and was[key] != now[key]]
         if other_path == path:  # the parts of a data set differ in their files
             changes += changed_sources(old, meta)
         for key, before, after in changes:
@@ -571,21 +571,21 @@ def settings(meta):
 def changed_sources(old, meta):
     """[("the input", before, now)] for each file that is no longer what it was when `old`'s run read it.
 
-    Of a file that was not read to its end the size may differ: its bad lines may have been fixed.
+    Of a file that was not read to its end all but the start may differ: its bad lines may have been fixed.
     """
     then, now = (m["made_from"]["sources"] for m in (old, meta))
     ends = list(old["ends"].values())
     num_read = len(then) if old["complete"] else ends[-1][0] if ends else -1
     changes = []
-    for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file"])):
-        may_differ = i > num_read or (i == num_read and before[1:2] != after[1:2])
-        known = 1 if may_differ else min(3, len(before))  # older runs recorded no hash
-        if before[0] != after[0]:
-            changes.append(("the input", before[0], after[0]))
-        elif before[:known] != after[:known]:
-            changes.append(("the input", describe_source(*before), describe_source(*after)))
+    for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
+        (name, size, *old_hash), (new_name, new_size, *new_hash) = before, after
+        if old_hash and i == num_read and size != new_size:
+            is_same = old_hash[0][:8] == new_hash[0][:8]  # the hash of its start
+        else:  # older runs recorded no hash
+            is_same = i > num_read or (size == new_size and (not old_hash or old_hash == new_hash))
+        if name != new_name:
+            changes.append(("the input", name, new_name))
+        elif not is_same:
+            texts = (f"{name} ({source[1]:,} bytes, hash {' '.join(source[2:])})" for source in (before, after))
+            changes.append(("the input", *texts))
     return changes
-
-
-def describe_source(name, size, sampled_hash="unknown"):
-    return f"{name} ({size:,} bytes, hash {sampled_hash})"

@@ -589,23 +589,24 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_input_that_changed_but_kept_name_and_size_is_refused(tmp_path, begun, capsys):
+def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     path = Path(write_jsonl(tmp_path / "a.jsonl", random_documents(60)))
     folder = Path(make(tmp_path, str(path), shard_size=5000))
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    if begun:
-        meta["complete"] = False
-        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    text = path.read_bytes()
-    middle = len(text) // 2
-    path.write_bytes(text[:middle] + text[middle:].replace(b"the", b"two", 1))
-    with pytest.raises(UserError, match=r"the input was a.jsonl \(.* bytes, hash .* and is now a.jsonl \("):
-        make(tmp_path, str(path), shard_size=5000)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"complete": not begun}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    text, middle = path.read_bytes(), path.stat().st_size // 2
+    # of the same size, with a change in the middle; of another size, with another start
+    for other in (text[:middle] + text[middle:].replace(b"the", b"two", 1), text.replace(b"the", b"those")):
+        path.write_bytes(other)
+        with pytest.raises(UserError, match=r"the input was a.jsonl \(.* bytes, hash .* and is now a.jsonl \("):
+            make(tmp_path, str(path), shard_size=5000)
     path.write_bytes(text)
     meta["made_from"]["sources"] = [source[:2] for source in meta["made_from"]["sources"]]  # as older runs wrote it
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    make(tmp_path, str(path), shard_size=5000)
+    folder.rename(tmp_path / "renamed")  # the names of its shards stay
+    make(tmp_path, str(path), name="renamed", shard_size=5000)
     assert ("is complete" in capsys.readouterr().out) != begun
+    assert {file.name[:4] for file in (tmp_path / "renamed").glob("*.npy")} == {"out_"}
 
 
 def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
@@ -668,6 +669,9 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
             assert np.array_equal(tokens, np.concatenate(split_by_hand(mine, sum(map(os.path.getsize, paths)), 3000)))
         else:
             assert np.array_equal(tokens, as_bytes([text for texts in mine for text in texts]))
+    write_jsonl(tmp_path / "5.jsonl", texts[:5])
+    with pytest.raises(UserError, match="all_inputs was"):
+        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/3")
     with pytest.raises(UserError, match="in 3 part.s., and --part now asks for 2"):
         make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/2")
     assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
@@ -911,7 +915,7 @@ def bad_inputs(tmp_path):
             (["--tokenizer", "bytes+chat", *taken], "+chat"),
             (["--shard-size", 7, *taken], "shard_size was 100000000 and is now 7"),
             (["--out-dir", tmp_path / "foreign"], "did not write"),
-            (["--out-dir", tmp_path / "trained"], "did not write"),
+            (["--out-dir", tmp_path / "trained"], "other contents"),
             (["--out-dir", tmp_path / "strange"], "strange"),
             (["--out-dir", tmp_path / "file"], "file"),
         ]
