@@ -20,12 +20,8 @@ class Options:
     num_proc: int = 0  # cores to search on; 0: all
 
 
-def parse_args(args=None):
-    return cli.parse(Options, args)
-
-
 if __name__ == "__main__":
-    cli.run(parse_args)  # --help and a mistyped flag need not wait for the imports
+    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import itertools
 import os
@@ -50,6 +46,8 @@ BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay i
 
 def read_examples(path, enc):
     """Read a HellaSwag file as [(line number, the tokens of the context with each ending)]."""
+    if not os.path.exists(path):
+        raise UserError(f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval.")
     examples = []
     for number, example in read_json_lines(path):
         context, endings = example.get("ctx"), example.get("endings")
@@ -69,12 +67,11 @@ def list_segments(folder):
     # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
     step = max((num_parts_of(file) for file in files), default=1)
     shards = {}
-    for file in files:
-        if split_of(file):
-            # a shard without a number in its name has no next shard
-            match = re.search(r"_(\d+)\.(npy|bin)$", file)
-            number = int(match[1]) if match else -1 - len(shards)
-            shards[number] = open_shard(os.path.join(folder, file))
+    for file in filter(split_of, files):
+        # a shard without a number in its name has no next shard
+        match = re.search(r"_(\d+)\.(npy|bin)$", file)
+        number = int(match[1]) if match else -1 - len(shards)
+        shards[number] = open_shard(os.path.join(folder, file))
     segments = []
     for number, shard in sorted(shards.items()):
         for start in range(0, len(shard), SEGMENT):
@@ -114,29 +111,24 @@ class NgramIndex:
         tokens = shard.read(start, stop - start + NGRAM - 1)
         if follower:  # an n-gram may begin in one shard and end in the next
             tokens = np.concatenate([tokens, follower.read(0, NGRAM - 1)])
-        found, positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        found, all_positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for offset in range(0, len(tokens) - NGRAM + 1, BLOCK):
             block = tokens[offset : offset + BLOCK + NGRAM - 1]
-            ids, block_positions = self.search_block(block)
-            found.append(ids)
-            positions.append(start + offset + block_positions)
+            hashes = ngram_hashes(block)
+            # 1) the table of flags lets few positions pass
+            positions = np.flatnonzero(self.table[hashes >> self.shift])
+            # 2) of these, the ones whose whole hash is known
+            ids = np.searchsorted(self.hashes, hashes[positions])
+            ids = np.minimum(ids, len(self.hashes) - 1)
+            same_hash = self.hashes[ids] == hashes[positions]
+            positions, ids = positions[same_hash], ids[same_hash]
+            # 3) of these, the ones with the same tokens
+            candidates = block[positions[:, None] + np.arange(NGRAM)]
+            same_tokens = (candidates == self.ngrams[ids]).all(axis=1)
+            found.append(ids[same_tokens])
+            all_positions.append(start + offset + positions[same_tokens])
         found, first = np.unique(np.concatenate(found), return_index=True)
-        return found, np.concatenate(positions)[first]
-
-    def search_block(self, block):
-        """The indices of all known n-grams in `block`, and their positions in it."""
-        hashes = ngram_hashes(block)
-        # 1) the table of flags lets few positions pass
-        positions = np.flatnonzero(self.table[hashes >> self.shift])
-        # 2) of these, the ones whose whole hash is known
-        ids = np.searchsorted(self.hashes, hashes[positions])
-        ids = np.minimum(ids, len(self.hashes) - 1)
-        same_hash = self.hashes[ids] == hashes[positions]
-        positions, ids = positions[same_hash], ids[same_hash]
-        # 3) of these, the ones with the same tokens
-        candidates = block[positions[:, None] + np.arange(NGRAM)]
-        same_tokens = (candidates == self.ngrams[ids]).all(axis=1)
-        return ids[same_tokens], positions[same_tokens]
+        return found, np.concatenate(all_positions)[first]
 
 
 def longest_overlaps(examples, index, found):
@@ -174,6 +166,10 @@ def report(folder, path, num_proc=0):
             f"No example in {path} has {NGRAM} tokens or more, so there is nothing to search for. Give HellaSwag's "
             "validation file with --eval."
         )
+    num_tokens = sum(stop - start for _, start, stop, _ in segments)
+    print(f"{path}: {cli.count(len(examples), 'example')}\n{folder}: {num_tokens:,} tokens of {enc.name}", flush=True)
+    if len(enc._mergeable_ranks) == 256:
+        print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
     index = NgramIndex(texts)
 
     found = {}  # n-gram: (shard, position)
@@ -185,14 +181,11 @@ def report(folder, path, num_proc=0):
                 found.setdefault(ngram, (shard, position))
             bar.update(stop - start)
     seconds = time.perf_counter() - start_time
-    num_tokens = sum(stop - start for _, start, stop, _ in segments)
 
     longest = longest_overlaps(examples, index, found)
     num_short = sum(all(len(tokens) < NGRAM for tokens in endings) for _, endings in examples)
-    print(
-        f"{len(longest)} of {len(examples)} examples ({len(longest) / len(examples):.2%}) of {path} share {NGRAM} or "
-        f"more tokens in a row with {folder} ({num_tokens:,} tokens of {enc.name}); {num_short} examples are shorter"
-    )
+    share = f"{len(longest)} of {len(examples)} examples ({len(longest) / len(examples):.2%})"
+    print(f"{share} share {NGRAM} or more tokens in a row; {num_short} are shorter")
     for number, overlap in sorted(longest.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
         length, shard, position, tokens = overlap
         text = enc.decode(tokens)[:150]
@@ -204,7 +197,7 @@ def report(folder, path, num_proc=0):
 
 def main(args=None):
     """Search a folder of shards for an evaluation's examples."""
-    options = parse_args(args)
+    options = cli.parse(Options, args)
     errors = cli.check_numbers(options, above_0=[])
     if errors:
         raise UserError(" ".join(errors))

@@ -1,12 +1,12 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
-    python smoltalk.py                                     SmolTalk, from the hub
+    python smoltalk.py                                    SmolTalk, from the hub
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
-    python train_gpt2.py --preset chat --init-from log     then: fine-tune
+    python train_gpt2.py --preset chat --init-from log    then: fine-tune
 
 A line of `--input` is
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": ...}, ...]}
 
 with the roles user, assistant and system. It becomes
 

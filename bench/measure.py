@@ -69,10 +69,8 @@ def report(options, measured, work, unit, ours=None, **extra):
     """
     ours = ours or next(iter(measured))
     work = work if isinstance(work, dict) else dict.fromkeys(measured, work)
-    seconds, cpu_seconds = (
-        {name: np.array(side[key]) / work[name] for name, side in measured.items()}
-        for key in ("seconds", "cpu_seconds")
-    )
+    seconds = {name: np.array(side["seconds"]) / work[name] for name, side in measured.items()}
+    cpu_seconds = {name: np.array(side["cpu_seconds"]) / work[name] for name, side in measured.items()}
     rates = {name: float(1 / np.median(times)) for name, times in seconds.items()}
     others = [name for name in measured if name != ours]
     ratios = {name: float(np.median(seconds[name] / seconds[ours])) for name in others}

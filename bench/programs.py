@@ -146,8 +146,6 @@ def sample(options):
     with disable_cudnn_attention():
         measured = interleave(compared, options.rounds, options.device)
     same = {name: side["result"] == measured["sample.py"]["result"] for name, side in measured.items()}
-    differ = [name for name in same if not same[name]]
-    print(
-        f"{n} tokens for {count(B, 'sequence')}, {dtype}, greedy; other tokens than ours: {', '.join(differ) or 'none'}"
-    )
+    differ = ", ".join(name for name in same if not same[name])
+    print(f"{n} tokens for {count(B, 'sequence')}, {dtype}, greedy; other tokens than ours: {differ or 'none'}")
     return report(options, measured, B * n, "tok", same_tokens=same, max_new_tokens=n)

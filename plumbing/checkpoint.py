@@ -186,8 +186,11 @@ def allow_peer_config():
 def peer_model_state(path, content):
     """(shape, weights, tokenizer) of a checkpoint of nanoGPT or build-nanogpt, which both keep GPT-2's names."""
     config = content["model_args"] if "model_args" in content else vars(content["config"])
-    weights = {strip_wrappers(name): weight.float() for name, weight in content["model"].items()}
-    weights = {name: w for name, w in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    weights = {
+        re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight.float()  # the prefixes of DDP and torch.compile
+        for name, weight in content["model"].items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
     weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
     shape = shape_of(weights, config.get("n_head"), path)
     if shape["vocab_size"] < 50257:
@@ -207,13 +210,6 @@ def peer_model_state(path, content):
             flush=True,
         )
     return shape, weights, tokenizer.get_encoding("gpt2")
-
-
-def strip_wrappers(name):
-    """A parameter's name without the prefixes of torch.compile and DDP: "module._orig_mod.x" -> "x"."""
-    while name.startswith(("_orig_mod.", "module.")):
-        name = name.split(".", 1)[1]
-    return name
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -284,15 +280,6 @@ def load_initial_weights(config, preset, enc):
 # Writing
 
 
-def write_checkpoint(path, checkpoint):
-    """Write a checkpoint atomically."""
-    with atomic_write(path) as file:
-        try:
-            torch.save(checkpoint, file)
-        except RuntimeError as error:  # torch's writer hides why the file could not be written
-            raise error.__context__ or error from None
-
-
 class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
@@ -342,7 +329,11 @@ class CheckpointWriter:
 
     def write_one(self, path, checkpoint):
         self.lock.check()
-        write_checkpoint(path, checkpoint)
+        with atomic_write(path) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # torch's writer hides why the file could not be written
+                raise error.__context__ or error from None
 
     def write_and_delete(self, path, checkpoint):
         """Write a checkpoint; then delete older temporary ones, so that `keep` checkpoints remain."""

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from plumbing.cli import first_line
-from plumbing.files import atomic_write, open_regular
+from plumbing.files import atomic_write
 
 INIT_SECONDS = 8  # how long to wait for the server before the run is offline
 FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive
@@ -26,34 +26,21 @@ def kept_id(folder):
     path = folder / "run_id.txt"
     if not path.exists():
         folder.mkdir(exist_ok=True)
-        with atomic_write(path, "w") as file:
+        with atomic_write(path, "w", encoding="ascii") as file:
             file.write(uuid.uuid4().hex[:12])
-    with open_regular(path, "r", encoding="utf-8") as file:
-        return file.read().strip()
+    return path.read_text(encoding="ascii").strip()
 
 
 def start_wandb(project, out_dir, config):
     """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
     import wandb  # optional, and slow to import
 
-    settings = wandb.Settings(
-        silent=True,  # print nothing into the trainer's output
-        console="off",
-        init_timeout=INIT_SECONDS,
-        finish_timeout=FINISH_SECONDS / 2,
-        stop_fn=lambda: None,  # stopping or deleting the run on their page does not stop the training
-    )
+    seconds = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
+    # silent, and stopping or deleting the run on their page does not stop the training
+    settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **seconds)
     wandb.setup(settings)
-    options = dict(
-        project=project,
-        name=str(out_dir),
-        dir=str(out_dir),
-        id=kept_id(out_dir / "wandb"),
-        config=config,
-        resume="allow",
-        allow_val_change=True,  # a resumed run may have another B
-        settings=settings,
-    )
+    options = dict(project=project, name=str(out_dir), dir=str(out_dir), id=kept_id(out_dir / "wandb"), config=config)
+    options |= dict(resume="allow", allow_val_change=True, settings=settings)  # a resumed run may have another B
     mode = os.environ.get("WANDB_MODE")
     if not mode:
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"

@@ -101,8 +101,6 @@ def test_a_folder_belongs_to_one_process(folder, capsys):
 
 
 def test_nothing_is_looked_at_before_the_folder_is_locked(folder):
-    """Otherwise another process could change in between what has been found."""
-
     def look(config, *args):
         with pytest.raises(UserError, match="in use by process"):
             lock_folder(config.out_dir)
@@ -217,25 +215,24 @@ def train_alone_otherwise(args, changes, data, version):
     train_gpt2.main(args)
 
 
-@pytest.mark.parametrize(
-    "changes, version, words",
-    [
-        ({"max_lr": 0.01}, "", "on rank 1 max_lr is 0.01 instead of 0.003"),
-        ({"data": "other"}, "", "on rank 1 training data is "),
-        ({}, "2.11.0", "on rank 1 the version of torch is 2.11.0 instead of "),
-    ],
-    ids=["another learning rate", "other data", "another torch"],
-)
-def test_ranks_that_differ_stop_and_say_who_differs_in_what(changes, version, words, folder, tmp_path):
-    changes = dict(changes)
-    data = changes.pop("data", None) and make_shards(tmp_path / "other", seed=1)
+def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    output = tmp_path / "output"
-    statuses = run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2)
-    assert statuses == [2, 2], output.read_text()
-    (line,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
-    assert words in line
-    assert not (folder / "new").exists()
+    other = make_shards(tmp_path / "other", seed=1)
+    for number, (changes, data, version, words) in enumerate(
+        [
+            (
+                {"max_lr": 0.01},
+                None,
+                "2.0",
+                "on rank 1 max_lr is 0.01 instead of 0.003; on rank 1 the version of torch",
+            ),
+            ({}, other, "", "on rank 1 training data is "),
+        ]
+    ):
+        output = tmp_path / f"output{number}"
+        assert run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2) == [2, 2]
+        (line,) = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("error: ")]
+        assert words in line and not (folder / "new").exists()
 
 
 def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
@@ -281,14 +278,6 @@ def test_no_resume_leaves_the_data_that_lie_in_the_runs_folder(folder):
     assert is_straight(folder / "run") and (folder / "run" / "meta.json").exists()
 
 
-def test_an_empty_out_dir_is_not_the_current_folder(folder, monkeypatch, capsys):
-    (folder / "here").mkdir()
-    monkeypatch.chdir(folder / "here")
-    assert train(folder / "data", "", **OPTIONS) == 2
-    assert "--out-dir is empty" in error_of(capsys)
-    assert not list((folder / "here").iterdir())
-
-
 def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     log = folder / "run" / "log.txt"
     lines = log.read_bytes().splitlines(keepends=True)
@@ -321,9 +310,7 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
     [
         (dict(n_layer=10**6), "Lower --n-layer"),
         (dict(n_embd=2**20), "Lower --n-layer"),
-        (dict(vocab_size=2**40), "--vocab-size"),
         (dict(block_size=2**40), "--block-size"),
-        (dict(seed=2**64), "--seed is 18446744073709551616"),
         (dict(max_steps=10**400), "--max-steps is 1000"),
         (dict(beta1=1), "--beta1 is 1.0"),
         (dict(device="cpu:abc"), "'cpu:abc'"),
@@ -339,7 +326,6 @@ def test_what_no_machine_has_is_refused(options, words, folder, capsys):
 @pytest.mark.parametrize(
     "environment, words",
     [
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"RANK": "0"}, "MASTER_ADDR is not set"),

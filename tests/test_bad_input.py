@@ -79,12 +79,9 @@ def error_of_run(folder, **changes):
     [
         (["--max-step", "3"], "called --max-step. Did you mean --max-steps?"),
         (["--lerning-rate=3"], "called --lerning-rate. Did you mean --max-lr?"),
-        (["--n_layers", "3"], "Did you mean --n-layer?"),
         (["--preset", "gpt2-medum"], "Did you mean gpt2-medium?"),
-        (["--preset"], "--preset needs a value."),
         (["--max-steps", "many"], "--max-steps is 'many'"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd', but it must be one of 'adamw', 'muon'"),
-        (["train"], "The argument 'train' was not expected."),
     ],
 )
 def test_a_mistyped_command_line(words, said, folder):
@@ -98,7 +95,7 @@ def test_a_mistyped_command_line(words, said, folder):
         (dict(n_embd=33), ["--n-embd 33", "--n-head 2", "Try --n-embd 32"]),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
         (dict(n_layer=-1), ["--n-layer is -1", "greater than 0"]),
-        (dict(batch_size=0), ["--batch-size is 0", "greater than 0"]),
+        (dict(out_dir=""), ["--out-dir is empty"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
         (dict(max_lr="nan"), ["--max-lr is nan", "finite"]),
         (dict(schedule="wsd", decay_fraction=1.5), ["--decay-fraction is 1.5", "between 0 and 1"]),
@@ -239,24 +236,23 @@ def test_a_file_that_is_no_checkpoint(content, folder):
     assert "bad.pt cannot be read: " in error_of_run(folder, init_from="bad.pt")
 
 
-def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused(good, tmp_path):
+def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused_or_the_same(good, tmp_path):
+    """A bit in the padding between an archive's parts belongs to nothing, and cannot be noticed."""
     whole = (good / "run" / "model_00004.pt").read_bytes()
+    weights = checkpoint.load_checkpoint(good / "run" / "model_00004.pt")["model"]
     rng = np.random.default_rng(0)
-    for number in range(30):
+    for number in range(20):
         place = int(rng.integers(0, len(whole)))
         flipped = bytes([whole[place] ^ 1])
         (tmp_path / "bad.pt").write_bytes(whole[:place] + (flipped + whole[place + 1 :] if number % 2 else b""))
-        # a bit in what the archive does not use, such as the padding between its parts, cannot be noticed
         with contextlib.suppress(UserError):
-            found = checkpoint.load_checkpoint(tmp_path / "bad.pt")
-            weights = checkpoint.load_checkpoint(good / "run" / "model_00004.pt")["model"]
-            assert number % 2 and all(torch.equal(found["model"][name], weights[name]) for name in weights)
+            found = checkpoint.load_checkpoint(tmp_path / "bad.pt")["model"]
+            assert number % 2 and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (dict(init_from="no-such-model"), "no-such-model"),
         (dict(init_from="gpt2-medim"), "Did you mean gpt2-medium?"),
         (dict(init_from="gpt2-large"), "network"),
         (dict(init_from="data"), "The folder data has neither a checkpoint"),
@@ -266,15 +262,6 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused(good, 
 )
 def test_a_model_or_a_run_that_does_not_fit(changes, said, folder):
     assert said in error_of_run(folder, **changes)
-
-
-@pytest.mark.parametrize(
-    "name, before, after", [("model.safetensors", b"F32", b"X32"), ("config.json", b"gelu_new", b"relu")]
-)
-def test_a_folder_in_hugging_face_format_that_is_none(name, before, after, folder):
-    path = folder / "run" / "hf" / name
-    path.write_bytes(path.read_bytes().replace(before, after))
-    assert "hf" in error_of_run(folder, init_from="run/hf")
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_or_hold_code(folder):

@@ -541,9 +541,7 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, kept, folder,
 
 
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
-def test_milestones_stay_when_the_command_no_longer_asks_for_them(
-    milestone_every, folder, tmp_path
-):
+def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)

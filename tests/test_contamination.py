@@ -1,46 +1,37 @@
 """contamination.py: what it finds is what a comparison of all 13-grams finds, wherever the shards begin and end."""
 
 import json
-import subprocess
-import sys
+import random
 from pathlib import Path
 
 import numpy as np
-import pytest
-import tiktoken
-from conftest import ROOT, SHARED, refusal_of
+from conftest import refusal_of
+from test_tokenizer import corpus, train_small
 
 import contamination
+import tokenizer
 from fineweb import Options, prepare
 
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared/data beside the repository")
+
+def nonsense(rng, words, count):
+    """Words in an order that does not occur twice."""
+    return " ".join(rng.choice(words) for _ in range(count))
 
 
-def script(*args):
-    """`python contamination.py ...` as a user runs it."""
-    command = [sys.executable, str(ROOT / "contamination.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
-
-
-def make(tmp_path, path, name, **options):
-    return prepare(Options(input=(path,), out_dir=str(tmp_path / name), tokenizer="gpt2", **options))
 
 
 def read(folder):
     """All tokens of a folder in the order of the shards' numbers, read with numpy and nothing of ours."""
     files = sorted(Path(folder).glob("*.npy"), key=lambda path: path.stem[-6:])
-    return np.concatenate([np.load(file, allow_pickle=False) for file in files])
+    return np.concatenate([np.load(file, allow_pickle=False) for file in files]).tolist()
 
 
-def naive_contamination(examples, tokens):
+def naive_contamination(examples, tokens, enc):
     """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
     runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
-    enc = tiktoken.get_encoding("gpt2")
     found = set()
     for number, example in enumerate(examples, 1):
         for ending in example["endings"]:
@@ -50,51 +41,54 @@ def naive_contamination(examples, tokens):
     return found
 
 
-@needs_shared
 def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
-    with open(SHARED / "hellaswag_val.jsonl", encoding="utf-8") as file:
-        examples = [json.loads(line) for _, line in zip(range(60), file)]
-    play = (SHARED / "tinyshakespeare.txt").read_text()
-    texts = [play[1000 * i : 1000 * i + 1000] for i in range(60)]
+    enc, rng = train_small("gpt2"), random.Random(0)
+    tokenizer.write_encoding(enc, tmp_path / "small.tiktoken")
+    words = sorted({word for text in corpus() for word in text.split() if word.isalpha()})
+    texts = [{"text": nonsense(rng, words, 60)} for _ in range(60)]
+    clean = write_lines(tmp_path / "clean.jsonl", texts)
+    examples = [{"ctx": nonsense(rng, words, 20), "endings": [nonsense(rng, words, 9)] * 4} for _ in range(60)]
     for i in range(0, 60, 7):  # a whole example, in the middle of a document
-        texts[i] += f" {examples[i]['ctx']} {examples[i]['endings'][examples[i]['label']]} {play[-500:]}"
-    enc = tiktoken.get_encoding("gpt2")
-    texts[1] += " " + enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12]) + " ~ "  # twelve are too few
-    evaluation = tmp_path / "eval.jsonl"
-    evaluation.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    # shards of 40 tokens: nearly every planted run begins in one shard and ends in the next
-    for name, size in (("one", 10**6), ("many", 40)):
-        folder = make(tmp_path, path, name, shard_size=size)
+        texts[i]["text"] += f" {examples[i]['ctx']} {examples[i]['endings'][0]} {nonsense(rng, words, 9)}"
+    almost = enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12])  # twelve are too few
+    texts[1]["text"] += f"{almost} ~ {nonsense(rng, words, 9)}"
+    path, evaluation = write_lines(tmp_path / "a.jsonl", texts), write_lines(tmp_path / "eval.jsonl", examples)
+    # shards of 60 tokens: every planted run, of some 90, begins in one shard and ends in another
+    for name, source, size in (("one", path, 10**6), ("many", path, 60), ("clean", clean, 10**6)):
+        options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size)
+        folder = prepare(Options(input=(source,), out_dir=str(tmp_path / name), **options))
         found = contamination.report(folder, evaluation)
-        # neighbours in the file often have their context in common, hence more than were planted
-        assert set(found) == naive_contamination(examples, read(folder).tolist()) >= set(range(1, 61, 7))
-        assert 2 not in found and len(found) < 20
-        assert f"{len(found)} of 60 examples ({len(found) / 60:.2%})" in capsys.readouterr().out
-    clean = make(tmp_path, write_jsonl(tmp_path / "clean.jsonl", [play[:200_000]]), "clean")
-    assert contamination.report(clean, evaluation) == {}
-    (Path(clean) / "meta.json").unlink()  # as build-nanogpt's shards have none
-    assert contamination.report(clean, evaluation) == {}
-    # the words of the report come from the real command
-    done = script("--data", tmp_path / "one", "--eval", evaluation)
-    assert done.returncode == 0 and "line 1:" in done.stdout and "10B tokens would take" in done.stdout
+        assert set(found) == naive_contamination(examples, read(folder), enc)
+        assert set(found) == (set() if name == "clean" else set(range(1, 61, 7)))
+    capsys.readouterr()
+    (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
+    contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
+    said = capsys.readouterr().out
+    assert "9 of 60 examples (15.00%)" in said and "line 1:" in said and "10B tokens would take" in said
+    assert "note:" not in said
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):
     np.save(tmp_path / "x_val_000000.npy", np.zeros(20, np.uint16))
-    (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}')
-    lines = {"text.jsonl": '{"text": "a"}', "short.jsonl": '{"ctx": "a", "endings": ["b"]}', "broken.jsonl": "{"}
-    for name, line in lines.items():
-        (tmp_path / name).write_text(line + "\n")
+    (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
+    write_lines(tmp_path / "text.jsonl", [{"text": "a"}])
+    write_lines(tmp_path / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
     cases = [
         (tmp_path / "none", "text.jsonl", "no shards in"),
         (tmp_path, "text.jsonl", "Line 1 of"),
-        (tmp_path, "broken.jsonl", "is not valid JSON"),
         (tmp_path, "short.jsonl", "13 tokens"),
-        (tmp_path, "missing.jsonl", "missing.jsonl"),
+        (tmp_path, "missing.jsonl", "hellaswag.py downloads HellaSwag's"),
     ]
     for folder, name, words in cases:
         status, stdout, stderr = refusal_of(contamination.main, "--data", folder, "--eval", tmp_path / name)
         assert (status, stdout) == (2, ""), stderr
         assert stderr.startswith("error: ") and stderr.count("\n") == 1 and words in stderr, stderr
+
+
+def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys):
+    np.save(tmp_path / "x_val_000000.npy", np.frombuffer(b"the same fourteen letters", np.uint8).astype(np.uint16))
+    (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
+    evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
+    assert contamination.report(tmp_path, evaluation) == {1: 18}
+    assert "note: 13 bytes in a row are often the same by chance" in capsys.readouterr().out

@@ -93,6 +93,7 @@ BAD_WEIGHTS = {
     "another shape": (lambda w: w.update({NAME: w[NAME][:, 1:]}), NAME),
     "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
     "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
+    "an infinity": (lambda w: w[NAME].view(-1)[0].fill_(torch.inf), "not finite"),
     "no tensors": (lambda w: w.clear(), "no embeddings"),
     "a part is missing": (lambda w: [w.pop(name) for name in list(w) if ".h.0." in name], "transformer.h.0."),
 }
@@ -110,6 +111,12 @@ def test_a_truncated_file_is_refused(hf, length):
     path = hf / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     assert "Could not read the weights" in refusal(load_huggingface, hf)
+
+
+def test_a_pipe_in_the_place_of_a_part_is_refused(hf):
+    (hf / "model.safetensors").unlink()
+    os.mkfifo(hf / "model-00001-of-00001.safetensors")
+    assert "no model.safetensors" in refusal(load_huggingface, hf)
 
 
 def test_pickles_are_refused_in_one_line(hf):

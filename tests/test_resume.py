@@ -4,7 +4,6 @@ What a run must give is what an uninterrupted run of the same command gave: bit 
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -114,14 +113,6 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     halves = [path.name for path in (tmp_path / "out").glob("model_*.part")]
     assert halves == (["model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
-    assert_same_run(tmp_path / "out", straight)
-
-
-def test_a_run_killed_again_and_again_ends_the_same(folder, straight, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    for moment in MOMENTS:
-        assert run(train_until, moment, args, output=tmp_path / "output") == [-signal.SIGKILL], moment
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
     assert_same_run(tmp_path / "out", straight)
 
 
@@ -243,8 +234,6 @@ def test_a_finished_run_is_exported_again_unless_hf_holds_its_weights(fate, fold
     "changes, named",
     [
         ({"max_lr": 1e-2, "seed": 7}, ["max_lr was 0.003, now 0.01", "seed was 1337, now 7"]),
-        ({"n_layer": 3}, ["n_layer was 2, now 3"]),
-        ({"optimizer": "muon"}, ["optimizer was adamw, now muon"]),
         ({"shuffle": False}, ["shuffle was True, now False"]),
     ],
 )
@@ -262,8 +251,7 @@ def test_a_folder_of_another_program_is_refused(folder, tmp_path, capsys):
     (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n", encoding="utf-8")
     before = listing(tmp_path)
     assert train(folder, tmp_path / "out", **OPTIONS) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and str(tmp_path / "out") in line and "--out-dir" in line
+    assert f"error: {tmp_path / 'out'} has a log but no run.txt" in capsys.readouterr().err
     assert listing(tmp_path) == before
 
 
@@ -276,12 +264,6 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     assert listing(tmp_path / "out.1") == before
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
-
-
-def test_run_txt_keeps_the_history_of_starts(folder, stopped):
-    assert train(folder, stopped, **OPTIONS) == 0
-    text = (stopped / "run.txt").read_text(encoding="utf-8")
-    assert len(re.findall(r"^started: ", text, re.M)) == 2 == len(re.findall(r"^command: ", text, re.M))
 
 
 # ----------------------------------------------------------------------------------------------------------
