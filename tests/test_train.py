@@ -137,6 +137,7 @@ def train_and_report(args, report):
         return result
 
     def counting_ddp(*args, **options):
+        assert options["bucket_cap_mb"] > 3 * 28, "GPT-2 124M's blocks have 28 MB: torch's 25 would cut inside of each"
         model = DDP(*args, **options)
 
         def reduce(state, bucket):
