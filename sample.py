@@ -1,7 +1,7 @@
 """Continue a prompt, or chat, with any checkpoint.
 
     python sample.py "Hello, I'm a language model," -m log/model_19073.pt -n 4
-    python sample.py "Once upon" -m gpt2 --temperature 0    OpenAI's GPT-2, greedy
+    python sample.py "Once upon" -m gpt2 --temperature 0    OpenAI's, greedy
     python sample.py --chat -m log/chat                     a conversation
     python sample.py -m log/model_00500.pt --export hf      for other programs
 
