@@ -341,7 +341,10 @@ def prepare(options):
 def plan(options, part, num_parts):
     """(folder of the shards, sources of this part, hash of all sources' names, which the parts must share)."""
     sources = documents.list_inputs(options.input)
-    folder = shards.output_folder(options.out_dir, sources, DATASETS[options.dataset][0])
+    out_dir = options.out_dir
+    if out_dir is None and options.input and os.path.isdir(options.input[0]):
+        out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
+    folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
     if options.dataset == "python-docs" and not options.input:
         sources = [documents.Source(documents.PYTHON_DOCS, 0)]
     if options.dataset == "fineweb-edu" and not options.input:

@@ -1,12 +1,11 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
-    python smoltalk.py                                     SmolTalk, from the hub
+    python smoltalk.py        SmolTalk, from the hub
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
-    python train_gpt2.py --preset chat --init-from log     then: fine-tune
 
 A line of `--input` is
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
+    {"messages": [{"role": "user", "content": "Hi"}, ...]}
 
 with the roles user, assistant and system. It becomes
 
@@ -218,7 +217,7 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
         write_blocks(writer, blocks[::10], max_length, enc)
         del blocks[::10]
     write_blocks(writer, blocks, max_length, enc)
-    writer.finish()
+    writer.finish("conversation")
     print(f"{meta['targets']:,} tokens are targets")
     if counts["cut"]:
         print(f"{cli.count(counts['cut'], 'conversation')} cut after the last answer within {max_length} tokens")

@@ -158,7 +158,7 @@ def help_text(config_class, default=None):
     ]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     program = Path(sys.argv[0])
-    usage = [f"-m {program.parent.name}" if program.name == "__main__.py" else program.name]
+    usage = [f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name]
     entries, comments = [], []
     for line in inspect.getsource(config_class).splitlines():
         comment = re.fullmatch(r" +# (.+)", line)

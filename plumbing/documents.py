@@ -453,9 +453,7 @@ def read_blocks(response, size):
         raise http.client.HTTPException(f"the connection ended after {received:,} of {size:,} bytes")
 
 
-HUB_ADVICE = (
-    "Check the network and run the same command again. Without a network, use --dataset python-docs or --input."
-)
+HUB_ADVICE = "Check the network and try again. Without a network, use --dataset python-docs or --input."
 
 
 def list_hub(repo, folder):

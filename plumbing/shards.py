@@ -312,14 +312,11 @@ def check_meta(folder, paths):
     found = {Path(path).name: len(open_shard(path)) for path in paths if listed}
     for name in sorted(listed.keys() | found.keys()):
         if listed.get(name) != found.get(name):
+            said, there = (f"{each[name]:,} tokens" if name in each else "no entry" for each in (listed, found))
             raise UserError(
-                f"meta.json in {folder} does not describe its shards: {name} has {describe(listed.get(name))} in "
-                f"meta.json and {describe(found.get(name))} on disk. Rerun the command that made them."
+                f"meta.json in {folder} does not describe its shards: {name} has {said} in meta.json and {there} on "
+                "disk. Rerun the command that made them."
             )
-
-
-def describe(num_tokens):
-    return "no entry" if num_tokens is None else f"{num_tokens:,} tokens"
 
 
 # -----------------------------------------------------------------------------

@@ -46,27 +46,29 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     enc, rng = train_small("gpt2"), random.Random(0)
     tokenizer.write_encoding(enc, tmp_path / "small.tiktoken")
     words = sorted({word for text in corpus() for word in text.split() if word.isalpha()})
-    texts = [{"text": nonsense(rng, words, 60)} for _ in range(60)]
+    texts = [{"text": nonsense(rng, words, 30)} for _ in range(60)]
     clean = write_lines(tmp_path / "clean.jsonl", texts)
     examples = [{"ctx": nonsense(rng, words, 20), "endings": [nonsense(rng, words, 9)] * 4} for _ in range(60)]
-    for i in range(0, 60, 7):  # a whole example, in the middle of a document
+    for i in range(0, 58, 7):  # a whole example, in the middle of a document
         texts[i]["text"] += f" {examples[i]['ctx']} {examples[i]['endings'][0]} {nonsense(rng, words, 9)}"
+        part = " ".join(examples[i + 2]["ctx"].split()[:5])  # some 16 tokens
+        texts[i + 2]["text"] += f" {part} {nonsense(rng, words, 9)}"
     almost = enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12])  # twelve are too few
     texts[1]["text"] += f"{almost} ~ {nonsense(rng, words, 9)}"
     path, evaluation = write_lines(tmp_path / "a.jsonl", texts), write_lines(tmp_path / "eval.jsonl", examples)
-    # shards of 60 tokens: every planted run, of some 90, begins in one shard and ends in another
-    for name, source, size in (("one", path, 10**6), ("many", path, 60), ("clean", clean, 10**6)):
+    # shards of 20 tokens: most of the planted runs begin in one shard and end in another
+    for name, source, size in (("one", path, 10**6), ("many", path, 20), ("clean", clean, 10**6)):
         options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size)
         folder = prepare(Options(input=(source,), out_dir=str(tmp_path / name), **options))
         found = contamination.report(folder, evaluation)
         assert set(found) == naive_contamination(examples, read(folder), enc)
-        assert set(found) == (set() if name == "clean" else set(range(1, 61, 7)))
+        assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
     capsys.readouterr()
     (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
     contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
     said = capsys.readouterr().out
-    assert "9 of 60 examples (15.00%)" in said and "line 1:" in said and "10B tokens would take" in said
-    assert "note" not in said
+    assert " of 60 examples (" in said and "line 1:" in said and "10B tokens would take" in said
+    assert "note: " not in said
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):

@@ -263,7 +263,7 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
         make(tmp_path, str(path), name="out")
 
 
-def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path):
+def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
     texts = random_documents(12)
     (tmp_path / "texts").mkdir()
     names = ["texts/b.json", "texts/a.jsonl.gz", "2.jsonl", "1.jsonl"]  # .json is taken for JSON lines, as in C4
@@ -274,6 +274,8 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path):
     folder = make(tmp_path, str(tmp_path / "texts"), str(tmp_path / "[12].jsonl"), shard_size=1000)
     paths = [tmp_path / name for name in names]
     assert is_split(folder, [texts[3:6], texts[:3], texts[9:], texts[6:9]], paths, shard_size=1000)
+    monkeypatch.chdir(tmp_path)
+    assert prepare(Options(input=("texts",), tokenizer="bytes")) == "texts_shards"
 
 
 def test_a_column_with_the_name_of_a_field_of_another_column_is_read(tmp_path):
