@@ -2,7 +2,7 @@
 
     python train_gpt2.py --preset quickstart   # a laptop: three minutes
     python fineweb.py                          # prepare the data for GPT-2 124M
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # then train it on 8 GPUs
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # train on 8 GPUs
 
 (On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
 
