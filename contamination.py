@@ -41,7 +41,7 @@ NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamin
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
 TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
 SEGMENT = 2**24  # tokens of a shard that a core reads at a time
-BLOCK = 2**16  # tokens of them that it hashes at a time: small enough to stay in its cache
+BLOCK = 2**16  # tokens of a segment that a core hashes at a time: few enough for its cache
 
 
 def read_examples(path, enc):
@@ -82,7 +82,7 @@ def list_segments(folder):
 
 
 def ngram_hashes(tokens):
-    """(n,) uint16 -> (n - NGRAM + 1,) uint64: of the n-gram at each position, a polynomial in HASH_MULTIPLIER."""
+    """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
     tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
     hashes = tokens[: len(tokens) - NGRAM + 1].copy()
     for i in range(1, NGRAM):

@@ -8,9 +8,9 @@
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The documents' tokens, in input order, form one stream, which is cut into shards of
-`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; the last one has what is left. Shard 0
-is the validation split. Of FineWeb-Edu it is the first shard, as published; of your own text it is a
-sample over all of it, every 11th document or piece of a long text, or fewer, so that it is less than a
+`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is
+the validation split. For FineWeb-Edu it is the first shard, as published; for your own text it is a
+sample of the whole: every 11th document (or piece of a long text), or fewer, so that it is less than a
 tenth and fits into a shard.
 
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
@@ -26,20 +26,20 @@ from plumbing import cli
 
 @dataclass
 class Options:
-    # What to make shards of
+    # The text
     dataset: str = "fineweb-edu"  # fineweb-edu (the hub's sample-10BT) or python-docs (needs no network)
     input: tuple[str, ...] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str = ""  # text between the documents of a .txt, as <|endoftext|>; by default a file is one document
+    separator: str = ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
-    # What the shards are
+    # The shards
     out_dir: str | None = None  # folder of the shards; by default edu_fineweb10B, python_docs or the first file's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
-    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the most that validation gets
+    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
 
-    # How the work is divided
+    # The work
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
 
@@ -83,7 +83,7 @@ EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
-MUCH_TEXT = 100_000_000  # training tokens from which on GPT-2 124M is worth its time
+MUCH_TEXT = 100_000_000  # with this many training tokens or more, GPT-2 124M is worth its time
 SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
 
 
@@ -135,10 +135,10 @@ def encode_pieces(enc, pieces):
 
 
 def encode_all(enc, batches, num_proc):
-    """(batch, tokens, ends) of each batch, in order, tokenized on `num_proc` cores.
+    """Yield (batch, tokens, ends) for each batch, in order, tokenized on `num_proc` cores.
 
-    A few threads do it themselves, as tiktoken releases the interpreter's lock. More than that would mostly wait for
-    this lock (records/2026-11-21-data-preparation), so each has a process do it.
+    A few threads tokenize themselves, because tiktoken releases the interpreter's lock. A larger number would mostly
+    wait for this lock (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
     """
     worker = threading.local()  # each thread's own function
 
@@ -169,17 +169,17 @@ def encode_all(enc, batches, num_proc):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-# what reading from or writing to a process raises if it is gone, also in the middle of a message
+# errors from reading or writing to a process that is gone, perhaps since the middle of a message
 ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
 
 
 def start_process(enc):
-    """A function that does what encode_pieces(enc, pieces) does, in a process of its own.
+    """Return a function that calls encode_pieces(enc, pieces) in a process of its own.
 
-    Not one of multiprocessing's: Ctrl-C reaches these while they start, and then the parent waits for ever.
+    multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever.
     """
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
-    command = [sys.executable, "-P", "-c", code]  # -P: what lies in the current folder is not imported
+    command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def ask(question):
@@ -275,7 +275,7 @@ class ValidationSample:
 
 
 def cut_batch(batch, tokens, ends, first, stop):
-    """(batch, tokens, ends) of the pieces from `first` to before `stop`."""
+    """(batch, tokens, ends) of the pieces from `first` up to, but not including, `stop`."""
     start, end = (int(ends[i - 1]) if i else 0 for i in (first, stop))
     return batch._replace(first_piece=batch.first_piece + first), tokens[start:end], ends[first:stop] - start
 
@@ -308,7 +308,7 @@ def cut_into_shards(stream, shard_size, skip=0):
 
 
 def prepare(options):
-    """Make the shards that `options` describe, or what is missing of them. Returns their folder."""
+    """Make the shards that `options` describe, or those of them that are missing. Returns their folder."""
     check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
@@ -339,7 +339,7 @@ def prepare(options):
 
 
 def plan(options, part, num_parts):
-    """(folder of the shards, sources of this part, hash of the names of all sources: the parts must share them)."""
+    """(folder of the shards, sources of this part, hash of all sources' names, which the parts must share)."""
     sources = documents.list_inputs(options.input)
     out_dir = options.out_dir
     if out_dir is None and options.input and os.path.isdir(options.input[0]):
@@ -443,8 +443,8 @@ def write_last_shard(writer, enc, last, sample):
 def announce_download(options, writer, sources, limit, num_proc):
     """Print how much FineWeb-Edu is still to come and how long it takes. Raises UserError if the disk is too small."""
     tokens_left = min(limit, EDU_TOKENS // writer.num_parts - writer.meta["tokens"])
-    # besides the shards, one file is on disk while it is read, the one before while its last rows are
-    # tokenized, and the next one as it is downloaded
+    # besides the shards, up to three files are on disk: one whose last rows are being tokenized, one that is
+    # being read, and one that is being downloaded
     largest = max(source.size for source in sources)
     check_disk_space(writer.folder, 2 * tokens_left + 3 * largest)
     minutes = f"about {tokens_left / num_proc / 60e6:.0f} minutes on {num_proc} cores"
@@ -472,7 +472,7 @@ def check_disk_space(folder, size):
 
 
 def fetch_pretokenized(options):
-    """The validation shard and the first `--pretokenized` training shards of FineWeb-Edu, as published."""
+    """Download FineWeb-Edu's validation shard and its first `--pretokenized` training shards, as published."""
     folder = shards.output_folder(options.out_dir, [], DATASETS["fineweb-edu"][0])
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     with lock_folder(folder):
@@ -532,7 +532,7 @@ def training_command(folder, lengths):
     steps = sum(lengths["train"]) // 2**19
     if steps > 18_000:  # the preset's 10B tokens
         return command
-    if sum(lengths["train"]) >= MUCH_TEXT:  # once over it, with the preset's share of warmup
+    if sum(lengths["train"]) >= MUCH_TEXT:  # one pass over the text, with the preset's share of warmup
         return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
     command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
     T = min(128, *(max(lengths[split], default=0) - 1 for split in ("train", "val")))

@@ -48,7 +48,7 @@ class Options:
     batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
 
 
-# what nanoGPT, transformers and lm-evaluation-harness call these
+# the names for these in nanoGPT, transformers and lm-evaluation-harness
 SYNONYMS = {
     "--model": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
     "--limit": "num-examples max-examples num-samples length",
@@ -59,7 +59,7 @@ SYNONYMS = {
 
 
 def parse_args(args=None):
-    """The Options of a command line. Raises UserError with all that is wrong with the flags."""
+    """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
     options = cli.parse(Options, args, synonyms=SYNONYMS)
     errors = cli.check_numbers(options, above_0=())
     if options.data and not os.path.exists(options.data):
@@ -70,7 +70,7 @@ def parse_args(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # before torch is imported, which takes seconds
+    cli.run(parse_args)  # before importing torch, which takes seconds
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 NUM_EXAMPLES = 10042  # lines of that file
 PAD_TO = 16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
 PADDING_SEGMENT = 5  # 0 is the context, 1 to 4 are the endings
-# positions whose logits are computed at a time, in float32 of 50,304 ids: 52 MB suit a CPU's caches best, and 412 MB
+# positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB
 # keep a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
@@ -178,7 +178,7 @@ def harness_text(example):
     """Context and endings, formatted like lm-evaluation-harness' task hellaswag (version 1.0).
 
     It capitalizes ctx_b, the begun sentence that the endings complete. If a file has only ctx,
-    ctx_b is taken to be what follows its last full stop, question mark or exclamation mark.
+    ctx_b is taken to be the text after its last full stop, question mark or exclamation mark.
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
@@ -201,8 +201,8 @@ def truncate(example, block_size):
     """Truncate (context, endings) to what a model with `block_size` positions can read.
 
     The last token of an ending is only predicted, never an input. Too long a context loses its oldest
-    tokens, as many as the longest ending requires; of too long an ending only the first `block_size`
-    tokens count.
+    tokens, as many as the longest ending requires; too long an ending counts only with its first
+    `block_size` tokens.
     """
     endings = [ending[:block_size] for ending in example.endings]
     longest = max(len(ending) for ending in endings)
@@ -252,7 +252,7 @@ def attention_mask(segment):
 
 
 class Stopped(Exception):
-    """Scoring was ended before it was done, as by a signal."""
+    """Scoring was stopped before it was complete, for example by a signal."""
 
 
 @torch.no_grad()
@@ -265,12 +265,12 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     """
     device = next(model.parameters()).device
     if batch_tokens == 0:
-        # a CPU's caches hold few rows; a GPU needs many to be busy
+        # a CPU's caches hold few rows; a GPU needs many to keep busy
         batch_tokens = 2**14 if device.type == "cuda" else 2**11
     rows = [truncate(example, model.config.block_size) for example in examples]
     lengths = np.array([[len(ending) for ending in endings] for _, endings in rows]).reshape(-1, 4)
     context_lengths = np.array([len(context) for context, _ in rows], dtype=int)
-    row_lengths = context_lengths + lengths.sum(1) - 4  # of each ending the last token is not read
+    row_lengths = context_lengths + lengths.sum(1) - 4  # the last token of each ending is not read
     # longest first: memory use peaks early, and rows of similar length share a batch
     order = np.argsort(-row_lengths, kind="stable")
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
@@ -344,7 +344,7 @@ class Counts(NamedTuple):
 def evaluate(model, examples, n_vocab, rank=0, world_size=1, **options):
     """The Counts on this rank's share of the rendered examples: every `world_size`-th, starting at `rank`.
 
-    If `stop` ends it, the Counts are of no examples. For the other options see `score`.
+    If `stop` ends the scoring, all Counts are 0. For the other options see `score`.
     """
     local = examples[rank::world_size]
     labels = np.array([example.label for example in local], dtype=int)
@@ -394,7 +394,7 @@ def print_accuracies(examples, predictions):
     number = cli.count(len(examples), "example")
     num_derived = sum("ctx_b" not in example for example in examples)
     if num_derived:
-        print(f"note: {num_derived:,} have no ctx_a and ctx_b, which were made of their ctx.", file=sys.stderr)
+        print(f"note: {num_derived:,} lacked ctx_a and ctx_b, which were derived from ctx.", file=sys.stderr)
     print(f"lm-evaluation-harness (cleaned text, acc_norm by characters), {number}:")
     print(summary(predictions["harness"][:, [0, 2]] == labels, errors=True))
     print(f"build-nanogpt (ctx as it is, acc_norm by tokens), {number}:")

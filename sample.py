@@ -44,7 +44,7 @@ class Options:
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
 
 
-# what nanoGPT, transformers and others call these
+# the names for these in nanoGPT, transformers and others
 SYNONYMS = {
     "Give the text in quotes, without a flag.": "prompt start text input",
     "--model": "out-dir init-from model-name-or-path model-type model-path checkpoint ckpt",
@@ -74,7 +74,7 @@ def parse_args(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # before torch is imported, which takes seconds
+    cli.run(parse_args)  # before importing torch, which takes seconds
 
 import torch
 
@@ -158,7 +158,7 @@ def render_prompt(messages, enc):
 
     if tokenizer.has_chat_tokens(enc):
         return smoltalk.render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
-    # a model without role markers gets the conversation as plain text, like what it was trained on
+    # a model without role markers gets the conversation as plain text, like its training data
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
     return [enc.eot_token, *enc.encode_ordinary(text + "Assistant:")]
 
@@ -251,7 +251,7 @@ def export(model, enc, options):
 
 
 def sample_for_card(model, enc, options, prompt):
-    """Return a text of at most 100 tokens that the model has written; a chat model answers the prompt."""
+    """Return a text of at most 100 tokens written by the model; a chat model answers the prompt."""
     options = dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, 100))
     generator = torch.Generator(next(model.parameters()).device).manual_seed(options.seed)
     ids, shown, stop_ids = enc.encode_ordinary(prompt) or [enc.eot_token], prompt, ()

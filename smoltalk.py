@@ -28,7 +28,7 @@ from plumbing import cli
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # JSON lines of conversations: files (.jsonl, .gz, .zst), folders or globs; or SmolTalk
+    input: tuple[str, ...] = ()  # JSON lines of conversations: files (.jsonl, .gz, .zst), folders, globs; else SmolTalk
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
     init_from: str = ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
@@ -101,7 +101,7 @@ def find_fault(messages):
 
 
 def render_conversation(messages, enc):
-    """(ids, mask) of a conversation; `enc` is a tokenizer with role markers, as "gpt2+chat".
+    """(ids, mask) of a conversation; `enc` is a tokenizer with role markers, such as "gpt2+chat".
 
     The mask is 1 on the assistant's text and the <|end|> that closes it. A prompt for the next answer also needs
     the id of <|assistant|> at its end.
@@ -137,7 +137,7 @@ def pack(conversations, max_length):
     begins.
     """
     rng = random.Random(0)
-    blocks, free = [], []  # of each open block: its conversations, and the tokens it can still take
+    blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
 
     def close(number):
         free.pop(number)
@@ -162,7 +162,7 @@ def pack(conversations, max_length):
 
 
 def write_blocks(writer, blocks, max_length, enc):
-    """Write a shard and, first, its mask: without that, every token would count as a target."""
+    """Write a mask, then its shard: if the mask were missing, every token would count as a target."""
     pad_id = enc.encode_single_token("<|end|>")
     # one token more than the blocks: the target of the last position of the last block
     tokens = np.full(len(blocks) * max_length + 1, pad_id, dtype=np.uint16)

@@ -2,8 +2,8 @@
 
     enc = get_encoding("gpt2")         # OpenAI's 50,257 ids, downloaded once
     enc = get_encoding("bytes")        # 256 bytes and <|endoftext|>; no network
-    enc = get_encoding("my.tiktoken")  # what this file trained
-    enc = get_encoding("gpt2+chat")    # any of them with a chat's role markers
+    enc = get_encoding("my.tiktoken")  # trained with the commands below
+    enc = get_encoding("gpt2+chat")    # any of them, with a chat's role markers
 
 Train your own byte-level BPE for fineweb.py and smoltalk.py:
 
@@ -123,7 +123,7 @@ def with_chat(enc):
 
 
 def has_chat_tokens(enc):
-    """Whether the tokenizer has role markers, i.e. the model was fine-tuned on conversations."""
+    """Whether the tokenizer has role markers, that is, whether its model was fine-tuned on conversations."""
     return all(token in enc._special_tokens for token in CHAT_TOKENS)
 
 
@@ -158,7 +158,7 @@ def save_for_folder(enc, folder):
 def write_encoding(enc, path):
     """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it: both, or neither.
 
-    Files that are there already must hold the same.
+    Existing files must have the same contents.
     """
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.loads(header) | {"sha256": sha256(ranks)}
@@ -194,7 +194,7 @@ def read_encoding(path):
         if fields["sha256"] != sha256(ranks):
             raise ValueError(f"the checksum in {path}.json is not that of its tokens")
         return loads(json.dumps(fields) + "\n" + ranks)
-    except (ValueError, LookupError, TypeError) as error:  # includes what is not ASCII
+    except (ValueError, LookupError, TypeError) as error:  # bytes that are not ASCII, too
         raise cli.UserError(
             f"{path} is damaged, or was not made by tokenizer.py: {cli.plain(error)}. "
             "Copy it again or make a new one with tokenizer.py."
@@ -269,7 +269,7 @@ def encode_text(enc, text):
 
 
 def token_bytes(enc):
-    """The number of bytes of each id, 0 for special tokens, (n_vocab,): what a loss in bits per byte divides by."""
+    """The number of bytes of each id, 0 for special tokens, (n_vocab,), to convert losses to bits per byte."""
     num_bytes = np.zeros(enc.n_vocab, dtype=np.int64)
     for token, i in enc._mergeable_ranks.items():
         num_bytes[i] = len(token)
@@ -326,7 +326,7 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
 
 
 def digest(enc):
-    """Return a hash of all that a tokenizer is made of, except its name."""
+    """Return a hash of everything in a tokenizer except its name."""
     return sha256(dumps(copy_encoding(enc, "", enc._special_tokens)))
 
 
@@ -345,7 +345,7 @@ def last_merge(token, ranks):
 
 
 def read_texts(patterns, text_column):
-    """The text of all inputs that match `patterns`; a UserError if there is none."""
+    """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
     sources = documents.list_inputs(patterns)
     is_empty = True
     with tempfile.TemporaryDirectory() as folder:

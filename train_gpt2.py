@@ -1,10 +1,10 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
     python train_gpt2.py --preset quickstart   # a laptop: three minutes
-    python fineweb.py                          # the data of GPT-2 124M, and
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # 8 GPUs for it
+    python fineweb.py                          # prepare the data for GPT-2 124M
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # then train it on 8 GPUs
 
-(On one GPU: python train_gpt2.py.) A preset holds the defaults of all other flags:
+(On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
 
     gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's
                   hyperparameters; the default
@@ -14,10 +14,10 @@
     speedrun      gpt2's architecture on half as many tokens, with Muon and
                   another schedule
     quickstart    a small model of bytes, on Python's own documentation
-    chat          fine-tunes the model of --init-from on conversations that
-                  smoltalk.py has prepared
+    chat          fine-tunes the model given by --init-from on conversations
+                  prepared by smoltalk.py
 
-A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (what was run, and where),
+A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
 continues a run that was stopped, was killed or has crashed, on any number of GPUs.
 
@@ -65,7 +65,7 @@ class TrainConfig:
     vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's, in multiples of 64
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    batch_size: int = 64  # B, sequences per rank and micro-step, at most: lowered until they fit
+    batch_size: int = 64  # B, the most sequences per rank and micro-step; lowered until they fit
     sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
@@ -91,13 +91,13 @@ class TrainConfig:
     val_tokens: int = 10 * 2**20  # validation tokens, the same ones every time
     hellaswag_every: int = 250  # steps between HellaSwag scores
     hellaswag_limit: int = 0  # examples to score; 0: all
-    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # its examples; downloaded if missing
+    hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples; downloaded if missing
     sample_every: int = 250  # steps between samples
     sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue, or answer
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
-    keep_best: bool = False  # keep the weights of the best validation as model_best.pt
+    keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
     wandb: str = ""  # Weights & Biases project in which to mirror the log
 
 
@@ -122,7 +122,7 @@ PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRES
 
 
 def parse_args(args=None, inherited=None):
-    """Parse a command line into a TrainConfig: flags override the settings `inherited`, and those the preset's."""
+    """Parse a command line into a TrainConfig. Flags override `inherited` settings, which override the preset's."""
     presets = {name: dataclasses.replace(preset, **inherited or {}) for name, preset in PRESETS.items()}
     return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
@@ -153,7 +153,7 @@ class GPTConfig:
     """The five numbers that define the shape of a GPT-2."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64: the largest matmul is faster
+    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64, which makes the largest matmul faster
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -184,7 +184,7 @@ class CausalSelfAttention(nn.Module):
         if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
         else:
-            y = kernels.attention_on_cpu(q, k, v, **options)  # the same
+            y = kernels.attention_on_cpu(q, k, v, **options)  # the same attention, faster on CPUs
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -226,7 +226,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # multiply by the output layer in float8 where only the loss is wanted
+        self.float8_lm_head = False  # multiply by the output layer in float8 when only the loss is needed
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -249,7 +249,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def hidden_states(self, idx, pos=None, attn_mask=None, cache=None):
-        """Token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
+        """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
         pos: position ids (B, T), default 0, 1, 2, ...; attn_mask: (B, 1, T, T), True where a token may attend,
         default causal; cache: a KVCache of the tokens before idx.
@@ -268,10 +268,10 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def forward(self, idx, targets=None, return_logits=True):
-        """Token ids (B, T) to (logits, loss): logits (B, T, vocabulary), loss the mean over the targets.
+        """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary) and the mean loss over the targets.
 
-        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False returns None in place of the logits,
-        which take the most memory of all, for a caller that wants only the loss.
+        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False is for callers that need only the loss:
+        it returns None in place of the logits, which take more memory than anything else.
         """
         x = self.hidden_states(idx)
         if targets is None:
@@ -320,11 +320,11 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state(cls, shape, weights):
-        """The GPT with the fields `shape` of a GPTConfig and the state dict `weights`, whose tensors it keeps."""
-        with torch.device("meta"):  # without memory for weights that are replaced at once
+        """Make a GPT from GPTConfig's fields, `shape`, and the state dict `weights`, whose tensors are not copied."""
+        with torch.device("meta"):  # allocate no memory for weights that are replaced at once
             model = cls(GPTConfig(**shape))
         checkpoint.load_weights(model, weights)
-        model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
+        model.lm_head.weight = model.transformer.wte.weight  # loading the two has untied them
         return model
 
     @classmethod
@@ -354,7 +354,7 @@ class KVCache:
 
 
 def load_model(source):
-    """(GPT, tokenizer) of a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's folder (its newest)."""
+    """Load (GPT, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest checkpoint."""
     shape, weights, enc = checkpoint.load_model_state(source)
     return GPT.from_state(shape, weights), enc
 
@@ -390,8 +390,8 @@ class DataLoaderLite:
 
     The shards of a split are cut into windows of T tokens at multiples of T (a tail shorter than T is dropped).
     All windows are visited in one global order, epoch after epoch: file order, or a permutation seeded by seed
-    and epoch. Each call consumes the next B * world_size windows, of which rank r reads the B starting at r * B.
-    A step thus sees the same windows whatever B and the ranks, and one number, `position`, is the loader's progress.
+    and epoch. Each call consumes the next B * world_size windows, and rank r reads the B of them starting at r * B.
+    A step thus sees the same windows whatever B and the number of ranks, and `position` alone records the progress.
     """
 
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
@@ -402,10 +402,10 @@ class DataLoaderLite:
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
         # a window has T targets, so T + 1 tokens
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]
-        self.first_window = np.cumsum([0, *windows])  # of each shard
+        self.first_window = np.cumsum([0, *windows])  # the number of each shard's first window
         self.num_windows = int(self.first_window[-1])
         shards.check_not_empty(self.num_windows, folder, split, T)
-        self.position = 0  # in windows of the global order
+        self.position = 0  # windows of the global order read so far
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
 
@@ -446,25 +446,25 @@ class DataLoaderLite:
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
         tokens = tokens.long()
-        # subtle: a slice of one row would keep the stride T + 1, for which torch.compile compiles once more
+        # subtle: a slice of one row would keep the stride T + 1, and torch.compile would compile again for it
         x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
 
     def count_targets(self, num_windows):
-        """How many targets the next num_windows windows of the global order hold, over all ranks."""
+        """Count the targets in the next num_windows windows of the global order, over all ranks."""
         if not self.masks:
             return num_windows * self.T
         return max(1, int(self.gather(self.masks, self.position + np.arange(num_windows))[:, 1:].sum()))
 
     def describe(self, positions):
-        """Where windows of the global order are: "x_train_000001.npy token 2048, ..."."""
+        """Say where windows of the global order are stored: "x_train_000001.npy token 2048, ..."."""
         places = zip(*self.locate(np.array(positions)))
         return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
 
     def state_dict(self):
-        """The position, and the data and T that it belongs to."""
+        """The position, and the data and T that it refers to."""
         data = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
         return {"position": self.position, **data}
 
@@ -521,9 +521,9 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
-    Not for embeddings, the output layer or vectors. The parameters of a group have one shape, and each of them is a
-    stack of `split` matrices (3 for the fused query, key and value). All matrices of a group are orthogonalized as one
-    batch, of which each rank does its share.
+    Not for embeddings, the output layer or vectors. All parameters of a group have the same shape, and each is a stack
+    of `split` matrices (3 for the fused query, key and value). All matrices of a group are orthogonalized as one
+    batch, shared out among the ranks.
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -543,8 +543,8 @@ class Muon(torch.optim.Optimizer):
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
             rows, cols = params[0].size(0) // group["split"], params[0].size(1)
             matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
-            updates = self.orthogonalize_over_ranks(matrices).float().view(len(params), -1, cols)  # as the parameters
-            # so that tall and square matrices change their outputs by similar amounts
+            updates = self.orthogonalize_over_ranks(matrices).float().view(len(params), -1, cols)  # one per parameter
+            # scaled so that tall and square matrices change their outputs by similar amounts
             lr = group["lr"] * max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates), alpha=-lr)
@@ -576,7 +576,7 @@ def configure_optimizers(model, config):
             groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1, "peak_lr": config.muon_lr})
             taken.update(matrices)
         optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
-    rest = [p for p in model.parameters() if p not in taken]  # tied weights once
+    rest = [p for p in model.parameters() if p not in taken]  # tied weights appear once
     # weight decay for matrices and embeddings, not for biases and norms
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay, "peak_lr": config.max_lr},
@@ -610,7 +610,7 @@ def wrap(raw_model, compiled, world):
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
         gpus = [world.local_rank] if world.device_type == "cuda" else None
-        # 100 MB: at the default of 25, cuts between a LayerNorm and its matmul make a float32 copy of its output
+        # at the default of 25 MB, cuts between a LayerNorm and its matmul make a float32 copy of the norm's output
         model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
@@ -631,8 +631,8 @@ def fit_to_machine(raw_model, config, world):
 def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
     """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
 
-    None if a rank has received one of the `signals` to stop. Bits per byte compare between tokenizers. Grad mode stays
-    enabled, though there is no backward pass, so that the graph compiled for training is reused.
+    None if a rank has received one of the `signals` to stop. Bits per byte can be compared between tokenizers. Grad
+    mode stays enabled, though there is no backward pass, so that the graph compiled for training is reused.
     """
     loader.position, B = 0, loader.B
     sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
@@ -654,7 +654,7 @@ def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
 
 
 def evaluate_hellaswag(raw_model, examples, enc, signals, world):
-    """The Counts over all rendered HellaSwag examples, of which each rank scores its share; None after a signal."""
+    """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
     with world.autocast(), distributed.disable_cudnn_attention():
         share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
         counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
@@ -663,9 +663,9 @@ def evaluate_hellaswag(raw_model, examples, enc, signals, world):
 
 
 def generate_samples(raw_model, enc, config, world):
-    """Four continuations of the prompt, as text, or answers to it in chat fine-tuning.
+    """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it.
 
-    They have a random generator of their own, so that the samples of different steps compare.
+    They have a random generator of their own, so that the samples of different steps can be compared.
     """
     text = config.sample_prompt
     ids = enc.encode_ordinary(text) or [enc.eot_token]
@@ -720,7 +720,7 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     # the only host-device synchronization in a step (float16's scaler adds its own); it sums the ranks' signals, too
     loss_sum, signalled = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    # float16: where gradients overflow, on all ranks alike, no optimizer takes a step, and the scaler lowers its scale
+    # float16: after an overflow, which all ranks see alike, no optimizer takes a step, and the scaler lowers its scale
     scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_can_skip):
         windows = [position + i * B + row for i in world.find_not_finite(losses) for row in range(B)]
@@ -753,7 +753,7 @@ def load_data(config, world):
 
 
 def load_or_make_model(config, enc, fingerprints, world):
-    """(GPT, the checkpoint's dict) of a run that is resumed or branches off; (GPT, None) of a new one."""
+    """Return (GPT, the checkpoint's dict) for a run that resumes or branches off, (GPT, None) for a new one."""
     start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
@@ -765,7 +765,7 @@ def load_or_make_model(config, enc, fingerprints, world):
 
 
 def training_state(raw_model, optimizers, scaler, loader):
-    """What a run needs to resume exactly, besides the step, which `Run.save` adds."""
+    """Return everything that an exact resume needs except the step, which `Run.save` adds."""
     return {
         "model": raw_model.state_dict(),
         "optimizer": [optimizer.state_dict() for optimizer in optimizers],
@@ -794,7 +794,7 @@ def train(config, world, lock):
     fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, saved):  # it has printed that
+    if runs.is_finished(config, saved):  # it has printed a note
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = runs.dtype_of(config, saved)
@@ -814,21 +814,21 @@ def train(config, world, lock):
     if saved:
         restore_state(saved, optimizers, scaler, loader)
 
-    # a checkpoint has all that its model needs, including the tokenizer
+    # a checkpoint contains everything that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
-    # opens the run's folder, and from here on signals stop the run at the end of a step
+    # Run opens the run's folder; from here on, signals stop the run at the end of a step
     with runs.Run(config, world, lock, start_step, saved, metadata) as run:
-        signals, saved = run.signals, None  # None frees gigabytes
+        signals, saved = run.signals, None  # dropping `saved` frees gigabytes
         run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
         gc.collect()
-        gc.freeze()  # what is allocated by now lives to the end of the run: exclude it from garbage collection
+        gc.freeze()  # objects allocated so far live to the end of the run: exclude them from garbage collection
 
-        # one turn more than steps: evaluations at step N see the weights after N updates, the last one included
+        # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
         for step in range(start_step, max_steps + 1):
             if not stopping and is_due(step, config.val_every, max_steps):
                 losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, signals, world)
@@ -846,7 +846,7 @@ def train(config, world, lock):
             if ends or any(
                 is_due(step, every, max_steps) for every in (config.checkpoint_every, config.milestone_every)
             ):
-                run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied at once
+                run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied before it returns
             if ends:
                 break
 
@@ -871,7 +871,7 @@ def main(args=None):
     world.check_agreement(runs.facts_for_all_ranks(config))
     with runs.claim(config, world) as lock:
         status = train(config, world, lock)
-    distributed.cleanup_distributed()  # not after an error: it waits for ranks that wait for this one
+    distributed.cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
     sys.exit(status)
 
 

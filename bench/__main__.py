@@ -6,13 +6,13 @@
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
     python -m bench sample      generate, a loop without a cache, transformers
-    python -m bench gpu         everything that a GPU is asked, in order
+    python -m bench gpu         all questions for a GPU, one after the other
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
 of them alike. A ratio is the median over the rounds of reference / ours. --json FILE saves the numbers.
 
-gpu adds each answer to --out/answers.jsonl as a line of JSON, and starts nothing that needs longer than what is left
-of --minutes. Repeat the command to go on; delete a line to ask it again.
+gpu adds each answer to --out/answers.jsonl as a line of JSON, and starts nothing that would exceed --minutes. Repeat
+the command to continue; delete a line to ask its question again.
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ class Options:
 
     what: tyro.conf.Positional[str] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of activations, for every side
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of activations, for every side
     json: str = ""  # write the numbers to this file
-    rounds: int = 0  # rounds in which each side runs once; 0: 20 of train, 5 of the others
+    rounds: int = 0  # rounds in which each side runs once; 0: 20 for train, 5 for the others
     # train, ladder and gpu, and the shape of the model elsewhere; 0: the preset's
-    preset: str = ""  # of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
+    preset: str = ""  # a preset of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
     steps: int = 0  # train: steps per round; 0: about half a second of them
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
     peer: str = ""  # train, gpu: a nanoGPT checkout, whose model.py is imported and trained
-    batch_size: int = 0  # B, sequences per micro-step (of sample: sequences at a time)
+    batch_size: int = 0  # B, sequences per micro-step (sample: sequences at a time)
     sequence_length: int = 0  # T, tokens per sequence
     total_batch_size: int = 0  # tokens per step
     n_layer: int = 0  # blocks
@@ -56,9 +56,9 @@ class Options:
     # gpu
     out: str = "gpu_log"  # folder of the answers and raw logs
     minutes: float = 9.0  # time budget: start nothing that would exceed it
-    shards: str = "python_docs"  # text to train on, 10M or more of GPT-2's tokens; default the built-in corpus
+    shards: str = "python_docs"  # shards to train on, 10M or more of GPT-2's tokens; default the built-in corpus
     hellaswag: str = ""  # HellaSwag's examples, which the runs on text then score
-    build_nanogpt: str = ""  # a build-nanogpt checkout, run as published but for its data and number of steps
+    build_nanogpt: str = ""  # a build-nanogpt checkout, run as published except for its data and number of steps
 
 
 def parse_args(args=None):

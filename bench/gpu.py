@@ -1,8 +1,8 @@
-"""Everything that a GPU is asked, the most important first; the answers are lines of --out/answers.jsonl.
+"""The questions for a GPU, the most important first; the answers are lines of --out/answers.jsonl.
 
 GPT-2 124M at 524,288 tokens a step, unless the flags say otherwise: what train_gpt2.py itself reaches, where a step's
 time goes and what its matmuls reach, the Triton kernel for the loss, float8, other programs on the same GPU, HellaSwag
-and sampling, settings one by one, losses on real text, and at last the ladder.
+and sampling, settings one by one, losses on real text, and finally the ladder.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ from train_gpt2 import PRESETS, TrainConfig
 
 
 class Questions:
-    """What the questions share; each is a method that returns a dict of numbers."""
+    """The questions, each a method that returns a dict of numbers, and the settings that they share."""
 
     def __init__(self, options, config, deadline):
         self.options, self.config, self.deadline = options, config, deadline
         self.out, self.device = Path(options.out).resolve(), options.device
 
     def machine(self):
-        """The machine and its versions."""
+        """The machine and its software versions."""
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw,power.limit", "--format=csv"]
         found = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
         facts = machine(self.device) | {"cudnn": torch.backends.cudnn.version(), "nvidia-smi": found}
@@ -70,7 +70,7 @@ class Questions:
         return {"flops_per_s": rates}
 
     def triton_kernel(self, num_rows=65536, compared=256):
-        """Errors of the Triton kernel's last rows relative to float64; their offsets do not fit into 32 bits."""
+        """Errors relative to float64 in the Triton kernel's last rows, whose offsets do not fit into 32 bits."""
         torch.manual_seed(0)
         targets = torch.randint(50257, (num_rows,), device=self.device)
         targets[::5] = -100
@@ -94,7 +94,7 @@ class Questions:
         return rate(make(self.config, self.out, *args))
 
     def build_nanogpt(self):
-        """build-nanogpt as published, on random shards, 12 steps, and with 4 examples of HellaSwag."""
+        """build-nanogpt as published, on random shards, for 12 steps, and with 4 examples of HellaSwag."""
         folder, output = self.out / "build-nanogpt", self.out / "build-nanogpt.txt"
         for name in ("edu_fineweb10B", "hellaswag"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Questions:
         return numbers | {stream: log.get(stream, {}) for stream in ("train", "val", "hella")}
 
     def run_child(self, command, output, cwd=ROOT):
-        """What another program prints, which the file `output` keeps; raises RuntimeError if it fails."""
+        """Run another program; return its output, which the file `output` keeps. RuntimeError if it fails."""
         with open(output, "w", encoding="utf-8") as log:
             left = self.deadline + 30 - time.monotonic()
             child = subprocess.run(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT, timeout=left)
@@ -199,7 +199,7 @@ def questions(q):
 
 
 def run(options):
-    """Ask what has no answer yet, in order, as long as there is time."""
+    """Ask the questions that have no answer yet, in order, while there is time."""
     deadline = time.monotonic() + 60 * options.minutes
     q = Questions(options, steps.make_settings(options), deadline)
     q.out.mkdir(parents=True, exist_ok=True)

@@ -64,8 +64,8 @@ def interleave(sides, rounds, device, warmups=1):
 def report(options, measured, work, unit, ours=None, **extra):
     """Print a table of `interleave`'s results; write the numbers to --json and return them.
 
-    work: how much of `unit` a call does, e.g. tokens, or {side: how much}; ours: the side that the others are compared
-    with, by default the first.
+    work: the number of units in a call, e.g. tokens, or {side: that number}; ours: the side that the others are
+    compared with, by default the first.
     """
     ours = ours or next(iter(measured))
     work = work if isinstance(work, dict) else dict.fromkeys(measured, work)

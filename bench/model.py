@@ -9,7 +9,7 @@ from train_gpt2 import GPT, IGNORE_INDEX, CausalSelfAttention
 
 
 class BenchGPT(GPT):
-    """GPT whose loss may come from the Triton kernel, and which may return logits that nobody wants."""
+    """GPT whose loss may come from the Triton kernel, and which may return logits that nobody uses."""
 
     def __init__(self, config, triton_loss=False, return_logits=False):
         super().__init__(config)
@@ -59,7 +59,7 @@ class TritonLoss(torch.autograd.Function):
         return grad_x.to(ctx.dtypes[0]), grad_weight.to(ctx.dtypes[1]), None
 
 
-# Custom operators, so that torch.compile calls the kernel as it is. They import triton, which only CUDA builds bring
+# Custom operators, so that torch.compile calls the kernel as it is. They import triton, which only CUDA builds have
 
 
 @torch.library.custom_op("train_gpt2::cross_entropy_in_place", mutates_args=["logits"])

@@ -30,7 +30,7 @@ def family_of(kernel):
 
 
 def profile(side):
-    """{kernel, on a CPU operator: its seconds} in one call of a side, the longest first."""
+    """{kernel (on a CPU, operator): its seconds} in one call of a side, the longest first."""
     cuda, activity = side.world.device_type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
         side()

@@ -72,7 +72,7 @@ def random_shards(folder, config, num_windows=256):
 
 
 class Side:
-    """What the sides have in common: a call makes `steps` optimizer steps and returns the last one's loss."""
+    """The common part of all sides: a call makes `steps` optimizer steps and returns the last one's loss."""
 
     def __init__(self, config):
         self.config, self.steps, self.step = config, 1, 0
@@ -160,7 +160,7 @@ def transformers_model(shape):
 
 
 def make_transformers(config, folder, fused=None):
-    """transformers' GPT-2 with our settings and AdamW; fused=None: torch's default in place of one kernel."""
+    """transformers' GPT-2 with our settings and AdamW; fused=None: torch's default, which is not one kernel."""
     model = transformers_model(config).to(config.device)
     (optimizer,) = train_gpt2.configure_optimizers(model, config)
     for group in optimizer.param_groups:
@@ -224,7 +224,7 @@ def train(options):
 
 FLOAT32 = dict(dtype="float32", tf32=False, compile=False, plain_attention=True, vocab_size=50257)
 FLOAT32 |= dict(fused_adamw=False, bfloat16_residual=False, return_logits=True)
-RUNGS = {  # what each changes, in the order of build-nanogpt's lecture; 50304 is the next multiple of 128
+RUNGS = {  # the changes, in the order of build-nanogpt's lecture; 50304 is the next multiple of 128
     "float32": {},
     "TF32": dict(tf32=True),
     "bfloat16 autocast": dict(dtype="bfloat16"),
@@ -237,7 +237,7 @@ RUNGS = {  # what each changes, in the order of build-nanogpt's lecture; 50304 i
 
 
 def make_rungs(options):
-    """{rung: its Settings}, each with what those before it have: the rungs that exist on this device."""
+    """{rung: its Settings} for the rungs that exist on this device; each has the changes of those before it."""
     cuda = options.device.startswith("cuda")
     # the lecture's B of 16 on a GPU, a small GPT on a CPU
     shape = dict(batch_size=16) if cuda else dict(n_layer=4, n_head=6, n_embd=384, batch_size=1, sequence_length=512)
@@ -256,7 +256,7 @@ def make_rungs(options):
 
 
 def ladder(options):
-    """What each optimization adds to the training step, each on top of those before it."""
+    """Measure what each optimization adds to the training step, on top of those before it."""
     settings, rungs = make_rungs(options), {}
     config = settings["float32"]
     print(f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, T {config.sequence_length}")

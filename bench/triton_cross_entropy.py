@@ -1,6 +1,6 @@
 """Cross-entropy as a Triton kernel: one program per row, which reads its logits twice and writes their gradient.
 
-`kernels.py` imports it only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
+`model.py` imports this file only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
 environment the kernel runs on a CPU, for tests.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG_2 = tl.constexpr(math.log(2))
-# 1,024 threads, each of which loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
+# 1,024 threads; each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
 # multiprocessor, so the rows in progress (26 MB on an H200) are still in the L2 cache when they are read again
 WARPS, PER_THREAD = 32, 8
 

@@ -1,1 +1,1 @@
-"""What you need not read to understand the training: files, processes, downloads, the command line."""
+"""Files, processes, downloads and the command line: not needed to understand the training."""

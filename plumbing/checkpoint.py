@@ -1,4 +1,4 @@
-"""Find, read and write checkpoints, and read the weights that other programs have saved."""
+"""Find, read and write checkpoints, and read weights saved by other programs."""
 
 import contextlib
 import json
@@ -40,9 +40,9 @@ def step_of(path):
 
 
 def newest_checkpoint(source, for_resume=True):
-    """The newest intact checkpoint in a folder, as a dict; or the one that `source` is. None if there are none.
+    """Load the newest intact checkpoint in a folder, or the file `source` itself, as a dict. None if there are none.
 
-    Reports the damaged ones that it skips. Raises UserError if all are.
+    Reports the damaged ones that it skips. Raises UserError if all are damaged.
     """
     if Path(source).is_file():
         return load_checkpoint(source, for_resume)
@@ -61,12 +61,12 @@ def newest_checkpoint(source, for_resume=True):
 
 
 def load_checkpoint(path, for_resume=False):
-    """Load a checkpoint's dict onto the CPU. for_resume: require all that resuming needs."""
+    """Load a checkpoint's dict onto the CPU. for_resume: require everything that resuming needs."""
     return check_content(path, read_pickle(path), for_resume)
 
 
 def check_content(path, content, for_resume=False):
-    """The dict `content` of the file `path`, if it is a whole checkpoint; its shape is that of its weights."""
+    """Return the dict `content` of the file `path` if it is a whole checkpoint, with the shape of its weights."""
     kinds = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
     if for_resume:
         kinds |= {"optimizer": list, "scaler": dict, "loader": dict}
@@ -75,13 +75,13 @@ def check_content(path, content, for_resume=False):
         remedy = "To start a new run from weights alone, use --init-from." if for_resume else NOT_OURS
         raise UserError(f"{path} is not a whole checkpoint of train_gpt2.py: it has {missing}. {remedy}")
     content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
-    return {"val_loss": None, "best_val_loss": None} | content  # older ones may lack these
+    return {"val_loss": None, "best_val_loss": None} | content  # older checkpoints may lack these
 
 
 def peek_settings(*sources):
     """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
 
-    No weights are read, and what is wrong with a file is said when it is loaded.
+    No weights are read; errors in a file are reported when it is loaded.
     """
     for path in map(Path, sources):
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
@@ -98,7 +98,7 @@ def read_pickle(path):
     """The dict in a file written by torch.save. Only tensors and plain data are read, so no file can run code."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()  # the checksums, which torch.load does not look at
+            damaged = archive.testzip()  # the checksums, which torch.load does not check
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         with warnings.catch_warnings(action="ignore"), allow_peer_config():
@@ -121,10 +121,10 @@ def read_pickle(path):
 
 
 def load_weights(model, weights):
-    """Make a state dict the weights of `model`, without copying them. UserError unless they fit."""
+    """Use a state dict's tensors as the weights of `model`, without copying. Raises UserError unless they fit."""
     try:
         model.load_state_dict({name: weight.contiguous() for name, weight in weights.items()}, assign=True)
-    except RuntimeError as error:  # which lists what is missing, unexpected or of another shape, one to a line
+    except RuntimeError as error:  # it lists missing, unexpected and differently shaped weights, one per line
         reason = " ".join(str(error).splitlines()[1:2]).strip(" \t.")
         raise UserError(f"The weights are not those of a GPT-2: {reason}. Use another model.") from None
 
@@ -144,7 +144,7 @@ def model_tokenizer(checkpoint):
 
 
 def load_model_state(source):
-    """(shape, weights, tokenizer) of a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest."""
+    """Load (shape, weights, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint or a run's newest one."""
     path = Path(source)
     if path.exists() and not path.is_dir():
         content = read_pickle(path)
@@ -174,17 +174,17 @@ def load_model_state(source):
 
 
 class PeerConfig:
-    """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints: only its fields."""
+    """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints, and has only its fields."""
 
 
 def allow_peer_config():
-    """Let torch.load read that class under the names it may have. It makes PeerConfig objects, and runs no code."""
+    """Let torch.load read build-nanogpt's GPTConfig, under any of its names, as a PeerConfig, without running code."""
     names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
     return torch.serialization.safe_globals([(PeerConfig, name) for name in names])
 
 
 def peer_model_state(path, content):
-    """(shape, weights, tokenizer) of a checkpoint of nanoGPT or build-nanogpt, which both keep GPT-2's names."""
+    """(shape, weights, tokenizer) of a checkpoint written by nanoGPT or build-nanogpt, which keep GPT-2's names."""
     config = content["model_args"] if "model_args" in content else vars(content["config"])
     weights = {
         re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight.float()  # the prefixes of DDP and torch.compile
@@ -217,7 +217,7 @@ def peer_model_state(path, content):
 
 
 def check_tokenizer(model_enc, enc, data):
-    """Raise UserError unless the shards in `data`, made with tokenizer `enc`, are of the model's tokenizer."""
+    """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own."""
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
         raise UserError(
             f"The shards in {data} were made with tokenizer {enc.name}, but the model uses {model_enc.name}. "
@@ -257,7 +257,7 @@ def resize(shape, weights, block_size, vocab_size):
 def load_initial_weights(config, preset, enc):
     """{"config": shape, "model": weights} of --init-from, fitted to the run's block size and tokenizer.
 
-    preset: the TrainConfig of --preset. A shape flag that differs from it was given by the user, and must agree.
+    preset: the TrainConfig of --preset. Shape flags that differ from it are the user's, and must match the model.
     """
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)
@@ -307,7 +307,7 @@ class CheckpointWriter:
         self.pending.append(self.executor.submit(self.write_one, self.out_dir / BEST, self.copy(checkpoint)))
 
     def copy(self, checkpoint):
-        """A copy on the CPU, which further training cannot change. The file then has tied weights once."""
+        """Copy a checkpoint to the CPU, where further training cannot change it; tied weights are copied once."""
         model = {name: weight for name, weight in checkpoint["model"].items() if name != "lm_head.weight"}
         copied = self.copy_to_cpu(checkpoint | {"model": model})
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What all programs here share: flags from a dataclass, one-line errors, a console that may fail.
+"""Shared by all programs here: flags from a dataclass, one-line errors, a console that may fail.
 
 A program declares its options as a dataclass, one line per field, and ends in
 
@@ -9,7 +9,7 @@ A program declares its options as a dataclass, one line per field, and ends in
 line or, if there is none, the comment above it. Any other comment is a heading for the fields below it.
 
 A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and
-exits with status 2. So does an OSError about a file. Any other exception keeps its traceback.
+exits with status 2. It does the same for an OSError about a file. Any other exception keeps its traceback.
 
 Importing torch takes seconds. A program that needs it runs its parser once above that import, so that --help and a
 mistyped flag are answered at once.
@@ -25,7 +25,7 @@ def is_rank_0():
 
 
 def report_exception(kind, error, traceback):
-    """In place of sys.excepthook: print a traceback, unless it is that of Ctrl-C."""
+    """Replace sys.excepthook: print a traceback, except for Ctrl-C."""
     if kind is KeyboardInterrupt:
         report_interrupt()
     else:
@@ -37,7 +37,7 @@ def report_interrupt():
         print("interrupted", file=sys.stderr, flush=True)
 
 
-# until the imports are done `run` cannot catch Ctrl-C. Programs from elsewhere that import ours keep their tracebacks
+# `run` cannot catch Ctrl-C during the imports. Programs in other folders that import this one keep their tracebacks
 if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:
     sys.excepthook = report_exception
 
@@ -132,7 +132,7 @@ def spell_switch(config_class, word):
 
 def try_parse(config_class, args, default):
     """Return (config, unexpected words, tyro's complaint)."""
-    import tyro  # a tenth of a second, in which Ctrl-C should be one line
+    import tyro  # takes a tenth of a second, during which Ctrl-C should print one line
 
     errors = io.StringIO()
     defaults = {} if default is None else {"default": default}
@@ -176,7 +176,7 @@ def help_text(config_class, default=None):
             if value not in ("", None, (), dataclasses.MISSING):
                 value = {"True": "on", "False": "off"}.get(str(value), value)
                 text += f" (default: {value})"
-            column = " " * 25  # of the text; a longer flag has a line of its own
+            column = " " * 25  # the text's indentation; a longer flag has a line of its own
             first = f"  {name:21}  " if len(name) <= 21 else f"  {name}\n{column}"
             entries.append(
                 first + textwrap.fill(column + text, width, subsequent_indent=column, break_on_hyphens=False).lstrip()
@@ -187,7 +187,7 @@ def help_text(config_class, default=None):
 
 
 def describe_flag(field):
-    """A field as it is given: "--max-steps INT", "-m, --model STR", "--compile, --no-compile", or "PROMPT"."""
+    """How a field is given: "--max-steps INT", "-m, --model STR", "--compile, --no-compile", or "PROMPT"."""
     kind, aliases, name = field.type, [], field.name.replace("_", "-")
     for option in getattr(kind, "__metadata__", ()):  # tyro's annotations
         aliases += getattr(option, "aliases", None) or []
@@ -254,14 +254,14 @@ def explain(words, unknown, complaint, meanings):
 def suggest(name, known, synonyms=None):
     """A sentence that names the entry of `known` closest to `name`, or lists them all.
 
-    synonyms: {a word that others use: what it is called here}.
+    synonyms: {another program's word: the word used here}.
     """
     meanings = {word: word for word in known} | (synonyms or {})
     return closest(name, meanings) or f"Choose from {', '.join(known)}."
 
 
 def closest(name, meanings):
-    """A sentence that offers what the key of `meanings` closest to `name` stands for; "" if none is close."""
+    """A sentence that offers the meaning of the key of `meanings` closest to `name`; "" if none is close."""
     if name in meanings:
         return meanings[name] if meanings[name].endswith(".") else f"Use {meanings[name]}."
     matches = difflib.get_close_matches(name, [word for word in meanings if not meanings[word].endswith(".")], n=1)
@@ -338,11 +338,11 @@ def check_numbers(config, above_0, below_1=()):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What is said
+# Messages
 
 
 def plain(text, limit=200):
-    """Text from a file or a command line, safe on one line of a terminal: control characters escaped, cut."""
+    """Make text from a file or a command line safe for one line of a terminal: escape control characters, cut it."""
     text = str(text)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[: limit + 1])
     return text if len(text) <= limit else text[:limit] + "..."
@@ -359,14 +359,14 @@ def count(number, noun):
 
 
 def print_next(*commands):
-    """Print the commands, lists of words, that come next: typed as printed, they work."""
+    """Print the next commands, given as lists of words, so that they work as printed."""
     print("\nNext:", flush=True)
     for words in commands:
         print("    " + plain(" ".join(quote(str(word)) for word in words), limit=2000), flush=True)
 
 
 def quote(word):
-    """A word for a shell: in double quotes, which every shell has, unless it contains what they leave special."""
+    """Quote a word for a shell: in double quotes, which every shell has, if these protect all its characters."""
     if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
         return word
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
@@ -432,7 +432,7 @@ def has_other_ranks():
 def leave(status):
     """End the process with an exit status.
 
-    With other ranks at once: shutting down the process group would wait for ranks that wait for this one.
+    With other ranks, end it at once: shutting down the process group would wait for ranks that wait for this one.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -457,7 +457,7 @@ def fail(message):
 
 
 class Console(io.RawIOBase):
-    """The raw stream under stdout or stderr: what cannot be written is dropped or, if it is the product, an error."""
+    """The raw stream under stdout or stderr: failed output is dropped or, if it is the program's product, an error."""
 
     def __init__(self, stream, is_product):
         self.stream = stream  # kept, because deleting it would close the file

@@ -20,7 +20,7 @@ from plumbing.cli import UserError, first_line, is_rank_0, refusal
 
 
 def choose_device(name):
-    """The device called `name`, or for "auto" the best of this machine. Raises UserError if there is none."""
+    """The device called `name`, or for "auto" the best on this machine. Raises UserError if there is none."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     here = [device for device in available if available[device]]
     if name == "auto":
@@ -39,7 +39,7 @@ def choose_device(name):
 def choose_dtype(name, device, n_embd):
     """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
     device_type = device.split(":")[0]
-    # on an NVIDIA GPU since Ampere; other devices can at least emulate it
+    # NVIDIA's GPUs have it since Ampere; other devices can at least emulate it
     has_bfloat16 = device_type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "auto" and device_type == "cuda":
         name = "bfloat16" if has_bfloat16 else "float16"
@@ -59,7 +59,7 @@ def choose_dtype(name, device, n_embd):
 
 
 def has_float8(device):
-    """Whether a device multiplies float8 matrices. What torch's kernels for CPUs need is found out by calling one."""
+    """Whether a device can multiply float8 matrices. On a CPU, this is found out by calling torch's kernel."""
     if not device.startswith("cpu"):
         return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= (8, 9)
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
@@ -108,7 +108,7 @@ class World:
     local_rank: int = 0
     size: int = 1
     device: str = "cpu"  # cpu, mps or cuda:<local_rank>
-    dtype: torch.dtype = torch.float32  # of activations; the weights stay float32
+    dtype: torch.dtype = torch.float32  # the activations' dtype; the weights stay float32
 
     @property
     def is_master(self):
@@ -150,9 +150,9 @@ class World:
         return tensor.item()
 
     def find_not_finite(self, losses):
-        """Which micro-batches of a step have a loss that is not finite, numbered in the global order; all if none.
+        """The numbers, in the global order, of a step's micro-batches without a finite loss; if there are none, of all.
 
-        losses: this rank's, one per micro-step. Each micro-step has a micro-batch of every rank in turn.
+        losses: this rank's, one per micro-step. Each micro-step has a micro-batch from every rank in turn.
         """
         table = torch.zeros(len(losses), self.size, device=self.device)
         table[:, self.rank] = (~losses.isfinite()).float()
@@ -190,8 +190,8 @@ class World:
                 if not os_error.filename:
                     raise
                 error = refusal(os_error)
-        # a checkpoint's dict has tensors, which are broadcast one by one; what is pickled is the structure around them.
-        # HellaSwag's lists have none, but a million numbers among which to look for them
+        # the tensors in a checkpoint's dict are broadcast one by one, and only the structure around them is pickled.
+        # HellaSwag's lists have none, and searching their million numbers for tensors would be slow
         has_tensors = isinstance(result, dict)
         skeleton = tree_map_only(torch.Tensor, lambda t: t.to("meta"), result) if has_tensors else result
         message = [skeleton, has_tensors, error]
@@ -203,7 +203,7 @@ class World:
         return tree_map_only(torch.Tensor, self.broadcast, result) if has_tensors else result
 
     def broadcast(self, tensor):
-        """Rank 0's tensor on every rank, on the CPU; the other ranks give one of its shape and dtype."""
+        """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
         if self.is_master:
             dist.broadcast(tensor.to(self.device).contiguous(), 0)
             return tensor
@@ -222,7 +222,7 @@ def create_store(rank, world_size):
     torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
     """
     host = os.environ["MASTER_ADDR"]
-    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try it twice
+    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -279,7 +279,7 @@ def setup_distributed(device):
         place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
         try:
             store = create_store(rank, world_size)
-        except (RuntimeError, ValueError) as error:  # all that torch says of an address, a port, a time-out
+        except (RuntimeError, ValueError) as error:  # torch's errors for addresses, ports and time-outs
             raise UserError(
                 f"Rank {rank} cannot reach the others at {place}: {first_line(error).rstrip('.')}. Start all ranks "
                 "within a minute, with one MASTER_ADDR that they can reach and a free MASTER_PORT, or with torchrun."

@@ -30,23 +30,23 @@ from plumbing.shards import sample
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
-MAX_PIECE = 2**17  # so long a text without a place to cut it between tokens, say of one letter, is cut anyway
+MAX_PIECE = 2**17  # characters; a longer text without a token boundary, such as one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
-# bytes in a row group of parquet that a core reads as a whole; datatrove, which wrote FineWeb-Edu, puts 1,000
-# documents, some 5 MB, into one
+# bytes; a core reads a parquet row group of at most this size as a whole. datatrove, which wrote FineWeb-Edu,
+# puts 1,000 documents, some 5 MB, into one
 MAX_ROW_GROUP = 2**26
-MAX_HASHED = 2**22  # bytes: of a larger input, a sample is hashed
+MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
 class Source(NamedTuple):
-    name: str  # a path, a URL, or a path in a repository of the hub
+    name: str  # a path, a URL, or a path in a repository on the hub
     size: int  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
     revision: str = ""  # on the hub: the commit
-    sampled_hash: str = ""  # of a local file: to recognize other contents of the same size
+    sampled_hash: str = ""  # recognizes other contents of the same size in a local file
 
     def recorded(self):
-        """What meta.json says of it: [name, size, hash]; a local file may be moved."""
+        """The source's entry in meta.json: [name, size, hash]; a local file has no folder there, so it may move."""
         is_local = not self.repo and not is_url(self.name)
         return [os.path.basename(self.name) if is_local else self.name, self.size, self.sampled_hash]
 
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a parquet file that are read only by the core that tokenizes them, so that no core reads for all."""
+    """Rows of a parquet file, read by the core that tokenizes them, so that no single core reads for all."""
 
     path: str
     name: str  # the user's name for the file
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     source: int  # the number of the file it is from
     first_piece: int  # the number of its first piece in that file
     pieces: list[Piece] | RowGroup
-    finished_download: str = ""  # with the last batch of a file: what can be removed once all batches are read
+    finished_download: str = ""  # with a file's last batch: the download to remove once all batches are read
 
 
 # -----------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Batch(NamedTuple):
 
 
 def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
-    """The files and URLs that `patterns` name: of a folder its files, of a glob those that match, sorted by name."""
+    """List the files and URLs named by `patterns`: a folder's files, a glob's matches, sorted by name."""
     sources = []
     for pattern in patterns:
         names = [pattern]
@@ -98,11 +98,11 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
 
 
 SUPPORTED = "Text is read from .parquet, .jsonl (or .json) and .txt; the last two may be compressed (.gz, .zst)."
-OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # in a folder: no input
+OURS = re.compile(r"\.|meta(\.part-.*)?\.json$|tokenizer\.tiktoken\.json$")  # never input
 
 
 def local_source(name):
-    """A local file with a hash of its first bytes and one of its contents: all of a small file, a sample of a large."""
+    """A local file with hashes of its first bytes and of its contents; of a large file, only a sample is hashed."""
     with open_regular(name) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(4096)
         contents = start + file.read() if size <= MAX_HASHED else sample(name)
@@ -177,7 +177,7 @@ def read_parquet(path, name, text_column, row_groups=None):
     """One Piece per row, of all row groups or of those with the numbers `row_groups`."""
     file = open_parquet(path, name, text_column)
     for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
-        for text in batch.column(text_column).to_pylist():  # its number is unknown: "a.b" is also a field b of a
+        for text in batch.column(text_column).to_pylist():  # by name: in a nested schema, its number is unknown
             yield Piece(text or "", True)
 
 
@@ -249,7 +249,7 @@ def open_text(path):
 
 
 def read_txt(path, separator="", name=""):
-    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters; notes need a `name`."""
+    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters; with a `name`, prints notes."""
     with open_text(path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         if separator:
@@ -268,8 +268,8 @@ def split_at_separator(blocks, separator, name=""):
 
     "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
-    held, starts = "", True  # what has been read and not been yielded, and whether a document starts there
-    searched = num_documents = 0  # `searched`: up to here, `held` has no place to cut it
+    held, starts = "", True  # text read but not yet yielded, and whether a document starts there
+    searched = num_documents = 0  # `searched`: up to here, no token boundary was found in `held`
     for block in itertools.chain(blocks, [separator]):
         *texts, held = (held + block).split(separator)
         for text in texts:
@@ -399,7 +399,7 @@ def run_in_background(function, *args):
 def retry(name, advice, function, attempts=3):
     """Call `function()`, retrying after 1, 2, 4 ... seconds on network errors; `name` is what it fetches.
 
-    The first download gives up after 3 seconds, so that a user without a network learns it soon; later
+    The first download gives up after 3 seconds, so that a user without a network finds out soon; later
     ones make 9 attempts, which survives an outage of 4 minutes.
     """
     for attempt in range(attempts):
@@ -415,7 +415,7 @@ def retry(name, advice, function, attempts=3):
                     f"Could not download {name}: {reason}. The server does not have it or does not let you have "
                     "it; check the address and your access."
                 ) from None
-            if not status and getattr(error, "errno", None) in cli.ADVICE:  # the disk's refusal
+            if not status and getattr(error, "errno", None) in cli.ADVICE:  # an error from the disk
                 raise UserError(f"Could not save {name}: {reason}. {cli.ADVICE[error.errno]}") from None
             if "Offline" in type(error).__name__:  # asking again would not help
                 break
@@ -441,7 +441,7 @@ def download(url, path, advice, attempts=9):
 
 
 def read_blocks(response, size):
-    """The content of a response block by block. What breaks it off is an HTTPException, unlike what a disk refuses."""
+    """Yield a response's content in blocks. A broken connection is an HTTPException, unlike an error from the disk."""
     received = 0
     try:
         for block in iter(lambda: response.read(2**20), b""):
@@ -457,7 +457,7 @@ HUB_ADVICE = "Check the network and try again. Without a network, use --dataset 
 
 
 def list_hub(repo, folder):
-    """The parquet files in a folder of a data set on the hub, at its newest commit."""
+    """List the parquet files in a folder of a data set on the hub, at its newest commit."""
     import huggingface_hub  # slow to import
 
     def ask():
@@ -526,7 +526,7 @@ def batch_row_groups(source, row_groups, skip):
 
 
 def batch_pieces(source, pieces, first_piece):
-    """Batches of about BATCH_CHARS from pieces, of which the first has the number `first_piece` in its file."""
+    """Group pieces into batches of about BATCH_CHARS; `first_piece` is the number of the first one in its file."""
     held, num_chars = [], 0
     for piece in pieces:
         held.append(piece)

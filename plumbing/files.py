@@ -36,7 +36,7 @@ def open_regular(path, mode="rb", **kwargs):
 
 
 def read_json(path, remedy):
-    """The JSON object in a file; a UserError that ends in `remedy` if there is none in it."""
+    """Read the JSON object in a file. Raises a UserError that ends in `remedy` if the file holds none."""
     try:
         with open_regular(path) as file:
             content = json.load(file)
@@ -48,7 +48,7 @@ def read_json(path, remedy):
 
 
 def kind_of(path):
-    """What stands at a path, as a word: "nothing", "a file", "a link", "a folder", or "a pipe or a device"."""
+    """What is at a path, as a word: "nothing", "a file", "a link", "a folder", or "a pipe or a device"."""
     path = Path(path)
     if path.is_symlink():
         return "a link"
@@ -95,13 +95,13 @@ def atomic_write(path, mode="wb", **kwargs):
 
 
 def check_replaceable(path):
-    """Raise UserError if there is something at `path` that is no regular file."""
+    """Raise UserError if there is something at `path` that is not a regular file."""
     if kind_of(path) not in ("a file", "nothing"):
         raise UserError(f"{path} is {kind_of(path)}, so it is not replaced. Move it away, or choose another name.")
 
 
 def check_new_output(path):
-    """Raise UserError if a file that the user names for output exists. Pipes and devices, as /dev/stdout, may."""
+    """Raise UserError if an output file named by the user exists. Pipes and devices, such as /dev/stdout, may exist."""
     if os.path.lexists(path) and not is_stream(path):
         raise UserError(f"{path} exists already. Choose another name, or delete it first.")
 
@@ -113,9 +113,9 @@ def is_stream(path):
 
 @contextlib.contextmanager
 def new_output(path, mode="w", encoding="utf-8"):
-    """Open a file that the user names for output: a new one, written atomically, or a pipe or device as it is.
+    """Open an output file named by the user: a new one, written atomically, or a pipe or device as it is.
 
-    Work that takes long should call check_new_output before it begins.
+    Callers whose work takes long should call check_new_output before they begin.
     """
     check_new_output(path)
     encoding = None if "b" in mode else encoding
@@ -184,7 +184,7 @@ def lock_folder(folder, name=".lock"):
             flags = getattr(os, "O_NOFOLLOW", 0)
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-            except PermissionError:  # another user's
+            except PermissionError:  # the file belongs to another user
                 descriptor = os.open(path, os.O_RDONLY | flags)
         except OSError:  # nothing can be written here, as the first write will report
             check_replaceable(path)

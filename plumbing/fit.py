@@ -66,7 +66,7 @@ def check_machine(config):
 
 
 def check_memory(config, device):
-    """A sentence if a model of this config needs more memory than the device has, in a list.
+    """A list with one sentence if a model of this config needs more memory than the device has, else an empty one.
 
     Only weights, gradients and Adam's two moments count, all float32, so that nothing that could fit is refused.
     """
@@ -90,7 +90,7 @@ def check_memory(config, device):
 def check_batch(total, T, world_size, batch_ramp):
     """A sentence for each way in which a step of `total` tokens cannot be split over the ranks."""
     errors = []
-    tokens = T * world_size  # of the smallest possible micro-step, with B = 1
+    tokens = T * world_size  # in the smallest possible micro-step, with B = 1
     what = f"--sequence-length {T} x {count(world_size, 'rank')}"
     if total % tokens:
         nearest = tokens * max(1, round(total / tokens))
@@ -114,11 +114,11 @@ FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on 
 
 
 def find_what_fits(raw_model, wrap, config, world):
-    """Try a training step, and fall back from whatever fails on this machine. Returns (model to train, B).
+    """Try a training step, and do without whatever fails on this machine. Returns (model to train, B).
 
-    wrap(raw_model, compiled, world) makes the model to train. Out of memory: B is halved. If the compiler or an
+    wrap(raw_model, compiled, world) makes the model to train. If memory runs out, B is halved. If the compiler or an
     attention kernel fails, the run continues without it, after a warning. All ranks take the same fallback; an error
-    that survives both is raised.
+    that remains without both is raised.
     """
     T, compiled, fused_attention = config.sequence_length, config.compile, True
     windows_per_rank = config.total_batch_size // (T * world.size)
@@ -139,7 +139,7 @@ def find_what_fits(raw_model, wrap, config, world):
         outcome = world.max_over_ranks(outcome)
         if outcome == FITS:
             if world.device_type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # what failed trials took does not count
+                torch.cuda.reset_peak_memory_stats()  # failed trials do not count
             return model, B
         model = None  # frees DDP's buckets as well
         gc.collect()
@@ -161,7 +161,7 @@ def find_what_fits(raw_model, wrap, config, world):
 def try_step(model, raw_model, B, T, micro_steps, world):
     """Forward and backward passes on random tokens, with the memory of a training step.
 
-    If a step has two micro-steps or more, so has the trial: from the second one on, there are gradients from the start.
+    If a step has two micro-steps or more, so has the trial, because the second one starts with gradients in memory.
     """
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
     reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
@@ -183,7 +183,7 @@ def largest_divisor(number, at_most):
 def is_out_of_memory(error):
     """Whether an exception, or one that led to it, says that memory ran out.
 
-    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep no more than its text.
+    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep only its text.
     """
     said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
     words = ("MemoryError", "out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")

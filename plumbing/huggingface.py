@@ -20,7 +20,7 @@ from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# what config.json may say of a model that GPT computes; the first is what transformers assumes where it says nothing
+# the values in config.json that GPT supports; transformers assumes the first one if the key is missing
 SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -138,7 +138,7 @@ def load_tokenizer(name_or_directory, vocab_size):
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     elif "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names:
         enc = import_tokenizer(directory)
-    elif not names or vocab_size in (50257, 50304):  # GPT-2's, and that padded to a multiple of 64
+    elif not names or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
         raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
@@ -158,14 +158,14 @@ EXPORTED_FILES = {*JSON_FILES, "model.safetensors", "tokenizer.tiktoken", "token
 
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
-    """Write a GPT and its tokenizer to `directory` atomically; what is there is moved aside, to `directory`.1.
+    """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
     run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
-    after all of them) and with `sample`, a text that the model has written.
+    after all of them) and with `sample`, a text written by the model.
 
     GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
-    dropped; every other weight is exported bit for bit. With a tokenizer of conversations it has a chat template
-    and stops at the end of a turn.
+    dropped; every other weight is exported bit for bit. With a chat tokenizer, it also has a chat template and
+    stops at the end of a turn.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -196,7 +196,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
 
 
 def remove_part(part):
-    """Delete an export that was not finished, unless it has a file that no export has."""
+    """Delete an export that was not finished, unless it contains a file that no export has."""
     names = EXPORTED_FILES | {f"{name}.part" for name in EXPORTED_FILES}
     is_folder = part.is_dir() and not part.is_symlink()
     if is_folder and all(path.name in names and path.is_file() for path in part.iterdir()):
@@ -204,7 +204,7 @@ def remove_part(part):
 
 
 def make_way(path):
-    """Rename what is at `path` to the first of `path`.1, `path`.2 and so on that is free; only an empty folder goes."""
+    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on; an empty folder is deleted."""
     with contextlib.suppress(OSError):
         path.rmdir()
     if os.path.lexists(path):

@@ -65,7 +65,7 @@ def export_tokenizer(enc, directory, max_length=None):
 def import_tokenizer(directory):
     """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt.
 
-    Raises UserError if it is of another kind, or if the ids of tiktoken are not the same.
+    Raises UserError if it is of another kind, or if tiktoken gives other ids.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 

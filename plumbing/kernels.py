@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, x_scale, weight, weight_scale, gradient = ctx.saved_tensors
-        # grad_output, the weight of this loss in the step, scales the small results and not the large gradient
+        # scale the small results, rather than the large gradient, by grad_output, this loss's weight in the step
         scale = grad_output / GRADIENT_SCALE
         # the hardware requires a row-major first operand and a column-major second one
         weight, x = weight.T.contiguous().T, x.T.contiguous().T

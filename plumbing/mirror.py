@@ -1,4 +1,4 @@
-"""--wandb: a copy of the run's log at Weights & Biases, that can neither stop nor delay the training."""
+"""--wandb: a copy of the run's log at Weights & Biases, which can neither stop nor delay the training."""
 
 import importlib.util
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from plumbing.cli import first_line
 from plumbing.files import atomic_write
 
-INIT_SECONDS = 8  # how long to wait for the server before the run is offline
+INIT_SECONDS = 8  # how long to wait for the server before going offline
 FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive
 
 
@@ -36,7 +36,7 @@ def start_wandb(project, out_dir, config):
     import wandb  # optional, and slow to import
 
     seconds = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
-    # silent, and stopping or deleting the run on their page does not stop the training
+    # print nothing, and do not stop the training if the run is stopped or deleted on their page
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **seconds)
     wandb.setup(settings)
     options = dict(project=project, name=str(out_dir), dir=str(out_dir), id=kept_id(out_dir / "wandb"), config=config)
@@ -65,9 +65,9 @@ class Mirror:
     """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
 
     def __init__(self, project, out_dir, config, log_lines):
-        """log_lines: read_log's, of what log.txt has already, from before a resume or from a branch's parent."""
+        """log_lines: those already in log.txt, as read_log gives them, from before a resume or a branch's parent."""
         self.status, self.given_up = 0, False
-        self.queue = queue.SimpleQueue()  # of (step, {stream: value}), and None at the end
+        self.queue = queue.SimpleQueue()  # holds (step, {stream: value}), and None at the end
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.queue.put((step, {stream: value for _, stream, value in lines}))
         # subtle: a daemon, because at exit Python would wait forever for any other thread that hangs

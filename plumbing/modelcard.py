@@ -1,7 +1,7 @@
 """The model card of a run: hf/README.md in the form that the Hugging Face hub shows, and the loss curve.
 
 Everything in it comes from the files that the run wrote: run.txt, log.txt, the exported model, and the meta.json of
-its shards. What the run did not measure is left out.
+its shards. Anything that the run did not measure is left out.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from plumbing.cli import count, first_line, plain
 from plumbing.files import atomic_write, open_regular, read_json
 from plumbing.log import read_log
 
-# meta.json's name of a data set: its name for people; one with a slash is on the hub, and is English
+# a data set's name in meta.json: its name on the card; those with a slash are on the hub, and in English
 DATASETS = {
     "fineweb-edu": "HuggingFaceFW/fineweb-edu",
     "kjj0/finewebedu10B-gpt2": "kjj0/finewebedu10B-gpt2",
@@ -39,7 +39,7 @@ TEMPLATE = """\
 A model of GPT-2's architecture, {{ origin }} with train_gpt2{{ " on " + dataset if dataset }}. It has
 {{ shape.n_layer }} layers, {{ shape.n_head }} attention heads and {{ shape.n_embd }} channels, and reads up to
 {{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}, without the
-unused ids by which training pads it.
+unused ids that pad it during training.
 {% if rows %}
 | measured | value | after updates |
 |---|---|---|
@@ -101,10 +101,10 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 
 
 def write_model_card(directory, run_folder, step=None, sample=""):
-    """Write curve.png and README.md to an export. What fails is a note: the model is there without them.
+    """Write curve.png and README.md to an export. A failure prints only a note: the model is complete without them.
 
     run_folder: the folder of the run, with run.txt and log.txt. step: the number of updates after which the model was
-    exported; None: after all of the run's. sample: a text that the model has written.
+    exported; None: the run's last one. sample: a text written by the model.
     """
     directory, run_folder, streams = Path(directory), Path(run_folder), {}
     try:
@@ -116,7 +116,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
         text = card_text(directory, read_starts(run_folder / "run.txt"), streams, step, sample)
         with atomic_write(directory / "README.md", "w", encoding="utf-8") as file:
             file.write(text)
-    except Exception as error:  # people edit run.txt
+    except Exception as error:  # people may have edited run.txt
         print(f"note: {directory} has no README.md: {plain(first_line(error))}", flush=True)
 
 
@@ -124,7 +124,7 @@ def read_streams(path, step):
     """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
     streams = {}
     for at, stream, value in read_log(path):
-        # an evaluation at step N is of the weights after N updates, a training loss at step N of those before
+        # an evaluation at step N sees the weights after N updates; the training loss of step N precedes its update
         is_evaluation = stream in ("val", "val_bpb", "hella")
         if step is None or at < step or (at == step and is_evaluation):
             streams.setdefault(stream, {})[at] = value
@@ -207,7 +207,7 @@ def table(streams, config):
 
 
 def describe_updates(step, tokens_per_step, streams):
-    """Return how many updates the run made, of how many tokens, and in what time if the log has that of each."""
+    """Describe the updates: their number, their tokens, and their total time if the log has the speed of each."""
     updates, rates = step or 1 + max(streams.get("train", [-1])), streams.get("tok/s", {})
     tokens = updates * tokens_per_step
     text = f"{updates:,} updates" if updates else ""
@@ -227,7 +227,7 @@ def write_curve(path, streams):
     steps, losses = list(train), list(train.values())
     if not losses:
         return
-    width = max(1, len(losses) // 100)  # of a part; the averages of 100 parts make a calm line
+    width = max(1, len(losses) // 100)  # updates per part; the averages of 100 parts make a smooth line
     parts = [slice(first, first + width) for first in range(0, len(losses), width)]
     averages = [[statistics.fmean(values[part]) for part in parts] for values in (steps, losses)]
     num_panels = 2 if len(hella) > 1 else 1

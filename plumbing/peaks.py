@@ -3,7 +3,7 @@
 import re
 
 # TFLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
-# accumulation, by PyTorch's names of the GPUs without the brand. Most are from NVIDIA's datasheet of that GPU, which
+# accumulation, by PyTorch's names for the GPUs without the brand. Most are from NVIDIA's datasheet of that GPU, which
 # prints twice as much where it counts sparse matrices or, for GeForce cards, accumulation in float16
 PEAK_TFLOPS = {
     "V100-SXM2-16GB, V100-SXM2-32GB": 125,

@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME = set(
     "keep_best milestone_every wandb".split()
 )
 
-# settings that may differ from node to node: where its files are, and its devices
+# settings that may differ from node to node: the places of its files, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
@@ -52,7 +52,7 @@ OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "comp
 
 @contextlib.contextmanager
 def claim(config, world):
-    """Hold the lock on out_dir, on rank 0, from before anything in it is looked at. Gives that lock, or None."""
+    """Hold the lock on out_dir, taken on rank 0 before anything in it is read. Yields it, or None on other ranks."""
     locks = []
     world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
     try:
@@ -63,11 +63,11 @@ def claim(config, world):
 
 
 def find_start(config, preset, enc, fingerprints):
-    """What the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
+    """Find what the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
     first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
-    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the shards of each split.
+    another run is refused. preset: the TrainConfig of --preset. fingerprints: one per split, of its shards.
     """
     out_dir, checkpoint = Path(config.out_dir), None
     if resumes(config):
@@ -114,13 +114,13 @@ def settings_that_differ(config, then, place):
 
 
 def say(different):
-    """Say what `settings_that_differ` returns: "seed was 1, now 7, init_from was not given, now gpt2"."""
+    """Put the result of `settings_that_differ` into words: "seed was 1, now 7, init_from was not given, now gpt2"."""
     words = {name: ["not given" if value == "" else value for value in pair] for name, pair in different.items()}
     return ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in words.items())
 
 
 def check_resume(config, then, out_dir):
-    """Raise UserError if the run in out_dir, whose settings are `then`, is another one."""
+    """Raise UserError if the run in out_dir, whose settings are `then`, is a different one."""
     different = settings_that_differ(config, then, out_dir)
     different = {name: pair for name, pair in different.items() if name not in MAY_CHANGE_ON_RESUME}
     if different:
@@ -140,7 +140,7 @@ def check_resume(config, then, out_dir):
 def check_data(checkpoint, fingerprints, config):
     """Raise UserError if the shards of --data are not those of the checkpoint's run."""
     then = {"train": checkpoint["loader"].get("fingerprint"), "val": checkpoint.get("val_fingerprint")}
-    different = [split for split in then if then[split] not in (None, fingerprints[split])]  # older ones have none
+    different = [split for split in then if then[split] not in (None, fingerprints[split])]  # old checkpoints have none
     if different:
         raise UserError(
             f"The {' and '.join(different)} shards in {config.data} are not those that the run was started on. Give "
@@ -149,12 +149,12 @@ def check_data(checkpoint, fingerprints, config):
 
 
 def inherit(config, parse):
-    """The config of a branch or of a fine-tuning, with what the command leaves out taken from the other model.
+    """The config of a branch or of a fine-tuning, with settings missing from the command taken from a model.
 
-    A branch takes all of its parent's settings, a fine-tuning the block size where that is shorter. parse: parses the
-    same command line once more, with these values in place of the presets' own.
+    A branch takes all of its parent's settings; a fine-tuning only the block size, and only if that is shorter.
+    parse: parses the same command line once more, with these values in place of the presets' own.
     """
-    own = [config.out_dir] if config.resume else []  # has the settings, too, once the other model is gone
+    own = [config.out_dir] if config.resume else []  # it has the settings, too, in case the other model is gone
     if config.branch_from:
         then = checkpoints.peek_settings(config.branch_from, *own)
         if not then:
@@ -204,7 +204,7 @@ def find_parent(config):
 
 
 def is_finished(config, start):
-    """Whether the run, which begins with the dict `start`, has nothing left to do; if so, prints that."""
+    """Whether the run, which begins with the dict `start`, has nothing left to do; if so, prints a note."""
     if not (start and start.get("finished")):
         return False
     if is_rank_0():
@@ -220,7 +220,7 @@ def resumes(config):
 
 
 def launch():
-    """What names the torchrun that started this process, and stays the same when it restarts the ranks."""
+    """An identifier of the torchrun that started this process; it stays the same when torchrun restarts the ranks."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
 
@@ -236,10 +236,10 @@ def is_ours(path):
 
 
 def start_run(config, start_step, saved):
-    """Make out_dir the run's folder and describe the start in run.txt. What the run does not continue is moved aside.
+    """Make out_dir the run's folder and describe the start in run.txt. Leftovers are moved aside.
 
-    That is an old run with --no-resume, one that was stopped before its first checkpoint, and otherwise checkpoints
-    later than the one that the run continues from, which could not be read.
+    These are the files of an old run with --no-resume, those of a run that was stopped before its first checkpoint,
+    and otherwise unreadable checkpoints later than the one that the run continues from.
     """
     out_dir = Path(config.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def start_run(config, start_step, saved):
         stale = [path for path in out_dir.iterdir() if is_ours(path)]
         log = out_dir / "log.txt"
         if {path.name for path in stale} <= {"run.txt", "log.txt"} and not (log.exists() and log.stat().st_size):
-            stale = []  # nothing came of it
+            stale = []  # that run has no results
     move_aside(stale, out_dir)
     for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
         if is_ours(leftover.with_suffix("")) and leftover.is_file():
@@ -284,7 +284,7 @@ def read_text(path):
 
 
 def describe_run(config, start_step, branched):
-    """What run.txt records of a start: command, configuration, versions, machine, commit."""
+    """The entry for a start in run.txt: command, configuration, versions, machine, commit."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
@@ -304,7 +304,7 @@ def describe_run(config, start_step, branched):
 
 
 def facts_for_all_ranks(config):
-    """What must be the same on all ranks: settings, and the versions of this program and of torch."""
+    """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
     settings = dataclasses.asdict(config)
     facts = {name: value for name, value in settings.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
     source = Path(__file__).parents[1] / "train_gpt2.py"
@@ -313,7 +313,7 @@ def facts_for_all_ranks(config):
 
 
 def facts_of_data(enc, train_loader, val_loader):
-    """What must be the same on all ranks: the tokenizer and the data."""
+    """Facts that must be the same on all ranks: the tokenizer and the data."""
     fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
     return {"the tokenizer": enc.name, **fingerprints}
 
@@ -333,7 +333,7 @@ def command_words():
 
 
 def next_commands(config, enc=None):
-    """The commands that come after a finished run: to see what it has learned, and to train it for longer."""
+    """The commands to run after a finished run: one to see what it has learned, one to train it for longer."""
     words = ["--chat"] if enc and has_chat_tokens(enc) else [config.sample_prompt]
     launcher = command_words()[: -len(sys.argv)]
     branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
@@ -373,7 +373,7 @@ def install_signal_handlers():
 
 
 def diverged(step, loss, norm, where, out_dir):
-    """The UserError for a loss or gradient norm that is not finite; `where` is what the batch read."""
+    """The UserError for a loss or gradient norm that is not finite; `where` names windows of the batch."""
     return UserError(
         f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm}. The batch contains, among "
         f"others, {where}. Continue from an earlier checkpoint with a lower rate: "
@@ -382,7 +382,7 @@ def diverged(step, loss, norm, where, out_dir):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A run while it lasts
+# A run in progress
 
 
 class Run:
@@ -396,13 +396,13 @@ class Run:
         self.config, self.world, self.lock, self.out_dir = config, world, lock, Path(config.out_dir)
         self.max_steps, self.start_step, self.metadata = config.max_steps, start_step, metadata
         self.val_loss = saved and saved["val_loss"]  # the last one measured
-        best_val_loss = saved and saved["best_val_loss"]  # of model_best.pt
+        best_val_loss = saved and saved["best_val_loss"]  # the loss of model_best.pt
         self.best_val_loss = math.inf if best_val_loss is None else best_val_loss
         self.branched = saved and saved.get("branched")
         self.sample = ""
-        self.signals = install_signal_handlers()  # received so far
+        self.signals = install_signal_handlers()  # the signals received so far
         self.started = self.first_step_ended = time.perf_counter()
-        self.checkpoint_seconds = 0.0  # of the training loop's time
+        self.checkpoint_seconds = 0.0  # the training loop's time spent on checkpoints
         world.broadcast_from_master(self.open, saved)
 
     def open(self, saved):
@@ -424,7 +424,7 @@ class Run:
         return self
 
     def __exit__(self, *exception):
-        """However the run ends, wait until its newest checkpoint is on disk."""
+        """Wait until the newest checkpoint is on disk, however the run ends."""
         if self.world.is_master:
             try:
                 self.writer.wait()
@@ -435,7 +435,7 @@ class Run:
                     self.log.close()
 
     def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
-        """Print the sizes of the model, the data, the batch and what each optimizer trains."""
+        """Print the sizes of the model, the data and the batch, and what each optimizer trains."""
         world, c, S, T = self.world, self.config, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
         self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
@@ -468,7 +468,7 @@ class Run:
             self.log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
             self.log.flush()
         except OSError as error:
-            error.filename = self.log.name  # a failed write does not know it
+            error.filename = self.log.name  # a failed write does not set it
             raise
         if self.mirror:
             self.mirror.log(step, streams)
@@ -495,7 +495,7 @@ class Run:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        # the columns line up, within 80 of them, in which MFU leaves no room for more digits
+        # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
         words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
         words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
         words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
@@ -557,7 +557,7 @@ class Run:
 
 def temporary_checkpoints(out_dir, saved):
     """The steps of the checkpoints in out_dir that a run which begins with the dict `saved` may delete."""
-    if saved and "temporary" not in saved:  # an older one, whose milestones are those of its settings
+    if saved and "temporary" not in saved:  # an old checkpoint: its settings say which are milestones
         every = saved["config"].get("milestone_every", 0)
         steps = [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(out_dir)]
         return [step for step in steps if step <= saved["step"] and not (every and step % every == 0)]

@@ -46,7 +46,7 @@ class OpenFile:
     lock: threading.Lock = field(default_factory=threading.Lock)  # reading moves the file's position
 
     def read_into(self, array, offset):
-        """Fill `array` with what the file has from byte `offset` on; the number of bytes."""
+        """Fill `array` from byte `offset` of the file on; return the number of bytes read."""
         with self.lock:
             self.file.seek(offset)
             return self.file.readinto(array)
@@ -84,7 +84,7 @@ class Shard:
 def open_shards(folder, split):
     """A split's shards, for random reads by several threads: the MAX_OPEN files that were read last stay open.
 
-    To open a file for each read would take as long as a step on some network file systems.
+    On some network file systems, opening a file for each read would take as long as a step.
     """
     keep_open = functools.lru_cache(MAX_OPEN)(open_file)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
@@ -146,7 +146,7 @@ def open_npy(path):
 
 
 def open_bin(path):
-    """(dtype, shape, offset of the data in bytes) of a shard of llm.c's or nanoGPT's; ValueError unless it is whole."""
+    """(dtype, shape, offset of the data in bytes) of a shard from llm.c or nanoGPT; ValueError unless it is whole."""
     with open_regular(path) as file:
         header = np.fromfile(file, np.int32, BIN_HEADER)
         num_bytes = os.fstat(file.fileno()).st_size
@@ -185,10 +185,10 @@ def split_of(name):
 
 
 def fingerprint(paths):
-    """A hash of shards and their masks, in order: of each file, its size and a fixed sample of blocks.
+    """A hash of shards and their masks, in order: each file's size and a fixed sample of its blocks.
 
-    Other data of the same length almost always differ; only four blocks of 4 KB per file are read. Names do not
-    count, so a folder may be moved.
+    Other data of the same length almost always have another hash, although only four blocks of 4 KB per file are
+    read. Names do not count, so a folder may be moved.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -224,7 +224,7 @@ def check_size(folder, train_loader, tokens_per_step):
 
 
 def check_same_data(then, now):
-    """Raise UserError unless the loader's state in a checkpoint, `then`, is of the data and T of its state `now`."""
+    """Raise UserError unless a loader's state in a checkpoint, `then`, has the same data and T as its state `now`."""
     if (then["num_windows"], then["T"]) != (now["num_windows"], now["T"]):
         raise UserError(
             f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now gives "
@@ -294,7 +294,7 @@ def check_masks(masks):
 def check_meta(folder, paths):
     """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
 
-    A folder without one, as other programs write it, is accepted.
+    A folder without one, as written by other programs, is accepted.
     """
     if (Path(folder) / "meta.pkl").exists():
         raise UserError(
@@ -346,14 +346,14 @@ def write_shard(path, array):
 def make_once(open_writer, make, lock_name=".lock"):
     """Call `make(writer)` with the `open_writer()` of a folder, unless its shards are complete. Returns the folder.
 
-    What is complete can be used by several processes at once; the lock is only for those that write.
+    Several processes may use complete shards at once; the lock is only for writing.
     """
     writer = open_writer()
     if not writer.is_complete():
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
-                os.makedirs(writer.folder, exist_ok=True)  # it is there, except on a disk that says here why not
+                os.makedirs(writer.folder, exist_ok=True)  # the lock has made it, or the disk's error is raised here
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
@@ -364,7 +364,7 @@ class ShardWriter:
     """Writes the shards of a folder, or of one part of it, and the meta.json that describes them."""
 
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
-        """`meta` describes the shards to be made: those in `folder` are continued, and refused if they are others."""
+        """`meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
         self.meta = check_same_dataset(folder, meta_path(folder, part, num_parts), meta)
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
@@ -385,7 +385,7 @@ class ShardWriter:
             return False
 
     def resume(self):
-        """Keep the shards up to the last intact one; return the position in the input at which that ends."""
+        """Keep the shards before the first damaged one; return the position in the input at which they end."""
         meta, kept = self.meta, {}
         end, meta["documents"] = [0, 0, 0, 0], 0
         for file, num_tokens in meta["shards"].items():
@@ -489,9 +489,9 @@ META_TYPES |= dict(complete=bool, made_from=dict, ends=dict, validation_every=in
 
 
 def read_meta(path):
-    """The contents of one meta.json; UserError unless they are of the form that fineweb.py and smoltalk.py write.
+    """The contents of one meta.json; UserError unless they have the form that fineweb.py and smoltalk.py write.
 
-    People write short ones by hand, with no more than the tokenizer's name.
+    People also write short ones by hand, with only the tokenizer's name.
     """
     try:
         with open_regular(path, "r", encoding="utf-8") as file:
@@ -524,7 +524,7 @@ def is_finished(meta):
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder of other origin."""
+    """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder written by other programs."""
     files = os.listdir(folder) if os.path.lexists(folder) else []
     paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
     metas = {path: read_meta(path) for path in paths}
@@ -559,16 +559,16 @@ def check_same_dataset(folder, path, meta):
 
 
 def settings(meta):
-    """What must be the same in the meta.json of two runs of which one continues the other, but for the sources."""
+    """The settings, besides the sources, that must be the same in meta.json if one run continues another."""
     made_from = {key: value for key, value in meta["made_from"].items() if key != "sources"}
-    older = {"separator": ""}  # which older runs did not have
+    older = {"separator": ""}  # older runs did not record it
     return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"]} | older | made_from
 
 
 def changed_sources(old, meta):
     """[("the input", before, now)] for each file that is no longer what it was when `old`'s run read it.
 
-    Of a file that was not read to its end all but the start may differ: its bad lines may have been fixed.
+    A file that was not read to its end may differ after its start: its bad lines may have been fixed.
     """
     then, now = (m["made_from"]["sources"] for m in (old, meta))
     ends = list(old["ends"].values())
