@@ -22,7 +22,6 @@ CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 MERGES = CACHE / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
 VOCABULARY = CACHE / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
 no_gpt2 = not (MERGES.exists() and VOCABULARY.exists())
-needs_gpt2 = pytest.mark.skipif(no_gpt2, reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's two files of GPT-2")
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
 RARE = list("\u017f\u212a\x00\x1c\x85\xa0\u180e\u200b\u2028\u3000\ufeff\u00e9\u0301\u0633\u093f\u65e5\u2167\u00bd")
@@ -61,13 +60,6 @@ def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
     assert enc.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
 
 
-@needs_gpt2
-def test_gpt2_is_openais():
-    enc = tokenizer.get_encoding("gpt2+chat")
-    assert (enc.name, enc.n_vocab, enc.eot_token) == ("gpt2+chat", 50261, 50256)
-    assert enc.encode_ordinary("hello world") == [31373, 995]  # the example of tiktoken's documentation
-
-
 def test_chat_markers_take_the_ids_after_the_tokenizers_own(trained):
     chat = tokenizer.with_chat(trained)
     assert (chat.name, chat.n_vocab, chat.eot_token) == (trained.name + "+chat", 1004, trained.eot_token)
@@ -92,6 +84,9 @@ def test_the_first_merges_are_those_that_can_be_counted_by_hand():
     tokens = sorted(enc._mergeable_ranks, key=enc._mergeable_ranks.get)[256:]
     assert tokens == [b"aa", b"ab", b"aaab"] and enc.n_vocab == 260
     assert enc.decode_tokens_bytes(enc.encode_ordinary("aaabdaaabac")) == [b"aaab", b"d", b"aaab", b"a", b"c"]
+    # the name tells tokenizers apart, and not runs
+    names = [tokenizer.train([text], 300, name="n").name for text in ("aaab abab", "aaab abab", "bbbc cbcb")]
+    assert names[0] == names[1] != names[2] and all(name.startswith("n-") and len(name) == 10 for name in names)
 
 
 def test_a_trained_tokenizer_loses_nothing_and_the_bytes_of_its_ids_add_up(trained):
@@ -117,11 +112,6 @@ def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
     theirs.train_from_iterator(corpus(), trainer)
     for text in odd_texts(2000) + corpus()[:5]:
         assert trained.encode_ordinary(text) == theirs.encode(text).ids
-
-
-def test_the_name_tells_tokenizers_apart_and_not_runs():
-    names = [tokenizer.train([text], 300, name="n").name for text in ("aaab abab", "aaab abab", "bbbc cbcb")]
-    assert names[0] == names[1] != names[2] and all(name.startswith("n-") and len(name) == 10 for name in names)
 
 
 def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer(tmp_path, trained, monkeypatch):
@@ -251,12 +241,14 @@ def test_a_special_token_that_is_a_word_too_is_not_exported_as_one(tmp_path):
         export_tokenizer(enc, tmp_path)
 
 
-@needs_gpt2
+@pytest.mark.skipif(no_gpt2, reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's two files of GPT-2")
 def test_openais_own_files_are_gpt2_and_so_are_those_that_are_exported(tmp_path):
     (tmp_path / "vocab.json").write_bytes(VOCABULARY.read_bytes())
     (tmp_path / "merges.txt").write_bytes(MERGES.read_bytes())
     enc = import_tokenizer(tmp_path)
-    assert enc.name == "gpt2"
+    assert (enc.name, enc.n_vocab, enc.eot_token) == ("gpt2", 50257, 50256)
+    assert enc.encode_ordinary("hello world") == [31373, 995]  # the example of tiktoken's documentation
+    assert tokenizer.digest(enc) == tokenizer.digest(tokenizer.get_encoding("gpt2"))
     export_tokenizer(enc, tmp_path / "out")
     merges = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
     assert [" ".join(pair) for pair in merges] == MERGES.read_text(encoding="utf-8").split("\n")[1:-1]
