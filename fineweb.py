@@ -216,6 +216,7 @@ def serve():
                 say(encode_pieces(enc, pieces))
             except (UserError, OSError) as error:
                 say(error)
+    os._exit(0)  # another end would try once more to send what was left, and report a broken pipe
 
 
 # -----------------------------------------------------------------------------

@@ -497,6 +497,13 @@ def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
         command = [sys.executable, "-c", "import fineweb; fineweb.serve()"]
         process = subprocess.run(command, cwd=ROOT, input=received, capture_output=True)
         assert (process.stderr, process.returncode) == (b"", 0)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:  # it is sending an answer that fills the pipe
+        process.stdin.write(start + pieces)
+        process.stdin.flush()
+        process.stdout.read(100)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no process groups")
