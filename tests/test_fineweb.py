@@ -498,11 +498,13 @@ def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
         process = subprocess.run(command, cwd=ROOT, input=received, capture_output=True)
         assert (process.stderr, process.returncode) == (b"", 0)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:  # it is sending an answer that fills the pipe
-        process.stdin.write(start + pieces)
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        process.stdin.write(start)
         process.stdin.flush()
-        process.stdout.read(100)
+        process.stdout.read(1)  # it is ready
         process.stdout.close()
+        process.stdin.write(pickle.dumps([("an answer that nobody reads", True)]))
+        process.stdin.flush()
         assert process.stderr.read() == b"" and process.wait() == 0
 
 
