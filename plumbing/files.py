@@ -178,6 +178,7 @@ def lock_folder(folder, name=".lock"):
     folder = Path(folder)
     path = folder / name
     created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)

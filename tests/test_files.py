@@ -100,6 +100,8 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     with pytest.raises(UserError, match="is a pipe or a device, so it is not replaced"):
         with atomic_write(tmp_path / "pipe"):
             pass
+    with pytest.raises(UserError, match="is a pipe or a device, so it is not replaced"):
+        lock_folder(tmp_path, "pipe")
 
 
 @pytest.mark.parametrize("name", ["x", "x.part", ".lock"])

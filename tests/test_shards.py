@@ -51,7 +51,8 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
         opens.append(path)
         file = open_file(path)
         opened.append(file.file)
-        assert sum(not file.closed for file in opened) <= shards.MAX_OPEN + 8, "one more for each thread"
+        # each of the seven threads may hold one more, and be about to drop another
+        assert sum(not file.closed for file in opened) <= shards.MAX_OPEN + 2 * 7
         return file
 
     with patched(shards, "open_file", count_open) as open_file:
