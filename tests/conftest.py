@@ -27,6 +27,7 @@ SHARED = ROOT.parent / "shared" / "data"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a test run under torchrun is not meant
     os.environ.pop(name, None)
