@@ -1,12 +1,10 @@
 """Cross-entropy as a Triton kernel: one program per row, which reads its logits twice and writes their gradient.
 
-`model.py` imports this file only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
-environment the kernel runs on a CPU, for tests.
+With TRITON_INTERPRET=1 in the environment it runs on a CPU, for tests.
 """
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
@@ -57,7 +55,7 @@ def cross_entropy_kernel(
     log2_sum = row_maximum * LOG2_E + tl.log2(row_total)
     tl.store(losses + row, tl.where(is_target, log2_sum * LOG_2 - target_logit, 0.0))
 
-    # 2) the softmax. `gradient` may be `logits`, because a thread writes only what it has read itself
+    # 2) the softmax
     shift = tl.where(is_target, log2_scale - log2_sum, -float("inf"))  # 2**-inf is 0
     for first in range(0, V, THREADS * PER_THREAD):
         x = tl.load(logits + first + columns, mask=first + columns < V, other=0.0).to(tl.float32)
@@ -70,11 +68,8 @@ def cross_entropy_kernel(
     tl.store(gradient + target, difference.to(gradient.dtype.element_ty), mask=is_target)
 
 
-def launch(logits, targets, gradient, scale, ignore_index):
-    """Return the losses (N,) of contiguous logits (N, V); write their gradient times `scale` into `gradient`."""
+def launch(logits, targets, losses, gradient, scale, ignore_index):
+    """Write the losses (N,) of contiguous logits (N, V), and their gradient (N, V) times `scale`."""
     N, V = logits.shape
-    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
-    cross_entropy_kernel[(N,)](
-        logits, targets, losses, gradient, math.log2(scale), V, ignore_index, WARPS * 32, PER_THREAD, num_warps=WARPS
-    )
-    return losses
+    arguments = logits, targets, losses, gradient, math.log2(scale), V, ignore_index, WARPS * 32, PER_THREAD
+    cross_entropy_kernel[(N,)](*arguments, num_warps=WARPS)
