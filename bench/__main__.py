@@ -39,8 +39,7 @@ class Options:
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
     peer: str = ""  # a nanoGPT checkout, whose model.py is imported and trained
     # data, hellaswag and sample
-    input: tuple[str, ...] = ()  # data: documents, as fineweb.py takes them; default the built-in corpus
-    tokenizer: str = "gpt2"  # gpt2, bytes or a .tiktoken file
+    tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too
     limit: int = 0  # hellaswag: examples; 0: 24 on a CPU, 1000 on a GPU
     max_new_tokens: int = 256  # sample: tokens to generate

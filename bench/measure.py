@@ -27,48 +27,38 @@ def timed(function):
     return time.perf_counter() - start, time.process_time() - cpu_start, result
 
 
-def interleave(sides, rounds):
+def measure(sides, rounds, work, unit, ours=None):
     """Call the functions in `sides`, {name: function}, alternately: a warm-up, then `rounds` rounds that count.
 
-    Returns {name: {"seconds": [...], "cpu_seconds": [...], "peak_gib": ..., "result": of the last call}}. CPU seconds
-    show what a side costs when other processes share the machine; the peak is a GPU's, with the weights of all sides.
+    work: {name: units per call, such as tokens}; ours: the side that the others are compared with, by default the
+    first. Prints a table; returns (its numbers, {name: the last result}). CPU seconds show what a side costs when other
+    processes share the machine. The peak is a GPU's, with the weights of all sides.
     """
-    measured = {name: dict(seconds=[], cpu_seconds=[]) for name in sides}
+    ours, results = ours or next(iter(sides)), {}
+    measured = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
     gc.freeze()  # exclude existing objects from garbage collection
     for number in World().progress_bar(range(rounds + 1), "rounds"):
         for name, function in sides.items():
             side = measured[name]
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
-            seconds, cpu_seconds, side["result"] = timed(function)
+            seconds, cpu_seconds, results[name] = timed(function)
             side["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if number > 0:
                 side["seconds"].append(seconds)
                 side["cpu_seconds"].append(cpu_seconds)
-    return measured
-
-
-def report(measured, work, unit, ours=None):
-    """Print a table of `interleave`'s results; return the numbers.
-
-    work: {side: its units per call, such as tokens}; ours: the side that the others are compared with, by default the
-    first.
-    """
-    ours = ours or next(iter(measured))
-    width, sides = max(map(len, measured)) + 1, {}
+    width = max(map(len, sides)) + 1
     print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'GiB':>7}{'ratio':>7}{'by CPU':>8}")
-    for name, result in measured.items():
-        side = sides[name] = {"peak_gib": result["peak_gib"]}
+    for name, side in measured.items():
         for clock, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
             ours_per_unit = np.array(measured[ours][clock]) / work[ours]
-            side[ratio] = float(np.median(np.array(result[clock]) / work[name] / ours_per_unit))
-            side[clock] = result[clock]
-        ms, cpu_ms = 1e3 * np.median(side["seconds"]), 1e3 * np.median(side["cpu_seconds"])
-        side[f"{unit}_per_s"] = rate = float(1e3 * work[name] / ms)
-        print(f"{name:{width}}{rate:12,.1f}{ms:10.2f}{cpu_ms:10.2f}{side['peak_gib']:7.1f}", end="")
-        print(f"{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
-    ratio = next((side["ratio"] for name, side in sides.items() if name != ours), None)
-    return {"ratio": ratio, f"{unit}_per_s": sides[ours][f"{unit}_per_s"], "sides": sides}
+            side[ratio] = float(np.median(np.array(side[clock]) / work[name] / ours_per_unit))
+        seconds, cpu_seconds = np.median(side["seconds"]), np.median(side["cpu_seconds"])
+        side[f"{unit}_per_s"] = float(work[name] / seconds)
+        print(f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu_seconds:10.2f}", end="")
+        print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
+    ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
+    return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
 
 
 def machine():

@@ -8,7 +8,7 @@ from bench.measure import timed
 from plumbing.distributed import flops_per_token
 from plumbing.peaks import peak_flops
 
-# patterns that identify each family of kernels (on a CPU, operators) by their names; the first match counts
+# patterns in the names of each family of kernels (on a CPU, operators); the first match counts
 KERNEL_FAMILIES = {
     "attention": r"flash|fmha|sdpa|attention",
     "loss": r"softmax|nll|loss|logsumexp|cross_entropy",
@@ -37,7 +37,7 @@ def roofline(side, tok_per_s):
         families[family] += kernels[event.key]
     for family, seconds in families.items():
         print(f"  {family:20}{1e3 * seconds:10.2f} ms {seconds / sum(families.values()):6.1%}")
-    n, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
+    n, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     square = torch.randn(n, n, device=config.device, dtype=dtype)
     peaks = {"measured": matmul_rate(square, square)}
     if cuda:
@@ -50,11 +50,11 @@ def roofline(side, tok_per_s):
 
 
 def matmul_rate(a, b):
-    """FLOP/s of a @ b, the best of four times ten."""
+    """FLOP/s of a @ b, the best of three times ten."""
 
     def ten_times():
         for _ in range(10):
             torch.mm(a, b)
 
-    seconds = min(timed(ten_times)[0] for _ in range(4))
+    seconds = min(timed(ten_times)[0] for _ in range(3))
     return 10 * 2 * a.size(0) * a.size(1) * b.size(1) / seconds

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 import fineweb
 import hellaswag
 import tokenizer
-from bench.measure import interleave, report
+from bench.measure import measure
 from bench.steps import configure, transformers_model
 from plumbing import documents
 from plumbing.distributed import World, choose_dtype, disable_cudnn_attention
@@ -24,30 +24,25 @@ from train_gpt2 import GPT, GPTConfig
 
 
 def data(options):
-    """fineweb.py, from documents to shards on all cores, and tiktoken on one thread, with the texts in memory."""
+    """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
     cores, enc = documents.num_cores(), tokenizer.get_encoding(options.tokenizer)
+    texts = documents.python_docs() * cores
     with tempfile.TemporaryDirectory() as folder:
-        inputs = options.input
-        if not inputs:  # Python's own documentation, once for each core, parsed beforehand
-            inputs = (f"{folder}/docs.jsonl",)
-            lines = [json.dumps({"text": text}) + "\n" for text in documents.python_docs()]
-            Path(inputs[0]).write_text("".join(lines * cores), encoding="utf-8")
-        names = [source.name for source in documents.list_inputs(inputs)]
-        texts = [piece.text for name in names for piece in documents.read_pieces(name, name, "text")]
+        source = Path(folder, "docs.jsonl")
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
         def ours():
             out_dir = tempfile.mkdtemp(dir=folder)
             with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
-                fineweb.prepare(fineweb.Options(input=inputs, out_dir=out_dir, tokenizer=options.tokenizer))
+                fineweb.prepare(fineweb.Options(input=(str(source),), out_dir=out_dir, tokenizer=options.tokenizer))
             return json.loads(Path(out_dir, "meta.json").read_text(encoding="utf-8"))["tokens"]
 
-        def tiktoken():
+        def theirs():
             return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
 
-        measured = interleave({"fineweb.py": ours, "tiktoken, one thread": tiktoken}, options.rounds)
-    tokens = {name: side["result"] for name, side in measured.items()}
-    numbers = report(measured, tokens, "tok")
-    print(f"{len(texts):,} documents, tokens {tokens}; {numbers['ratio'] / cores:.0%} of {cores} cores x one thread")
+        sides = {"fineweb.py": ours, "tiktoken, one thread": theirs}
+        numbers, tokens = measure(sides, options.rounds, dict.fromkeys(sides, theirs()), "tok")
+    print(f"tokens: {tokens}; {numbers['ratio'] / cores:.0%} of {cores} cores x one thread")
     return numbers | {"cores": cores, "tokens": tokens}
 
 
@@ -88,10 +83,9 @@ def score(options):
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
     with world.autocast(), disable_cudnn_attention():
-        measured = interleave(sides, options.rounds)
-    by_sum, by_mean = (measured["hellaswag.py"]["result"] == measured["four rows"]["result"]).sum(0).tolist()
+        numbers, endings = measure(sides, options.rounds, dict.fromkeys(sides, len(examples)), "examples")
+    by_sum, by_mean = (endings["hellaswag.py"] == endings["four rows"]).sum(0).tolist()
     print(f"{len(examples)} examples, {world.dtype}: same ending by sum {by_sum}, by mean {by_mean}")
-    numbers = report(measured, dict.fromkeys(sides, len(examples)), "examples")
     seconds = hellaswag.NUM_EXAMPLES / numbers["examples_per_s"]
     print(f"all {hellaswag.NUM_EXAMPLES:,} examples at this rate: {seconds:.1f} s")
     return numbers | dict(examples=len(examples), same_by_sum=by_sum, same_by_mean=by_mean)
@@ -121,7 +115,7 @@ def sample(options):
         "transformers": lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)[:, -n:],
     }
     with disable_cudnn_attention():
-        measured = interleave(sides, options.rounds)
-    same = {name: torch.equal(side["result"], measured["sample.py"]["result"]) for name, side in measured.items()}
+        numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), "tok")
+    same = {name: torch.equal(ids[name], ids["sample.py"]) for name in ids}
     print(f"{n} tokens, sequences at a time: {B}, {world.dtype}, greedy; the same tokens: {same}")
-    return report(measured, dict.fromkeys(sides, B * n), "tok") | {"same_tokens": same}
+    return numbers | {"same_tokens": same}

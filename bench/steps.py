@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import train_gpt2
-from bench.measure import interleave, report
+from bench.measure import measure
 from bench.model import BenchGPT, PlainAttention
 from bench.profile import roofline
 from plumbing import cli
@@ -182,7 +182,7 @@ def make_nanogpt(config, folder, checkout):
 def compare(makers, rounds, ours):
     """Measure sides; makers: {name: (the function that makes it, its Settings, more arguments)}.
 
-    Returns `report`'s numbers, with the losses, and where the step of the side called `ours` spends its time.
+    Returns the numbers, with the losses, and where the step of the side called `ours` spends its time.
     """
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -195,11 +195,9 @@ def compare(makers, rounds, ours):
                 if name == ours:
                     raise
                 print(f"{name} is left out: {error}")
-        measured = interleave(sides, rounds)
-        numbers = report(measured, {name: side.config.total_batch_size for name, side in sides.items()}, "tok", ours)
-        for name, side in measured.items():
-            numbers["sides"][name]["loss"] = side["result"]
-        numbers |= {"settings": dataclasses.asdict(sides[ours].config)}
+        work = {name: side.config.total_batch_size for name, side in sides.items()}
+        numbers, losses = measure(sides, rounds, work, "tok", ours)
+        numbers |= {"losses": losses, "settings": dataclasses.asdict(sides[ours].config)}
         return numbers | roofline(sides[ours], numbers["tok_per_s"])
 
 

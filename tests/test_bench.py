@@ -17,6 +17,7 @@ import tokenizer
 import train_gpt2
 from bench import gpu, programs, steps
 from bench.__main__ import Options, main
+from plumbing import documents
 from plumbing.huggingface import transposed
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
@@ -87,9 +88,10 @@ def test_train_is_compared_with_transformers_a_peer_and_variants(measure, tmp_pa
     assert numbers["tok_per_s"] == pytest.approx(64 / np.median(ours["seconds"])) and len(ours["seconds"]) == 3
     ratio = np.median(np.divide(sides["transformers"]["seconds"], ours["seconds"]))
     assert numbers["ratio"] == sides["transformers"]["ratio"] == pytest.approx(ratio)
-    assert all(side["loss"] == pytest.approx(np.log(320), abs=0.5) for side in sides.values()), "losses of random ids"
+    losses = numbers["losses"]
+    assert list(losses.values()) == pytest.approx([np.log(320)] * 7, abs=0.5), "losses of random ids"
     for variant in variants[:2]:  # the same windows: sums of float32 in another order
-        assert sides[f"train_gpt2 {variant}"]["loss"] == pytest.approx(ours["loss"], abs=1e-4)
+        assert losses[f"train_gpt2 {variant}"] == pytest.approx(losses["train_gpt2"], abs=1e-4)
     assert all(numbers["families"][name] > 0 for name in ("matmul", "loss", "optimizer", "GELU", "other"))
 
 
@@ -132,11 +134,12 @@ def test_sample_gives_the_same_tokens_on_every_side(measure):
     assert numbers["tok_per_s"] > 0
 
 
-def test_data_counts_the_tokens_that_tiktoken_counts(measure, tmp_path):
+def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
     texts = [f"Document {i}. " * 50 for i in range(20)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    numbers = measure("data", input=tmp_path / "a.*")
-    assert set(numbers["tokens"].values()) == {sum(len(text) + 1 for text in texts)} and numbers["tok_per_s"] > 0
+    monkeypatch.setattr(documents, "python_docs", lambda: texts)
+    numbers = measure("data")
+    assert set(numbers["tokens"].values()) == {numbers["cores"] * sum(len(text) + 1 for text in texts)}
+    assert numbers["tok_per_s"] > 0
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
@@ -149,7 +152,7 @@ def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch, has_bf
     sides, missing = numbers["sides"], ["TF32", "this program, B 64"] + ["bfloat16 autocast"] * (not has_bfloat16)
     assert list(sides) == [name for name in steps.RUNGS if name not in missing] and len(compiled) == 5
     # weights and data are the same in all rungs, but for the vocabulary's size
-    assert all(side["loss"] == pytest.approx(np.log(50257), abs=0.2) for side in sides.values())
+    assert all(loss == pytest.approx(np.log(50257), abs=0.2) for loss in numbers["losses"].values())
     assert numbers["tok_per_s"] == sides["this program"]["tok_per_s"] and sides["this program"]["ratio"] == 1
     assert numbers["ratio"] == pytest.approx(numbers["tok_per_s"] / sides["float32"]["tok_per_s"])
 
@@ -210,7 +213,7 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
     assert all(rate > 0 for rates in answers["matmuls"]["flops_per_s"].values() for rate in rates.values())
     assert answers["HellaSwag"]["same_by_mean"] == 12 and answers["train_gpt2"]["families"]["matmul"] > 0
     for name in ("train_gpt2", "nanoGPT", "transformers", "train_gpt2, B=1", "not compiled, B=1"):
-        assert answers[name]["sides"]["step"]["loss"] == pytest.approx(np.log(320), abs=0.5), name
+        assert answers[name]["losses"]["step"] == pytest.approx(np.log(320), abs=0.5), name
 
 
 def test_a_run_that_was_cut_short_goes_on(ask, monkeypatch, capsys):
@@ -255,9 +258,9 @@ def test_what_was_not_measured_as_asked_is_an_error_not_a_number(ask, monkeypatc
 
     monkeypatch.setattr(torch, "compile", no_compiler)
     monkeypatch.setattr(train_gpt2, "fit_to_machine", fit_half)
-    questions = {"compiled": ("step", "compile=True"), "trainer": ("trainer", "max_lr=-1.0"), "B": ("step", "")}
-    entries = lambda q: {name: (1, getattr(q, method), text) for name, (method, text) in questions.items()}
-    monkeypatch.setattr(gpu, "questions", entries)
+    entries = {"compiled": gpu.Questions.step, "trainer": gpu.Questions.trainer, "B": gpu.Questions.step}
+    changes = {"compiled": "compile=True", "trainer": "max_lr=-1.0", "B": ""}
+    monkeypatch.setattr(gpu, "questions", lambda q: {name: (1, ask, q, changes[name]) for name, ask in entries.items()})
     answers = ask()
     assert "torch.compile failed" in answers["compiled"]["error"]
     assert "Only 1 of 2 sequences fit in memory" in answers["B"]["error"]
