@@ -41,7 +41,7 @@ class Options:
     # data, hellaswag and sample
     tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too
-    limit: int = 0  # hellaswag: examples; 0: 24 on a CPU, 1000 on a GPU
+    limit: int = 24  # hellaswag: examples; gpu scores 1000
     max_new_tokens: int = 256  # sample: tokens to generate
     num_samples: int = 1  # sample: sequences at a time
     # gpu
@@ -54,7 +54,7 @@ class Options:
 def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
-    errors = cli.check_numbers(options, above_0=["max_new_tokens", "num_samples"])
+    errors = cli.check_numbers(options, above_0=["max_new_tokens", "num_samples", "limit"])
     if errors:
         raise cli.UserError(" ".join(errors))
     from bench import gpu, measure, programs, steps

@@ -39,11 +39,11 @@ class Questions:
         c, dtype = self.config, torch.bfloat16 if self.device.startswith("cuda") else torch.float32
         N, C, rates = c.batch_size * c.sequence_length, c.n_embd, {}
         shapes = {"c_attn": (C, 3 * C), "attn.c_proj": (C, C), "c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
-        for name, (inputs, outputs) in (shapes | {"lm_head": (C, c.vocab_size)}).items():
-            sizes = (N, inputs), (outputs, inputs), (N, outputs)
-            x, weight, y = (torch.randn(size, device=self.device, dtype=dtype) for size in sizes)
-            pairs = {"forward": (x, weight.T), "grad_x": (y, weight), "grad_weight": (y.T, x)}
-            rates[name] = {product: matmul_rate(*pair) for product, pair in pairs.items()}
+        shapes["lm_head"] = C, c.vocab_size
+        for name, (inputs, outputs) in shapes.items():
+            x = torch.randn(N, inputs, device=self.device, dtype=dtype)
+            weight, y = x.new_empty(outputs, inputs).normal_(), x.new_empty(N, outputs).normal_()
+            rates[name] = [matmul_rate(x, weight.T), matmul_rate(y, weight), matmul_rate(y.T, x)]
         return {"flops_per_s": rates}
 
     def build_nanogpt(self):
@@ -66,9 +66,9 @@ class Questions:
         """train_gpt2.py on --shards, with settings changed: its losses, and its speed when the GPU is warm."""
         folder = self.out / "run"
         shutil.rmtree(folder, ignore_errors=True)
-        settings = f"preset=gpt2,device={self.device},{self.options.settings},{changes}"
-        paths = {"data": self.options.shards, "hellaswag_data": self.options.hellaswag, "out_dir": folder}
-        flags = [*steps.as_flags(settings), *(f"--{name}={path}" for name, path in paths.items())]
+        options = self.options
+        paths = f"data={options.shards},hellaswag_data={options.hellaswag},out_dir={folder}"
+        flags = steps.as_flags(f"preset=gpt2,device={self.device},{paths},{options.settings},{changes}")
         text = self.run_program(measure.ROOT / "train_gpt2.py", *flags, cwd=measure.ROOT)
         log = {}
         for step, stream, value in read_log(folder / "log.txt"):
@@ -98,7 +98,7 @@ def questions(q):
     options, cuda = q.options, q.device.startswith("cuda")
     B, T = q.config.batch_size, q.config.sequence_length
     headline = "val_every=0,hellaswag_every=0,sample_every=0,checkpoint_every=0"
-    small, two_rounds = max(1, B // 16), dataclasses.replace(options, rounds=2)
+    small, twice = max(1, B // 16), dataclasses.replace(options, rounds=2, limit=1000)
     text = f"{headline},batch_size={small},total_batch_size={2 * small * T},val_every=100,val_tokens={16 * B * T}"
     text += ",hellaswag_every=500"
     table = {
@@ -113,9 +113,9 @@ def questions(q):
         "nanoGPT": (90, q.step, "", steps.make_nanogpt, options.peer),
         "transformers": (120, q.step, "", steps.make_transformers, True),
         "build-nanogpt as published": (120, q.build_nanogpt),
-        "HellaSwag": (100, programs.score, two_rounds),
-        "sampling, 1 at a time": (60, programs.sample, two_rounds),
-        "sampling, 8 at a time": (60, programs.sample, dataclasses.replace(two_rounds, num_samples=8)),
+        "HellaSwag": (100, programs.score, twice),
+        "sampling, 1 at a time": (60, programs.sample, twice),
+        "sampling, 8 at a time": (60, programs.sample, dataclasses.replace(twice, num_samples=8)),
         f"train_gpt2, B={B // 2}": (100, q.step, f"batch_size={B // 2}"),
         f"train_gpt2, B={2 * B}": (100, q.step, f"batch_size={2 * B}"),
         "muon": (100, q.step, "optimizer=muon"),

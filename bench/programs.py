@@ -75,8 +75,7 @@ def score(options):
     """HellaSwag in packed rows and in four rows per example; without cuDNN, which would plan for every length."""
     model, config, world = random_model(options)
     enc = tokenizer.get_encoding(options.tokenizer)
-    limit = options.limit or (1000 if world.device_type == "cuda" else 24)
-    lines = itertools.islice(hellaswag.iterate_examples(options.hellaswag), limit)
+    lines = itertools.islice(hellaswag.iterate_examples(options.hellaswag), options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     sides = {
         "hellaswag.py": lambda: hellaswag.predict(model, examples, enc.n_vocab)[:, :2],
@@ -86,8 +85,6 @@ def score(options):
         numbers, endings = measure(sides, options.rounds, dict.fromkeys(sides, len(examples)), "examples")
     by_sum, by_mean = (endings["hellaswag.py"] == endings["four rows"]).sum(0).tolist()
     print(f"{len(examples)} examples, {world.dtype}: same ending by sum {by_sum}, by mean {by_mean}")
-    seconds = hellaswag.NUM_EXAMPLES / numbers["examples_per_s"]
-    print(f"all {hellaswag.NUM_EXAMPLES:,} examples at this rate: {seconds:.1f} s")
     return numbers | dict(examples=len(examples), same_by_sum=by_sum, same_by_mean=by_mean)
 
 

@@ -93,7 +93,8 @@ class Ours(Side):
     def __init__(self, config, folder):
         super().__init__(config, folder)
         torch.manual_seed(0)
-        self.raw_model = BenchGPT(GPTConfig(**config.shape), config.triton_loss, config.return_logits)
+        self.raw_model = BenchGPT(GPTConfig(**config.shape))
+        self.raw_model.triton_loss, self.raw_model.return_logits = config.triton_loss, config.return_logits
         for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
         self.model, B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)

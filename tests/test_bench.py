@@ -25,35 +25,25 @@ TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,to
 # a nanoGPT checkout as far as bench/ knows one, with our own model
 PEER = """
 import torch, train_gpt2
-from dataclasses import dataclass
 
-@dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+def GPTConfig(dropout, bias, **shape):
+    assert dropout == 0.0 and bias
+    return train_gpt2.GPTConfig(**shape)
 
-class GPT(torch.nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        assert c.dropout == 0.0 and c.bias
-        self.gpt = train_gpt2.GPT(train_gpt2.GPTConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd))
-
-    def forward(self, idx, targets):
-        return self.gpt(idx, targets)
-
+class GPT(train_gpt2.GPT):
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
 """
 # build-nanogpt as far as bench/ knows it: where it looks for data, what it prints
 BUILD_NANOGPT = """
-import json, os
-import numpy as np
+import os
 max_steps = 19073
 for split in ("train", "val"):
     (shard,) = (name for name in os.listdir("edu_fineweb10B") if split in name)
-    assert len(np.load("edu_fineweb10B/" + shard)) > 20 * 64 * 1024
-assert len([json.loads(line)["label"] for line in open("hellaswag/hellaswag_val.jsonl")]) == 4
+    assert os.path.getsize("edu_fineweb10B/" + shard) > 2 * 20 * 64 * 1024
+assert len(open("hellaswag/hellaswag_val.jsonl").readlines()) == 4
 for step in range(max_steps):
-    print(f"step {step:5d} | loss: 9.0 | dt: 1.00ms | tok/sec: {1000.0 if 2 <= step < max_steps - 1 else 1.0:.2f}")
+    print(f"step {step:5d} | dt: 1.00ms | tok/sec: {1000.0 if 2 <= step < max_steps - 1 else 1.0:.2f}")
 """
 
 
@@ -210,7 +200,7 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
     headline = answers["60 steps of train_gpt2.py"]
     assert len(headline["train"]) == 4 and headline["tok_per_s"] > 0 and headline["notes"] == []
     assert answers["build-nanogpt as published"]["tok_per_s"] == 1000
-    assert all(rate > 0 for rates in answers["matmuls"]["flops_per_s"].values() for rate in rates.values())
+    assert all(rate > 0 for rates in answers["matmuls"]["flops_per_s"].values() for rate in rates)
     assert answers["HellaSwag"]["same_by_mean"] == 12 and answers["train_gpt2"]["families"]["matmul"] > 0
     for name in ("train_gpt2", "nanoGPT", "transformers", "train_gpt2, B=1", "not compiled, B=1"):
         assert answers[name]["losses"]["step"] == pytest.approx(np.log(320), abs=0.5), name
