@@ -1,7 +1,7 @@
 """Benchmarks: the program's own code compared with a reference, alternating in one process.
 
     python -m bench train       a step, and transformers in a plain loop
-    python -m bench train --peer ../nanoGPT --variants dtype=float32,batch_size=8 optimizer=muon
+    python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=float32
     python -m bench ladder      what each optimization adds to plain float32
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
@@ -18,18 +18,19 @@ the command to continue; delete a line to ask its question again.
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Literal
 
 import tyro
 
 from plumbing import cli
+
+BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
 
 
 @dataclass
 class Options:
     """What to measure, and how."""
 
-    what: tyro.conf.Positional[Literal["train", "ladder", "data", "hellaswag", "sample", "gpu"]] = "train"  # as above
+    what: tyro.conf.Positional[str] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
@@ -55,6 +56,8 @@ def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
     errors = cli.check_numbers(options, above_0=["max_new_tokens", "num_samples", "limit"])
+    if options.what not in BENCHMARKS:
+        errors.append(f"There is no benchmark called {options.what!r}. {cli.suggest(options.what, BENCHMARKS)}")
     if errors:
         raise cli.UserError(" ".join(errors))
     from bench import gpu, measure, programs, steps
