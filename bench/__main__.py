@@ -1,7 +1,7 @@
 """Benchmarks: the program's own code compared with a reference, alternating in one process.
 
     python -m bench train       a step, and transformers in a plain loop
-    python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=float32
+    python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=fp8
     python -m bench ladder      what each optimization adds to plain float32
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
