@@ -349,7 +349,7 @@ def plan(options, part, num_parts):
     if options.dataset == "python-docs" and not options.input:
         sources = [documents.Source(documents.PYTHON_DOCS, 0)]
     if options.dataset == "fineweb-edu" and not options.input:
-        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        old = shards.own_metas(folder).get(shards.meta_path(folder, part, num_parts))
         if old:  # resume with the same files
             revision = old["made_from"].get("revision", "")
             sources = [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
@@ -416,7 +416,7 @@ def write_shard(writer, enc, tokens, end, validation=None):
             tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if validation is not None:
-        writer.write_validation(validation)
+        writer.write_file(writer.validation_file, validation)
     if len(tokens):
         writer.write(tokens, end)
 
