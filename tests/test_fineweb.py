@@ -628,8 +628,8 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
 
     def full(number):
         calls.append(number)
-        # meta.json, the tokenizer's two files (twice), then three files for each training shard
-        (full_disk if len(calls) > 11 else fsync)(number)
+        # meta.json, the tokenizer's two files (one twice), then three files for each training shard
+        (full_disk if len(calls) > 10 else fsync)(number)
 
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
