@@ -349,8 +349,8 @@ def plan(options, part, num_parts):
     if options.dataset == "python-docs" and not options.input:
         sources = [documents.Source(documents.PYTHON_DOCS, 0)]
     if options.dataset == "fineweb-edu" and not options.input:
-        old = shards.own_metas(folder).get(shards.meta_path(folder, part, num_parts))
-        if old:  # resume with the same files
+        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        if old and old["made_from"]:  # resume with the same files
             revision = old["made_from"].get("revision", "")
             sources = [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
             return folder, sources, old["made_from"].get("all_inputs")

@@ -181,7 +181,7 @@ def write_blocks(writer, blocks, max_length, enc):
 def make_shards(writer, conversations, enc, shard_size, max_length):
     """Render, pack and write the conversations, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
-    if os.path.exists(shards.meta_path(writer.folder, 0, 1)):  # shards and masks of an interrupted run
+    if writer.meta_path.exists():  # shards and masks of an interrupted run
         ours = re.compile(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)")
         for file in filter(ours.fullmatch, os.listdir(writer.folder)):
             os.remove(writer.path(file))

@@ -56,8 +56,6 @@ EOT = "<|endoftext|>"  # stands before every document
 # the model's embedding: with GPT-2's tokenizer 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
-# many kinds of text, to test a tokenizer
-PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
 # How text is split before merging: no token crosses a split. GPT-2's pattern is OpenAI's; GPT-4's
 # lets one punctuation character precede a word and splits digits into groups of up to three.
@@ -173,21 +171,18 @@ def write_encoding(enc, path):
 
 def read_encoding(path):
     """Return the tokenizer in the `.tiktoken` file `path` (see `write_encoding`)."""
-    if not os.path.exists(path):
-        raise cli.UserError(
-            f"There is no tokenizer called {str(path)!r}. Give gpt2, bytes or the path of a .tiktoken file."
-        )
     try:
         with open_regular(path, "r", encoding="ascii") as file:
             ranks = file.read()
         with open_regular(f"{path}.json", "r", encoding="ascii") as file:
             fields = json.load(file)
         if fields["sha256"] != sha256(ranks):
-            raise ValueError(f"the checksum in {path}.json is not that of its tokens")
+            raise ValueError("the checksum in its .json is not that of its tokens")
         return loads(json.dumps(fields) + "\n" + ranks)
     except (ValueError, LookupError, TypeError, FileNotFoundError) as error:
         raise cli.UserError(
-            f"{path} is damaged, or was not made by tokenizer.py: {cli.plain(error)}. Copy it and its .json again."
+            f"Tokenizer {path} is missing or damaged: {cli.plain(error)}. Give gpt2, bytes, or a .tiktoken file with "
+            "the .json file that belongs to it."
         ) from None
 
 
@@ -370,9 +365,8 @@ def main(args=None):
     column = options.text_column
     compared = list(read_texts(options.compare, column)) if options.compare else []
     gpt2 = gpt2_encoding() if compared else None  # before the work: it may need the network
-    name = os.path.basename(options.out).removesuffix(".tiktoken")
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
-    enc = train(texts, options.vocab_size, name, options.pattern, options.special_tokens)
+    enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
     num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)

@@ -75,16 +75,12 @@ def open_masks(shards):
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
-    return [open_array(path, np.uint8, shard.open_file, len(shard)) for path, shard in zip(paths, shards)]
+    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
 
 
-def open_shard(path, open_file=open_regular):
-    """The shard at `path`; UserError unless its header, type, dimensions and size are right."""
-    return open_array(Path(path), np.uint16, open_file)
-
-
-def open_array(path, dtype, open_file, length=None):
-    """The shard or the mask at `path`, which must be one-dimensional and, for a mask, as long as its shard."""
+def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
+    """The shard at `path`, or a mask as long as its shard; UserError unless its header, type and size are right."""
+    path = Path(path)
     try:
         found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
         if found != dtype or len(shape) != 1 or length not in (None, *shape):
@@ -292,7 +288,8 @@ class ShardWriter:
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
         """`meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
-        self.meta = continue_meta(folder, meta_path(folder, part, num_parts), meta)
+        self.meta_path = meta_path(folder, part, num_parts)
+        self.meta = continue_meta(folder, self.meta_path, meta)
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
@@ -357,7 +354,7 @@ class ShardWriter:
         return int(np.count_nonzero(tokens == self.eot_token))
 
     def save(self):
-        with atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
+        with atomic_write(self.meta_path, "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self, noun="document"):
@@ -404,23 +401,23 @@ def new_meta(dataset, enc, made_from):
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part."""
-    return {path: read_meta(path) for path in sorted(Path(folder).glob("meta*.json"))}
+    """{path: contents} of the meta.json in `folder`, or of one per part.
 
-
-def read_meta(path):
-    """The contents of one meta.json. People also write short ones by hand, with only the tokenizer's name."""
+    People also write short ones by hand, with only the tokenizer's name.
+    """
+    metas = {}
     remedy = "Move its folder away, or make the shards again in another folder."
     defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
-    meta = defaults | read_json(path, remedy)
-    for key, kind in META_TYPES.items():
-        if type(meta[key]) is not kind:
-            raise UserError(f"{path} is damaged: its {key} is missing or not of type {kind.__name__}. {remedy}")
-    return meta
+    for path in sorted(Path(folder).glob("meta*.json")):
+        metas[path] = meta = defaults | read_json(path, remedy)
+        for key, kind in META_TYPES.items():
+            if type(meta[key]) is not kind:
+                raise UserError(f"{path} is damaged: its {key} is missing or not of type {kind.__name__}. {remedy}")
+    return metas
 
 
-def own_metas(folder):
-    """Like `read_metas`, but refuses a folder that other programs wrote."""
+def continue_meta(folder, path, meta):
+    """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
     metas = read_metas(folder)
     is_ours = all("sources" in old["made_from"] for old in metas.values())
     if not is_ours or (not metas and any(split_of(file.name) for file in Path(folder).glob("*"))):
@@ -428,12 +425,6 @@ def own_metas(folder):
             f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Choose another output "
             "folder."
         )
-    return metas
-
-
-def continue_meta(folder, path, meta):
-    """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
-    metas = own_metas(folder)
     for other_path, old in metas.items():
         was, now = settings(other_path, old), settings(path, meta)
         changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]

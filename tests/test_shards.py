@@ -12,7 +12,7 @@ from conftest import make_shards, patched
 
 from plumbing import shards
 from plumbing.cli import UserError
-from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_meta
+from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
 
 
 def all_paths(folder):
@@ -198,13 +198,13 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
 def test_a_malformed_meta_is_one_line(tmp_path):
     path = tmp_path / "meta.json"
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    assert read_meta(path)["complete"]  # people write short ones by hand
+    assert read_metas(tmp_path)[path]["complete"]  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
     texts = [json.dumps({"tokenizer": "bytes"} | fields) for fields in wrong]
     for content in [*texts, "", "[]", "null", "{}", '{"tokenizer": "byt', "[" * 100_000, "\x00" * 10]:
         path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="meta.json is damaged") as refusal:
-            read_meta(path)
+            read_metas(tmp_path)
         assert "\n" not in str(refusal.value)
 
 
