@@ -153,24 +153,9 @@ def with_pattern(pat_str):
     )
 
 
-@pytest.mark.parametrize(
-    "pattern, tail",
-    [("gpt2", "x"), ("gpt2", "\nx"), ("gpt2", "\x1cx"), ("gpt2", " \n\n  x y"), ("gpt4", "x"), ("gpt4", " \n\n  x y")],
-)
-def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway(pattern, tail):
-    enc = with_pattern({"gpt2": tokenizer.FAST_GPT2, "gpt4": tokenizer.PATTERNS["gpt4"]}[pattern])
-    text = "a b" + " " * 20_000 + tail  # short enough for tiktoken: it is the reference
-
-    class GivesUp:  # on anything longer than a run of blanks alone
-        _pat_str = enc._pat_str
-
-        def encode_to_numpy(self, part, disallowed_special):
-            if part == text:
-                raise ValueError("Regex error while tokenizing")
-            return enc.encode_to_numpy(part, disallowed_special=disallowed_special)
-
-    assert tokenizer.encode_text(GivesUp(), text).tolist() == enc.encode_ordinary(text)
-    million = "a" + " " * 1_000_000 + "x"
+@pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"]])
+def test_a_run_of_blanks_that_tiktoken_gives_up_on_loses_nothing(pattern):
+    million, enc = "a" + " " * 1_000_000 + "x", with_pattern(pattern)
     assert enc.decode(tokenizer.encode_text(enc, million)) == million
 
 
