@@ -315,7 +315,7 @@ def prepare(options):
         return fetch_pretokenized(options)
     part, num_parts = parse_part(options.part)
     folder, sources, all_inputs = plan(options, part, num_parts)
-    enc = tokenizer.shard_encoding(options.tokenizer)
+    enc = tokenizer.get_encoding(options.tokenizer)
 
     def open_writer():
         """The writer of the folder's shards, with the meta.json of an earlier run if this one continues it."""

@@ -79,21 +79,8 @@ def get_encoding(name_or_path):
     if name == "bytes":  # without a single merge: ids 0..255 are the bytes of UTF-8
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
-    return gpt2_encoding() if name == "gpt2" else read_encoding(name)
-
-
-def shard_encoding(name_or_path):
-    """Return a tokenizer whose ids fit into shards."""
-    enc = get_encoding(name_or_path)
-    if enc.n_vocab > MAX_VOCAB:
-        raise cli.UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can store only 65,536. Use a smaller one."
-        )
-    return enc
-
-
-def gpt2_encoding():
-    """Return OpenAI's tokenizer of GPT-2; its tables come from tiktoken's cache or the network."""
+    if name != "gpt2":
+        return read_encoding(name)
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
@@ -279,7 +266,8 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
     from tokenizers import trainers
 
     pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
-    model, char_bytes = huggingface_model(pat_str), {char: byte for byte, char in byte_chars().items()}
+    model = huggingface_model(pat_str)
+    char_bytes = {char: byte for byte, char in byte_chars().items()}
     special_tokens = list(dict.fromkeys([EOT, *special_tokens]))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special_tokens),
@@ -355,7 +343,7 @@ def main(args=None):
     check_options(options)
     column = options.text_column
     compared = list(read_texts(options.compare, column)) if options.compare else []
-    gpt2 = gpt2_encoding() if compared else None  # before the work: it may need the network
+    gpt2 = get_encoding("gpt2") if compared else None  # before the work: it may need the network
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)

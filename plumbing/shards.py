@@ -395,7 +395,9 @@ META_TYPES |= dict(made_from=dict, ends=dict)
 
 
 def new_meta(dataset, enc, made_from):
-    """The contents of a new meta.json."""
+    """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
+    if enc.n_vocab > 2**16:
+        raise UserError(f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one.")
     empty = {key: kind() for key, kind in META_TYPES.items()}
     return empty | {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
 

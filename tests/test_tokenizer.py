@@ -144,9 +144,9 @@ def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path, trained):
 def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monkeypatch):
     """GPT-2's, too: a node without a network and without tiktoken's cache has its tables from the shards."""
     gpt2 = tokenizer.copy_encoding(trained, "gpt2", trained._special_tokens)
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: gpt2)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gpt2)
     assert tokenizer.folder_encoding(tmp_path) is gpt2  # shards of others, which have neither of the two files
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: pytest.fail("it asked for the network"))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("it asked for the network"))
     for i, enc in enumerate((trained, tokenizer.with_chat(trained), tokenizer.get_encoding("bytes"), gpt2)):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -293,7 +293,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, reason, change):
 
 
 def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkeypatch):
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: trained)  # stands for OpenAI's
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: trained)  # stands for OpenAI's
     text = "".join(corpus()[:-200])
     (tmp_path / "a.txt").write_bytes(text.encode())
     out = tmp_path / "my.tiktoken"
