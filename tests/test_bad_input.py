@@ -176,7 +176,8 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     (folder / "empty").mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "empty"))
     tiktoken.registry.ENCODINGS.pop("gpt2", None)
-    assert "TIKTOKEN_CACHE_DIR" in error_of_run(folder)
+    line = error_of_run(folder)
+    assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -69,15 +69,6 @@ def test_chat_markers_take_the_ids_after_the_tokenizers_own(trained):
     assert tokenizer.get_encoding("bytes+chat").encode("<|end|>", allowed_special="all") == [260]
 
 
-def test_gpt2_without_tables_and_network_says_what_works_without(monkeypatch):
-    def no_network(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(UserError, match="The GPT-2 tokenizer is not .* TIKTOKEN_CACHE_DIR .* --tokenizer bytes"):
-        tokenizer.get_encoding("gpt2")
-
-
 def test_the_first_merges_are_those_that_can_be_counted_by_hand():
     # the textbook example of byte-pair encoding: "aaabdaaabac" -> aa, then ab, then aaab
     enc = tokenizer.train(["aaabdaaabac"], 260, name="t")
@@ -99,17 +90,24 @@ def test_a_trained_tokenizer_loses_nothing_and_the_bytes_of_its_ids_add_up(train
         assert trained.decode(ids) == text and sizes[ids].sum() == len(text.encode())
 
 
+def train_huggingfaces(pre_tokenizer, vocab_size, special_tokens=()):
+    """A byte-level BPE made by Hugging Face's library alone; its special tokens come first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    theirs = Tokenizer(models.BPE())
+    theirs.pre_tokenizer, theirs.decoder = pre_tokenizer, decoders.ByteLevel()
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(special_tokens))
+    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options))
+    return theirs
+
+
 def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
-    """Trained here without tokenizer.py: the library's vocabulary and merges give the same ids."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Regex, pre_tokenizers
 
     plain = Regex(tokenizer.PATTERNS["gpt4" if "{1,3}" in trained._pat_str else "gpt2"])
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=998, initial_alphabet=alphabet, show_progress=False)
-    theirs.train_from_iterator(corpus(), trainer)
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
+    theirs = train_huggingfaces(split, 998)
     for text in odd_texts(2000) + corpus()[:5]:
         assert trained.encode_ordinary(text) == theirs.encode(text).ids
 
@@ -161,16 +159,13 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monk
         tokenizer.folder_encoding(folder)
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [("{", ""), ("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")],
-    ids=["no JSON", "no base64", "a byte twice, another one missing", "an id twice"],
-)
-def test_a_damaged_tokenizer_is_one_error(old, new):
+def test_a_damaged_tokenizer_is_one_error():
     text = tokenizer.dumps(tokenizer.get_encoding("bytes"))
-    assert old in text
-    with pytest.raises(ValueError):
-        tokenizer.loads(text.replace(old, new, 1))
+    # no JSON; no base64; a byte twice, another one missing; an id twice
+    for old, new in (("{", ""), ("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")):
+        assert old in text
+        with pytest.raises(ValueError):
+            tokenizer.loads(text.replace(old, new, 1))
 
 
 def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
@@ -249,15 +244,9 @@ def test_openais_own_files_are_gpt2_and_so_are_those_that_are_exported(tmp_path)
 
 
 def save_huggingfaces(folder, special_tokens):
-    """Save a byte-level BPE made by Hugging Face's library alone; its special tokens come first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers.pre_tokenizers import ByteLevel
 
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.decoder = decoders.ByteLevel()
-    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special_tokens)
-    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=700, show_progress=False, **options))
-    theirs.save(str(folder / "tokenizer.json"))
+    train_huggingfaces(ByteLevel(add_prefix_space=False), 700, special_tokens).save(str(folder / "tokenizer.json"))
 
 
 def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
