@@ -370,8 +370,11 @@ class ShardWriter:
 
 def split_lengths(metas):
     """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
-    shards = [item for meta in metas for item in meta["shards"].items()]
-    return {split: [length for name, length in shards if split_of(name) == split] for split in ("train", "val")}
+    lengths = {"train": [], "val": []}
+    for meta in metas:
+        for name, length in meta["shards"].items():
+            lengths[split_of(name)].append(length)
+    return lengths
 
 
 # -----------------------------------------------------------------------------
