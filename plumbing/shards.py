@@ -155,11 +155,11 @@ def sample(path):
     """The size of a file and a fixed sample of its bytes, from the first block to the last."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        parts = [size.to_bytes(8, "big")]
+        sampled = size.to_bytes(8, "big")
         for i in range(SAMPLE_BLOCKS):
             file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
-            parts.append(file.read(SAMPLE_BLOCK))
-    return b"".join(parts)
+            sampled += file.read(SAMPLE_BLOCK)
+    return sampled
 
 
 # -----------------------------------------------------------------------------

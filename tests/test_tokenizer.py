@@ -194,10 +194,6 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     assert not any(tmp_path.iterdir())
 
 
-# -----------------------------------------------------------------------------
-# Hugging Face's format
-
-
 def check_import(folder):
     """(the tokenizer that is made of a folder's, transformers' own): the same ids."""
     from transformers import AutoTokenizer
@@ -275,10 +271,6 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, reason, change):
     with pytest.raises(UserError, match=reason) as caught:
         import_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-# -----------------------------------------------------------------------------
-# Command line
 
 
 def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkeypatch):
