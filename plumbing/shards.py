@@ -297,7 +297,9 @@ class ShardWriter:
         self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
     def is_complete(self):
-        return self.meta["complete"] and all(self.is_whole(file) for file in self.meta["shards"])
+        shards = self.meta["shards"]
+        adds_up = 0 < self.meta["tokens"] == sum(shards.values())
+        return self.meta["complete"] and adds_up and all(self.is_whole(file) for file in shards)
 
     def is_whole(self, file):
         """Whether a shard can be read and has as many tokens as meta.json says."""
