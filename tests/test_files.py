@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,21 +17,15 @@ from plumbing.files import atomic_write, check_new_output, lock_folder, new_outp
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
 
 
-def hold(folder):
-    """Another process that has locked `folder`."""
-    code = f"import time; from plumbing.files import lock_folder; lock = lock_folder({str(folder)!r}); print('locked')"
-    command = [sys.executable, "-c", code + "; import sys; sys.stdout.flush(); time.sleep(60)"]
+def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
+    code = "import sys, time; from plumbing.files import lock_folder; lock = lock_folder(sys.argv[1]); "
+    command = [sys.executable, "-c", code + "print('locked', flush=True); time.sleep(60)", tmp_path / "run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
-    return process
-
-
-def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
-    process = hold(tmp_path / "run")
     with pytest.raises(UserError, match=f"in use by process {process.pid} on {os.uname().nodename}, since 2"):
         lock_folder(tmp_path / "run")
     lock_folder(tmp_path / "run", ".lock-part-1-of-2").close()  # the parts of a data set share a folder
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     with lock_folder(tmp_path / "run"):
         assert str(os.getpid()) in (tmp_path / "run" / ".lock").read_text()
@@ -103,17 +96,18 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-@pytest.mark.parametrize("name", ["x", ".x.part", ".lock"])
-def test_nothing_is_written_through_a_link(tmp_path, name):
+@pytest.mark.parametrize("name", ["x", ".x.part", "x.part", ".lock"])
+def test_nothing_is_written_through_a_link_and_no_file_of_the_users_own_is_removed(tmp_path, name):
     (tmp_path / "theirs").write_text("theirs", encoding="utf-8")
     (tmp_path / name).symlink_to("theirs")
     try:
         with lock_folder(tmp_path), atomic_write(tmp_path / "x") as file:
             file.write(b"ours")
     except UserError as error:
-        assert "is a link, so it is not replaced" in str(error)
+        assert "is a link, so it is not replaced" in str(error) and name in ("x", ".lock")
     else:
-        assert name == ".x.part" and (tmp_path / "x").read_bytes() == b"ours" and not (tmp_path / "x").is_symlink()
+        assert (tmp_path / "x").read_bytes() == b"ours" and not (tmp_path / "x").is_symlink()
+    assert (tmp_path / name).is_symlink() == (name != ".x.part")
     assert (tmp_path / "theirs").read_text(encoding="utf-8") == "theirs"
 
 
