@@ -18,8 +18,7 @@ the command to continue; delete a line to ask its question again.
 import dataclasses
 import json
 from dataclasses import dataclass
-
-import tyro
+from typing import Annotated
 
 from plumbing import cli
 
@@ -30,7 +29,7 @@ BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
 class Options:
     """What to measure, and how."""
 
-    what: tyro.conf.Positional[str] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
+    what: Annotated[str, "positional"] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
