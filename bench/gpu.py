@@ -134,9 +134,9 @@ def questions(q):
 def run(options):
     """Ask the questions that have no answer yet, in order, while there is time; return all answers."""
     q, cuda = Questions(options), options.device.startswith("cuda")
-    log, answers = q.out / "answers.jsonl", {}
-    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-        answers[json.loads(line)["benchmark"]] = json.loads(line)
+    log = q.out / "answers.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    answers = {answer["benchmark"]: answer for answer in map(json.loads, lines)}
 
     def keep(name, answer):
         answers[name] = {"benchmark": name, **answer}

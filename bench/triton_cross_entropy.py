@@ -8,16 +8,15 @@ import math
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LOG_2 = tl.constexpr(math.log(2))
-# 1,024 threads; each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
+LOG2_E, LOG_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+# 1,024 threads (32 warps); each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
 # multiprocessor, so the rows in progress (26 MB on an H200) are still in the L2 cache when they are read again
 THREADS, PER_THREAD = tl.constexpr(1024), tl.constexpr(8)
 
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.constexpr):
-    """losses[row] = logsumexp(logits[row]) - logits[row, target],
+def kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.constexpr):
+    """losses[row] = logsumexp(logits[row]) - logits[row, target], of contiguous logits (N, V), on a grid of N programs,
 
     gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is ignore_index.
     """
@@ -52,10 +51,3 @@ def cross_entropy_kernel(logits, targets, losses, gradient, log2_scale, ignore_i
         one_hot = tl.where(first + columns == target, tl.exp2(log2_scale), 0.0)
         difference = tl.exp2(x * LOG2_E + shift) - one_hot
         tl.store(gradient + first + columns, difference.to(gradient.dtype.element_ty), mask=first + columns < V)
-
-
-def launch(logits, targets, losses, gradient, scale, ignore_index):
-    """Write the losses (N,) of contiguous logits (N, V), and their gradient (N, V) times `scale`."""
-    N, V = logits.shape
-    arguments = logits, targets, losses, gradient, math.log2(scale), ignore_index, V
-    cross_entropy_kernel[(N,)](*arguments, num_warps=32)
