@@ -55,14 +55,14 @@ def failing(tree, tests):
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1200)
     if run.returncode not in (0, 1):
         sys.exit(f"pytest {shlex.join(tests)} ended with status {run.returncode}:\n{run.stdout[-2000:]}{run.stderr}")
-    return re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
 
 
 def main(words):
     mutants = read_mutants(Path(__file__).with_suffix(".txt"))
     chosen = [name for name in mutants if not words or any(word in name for word in words)]
     with tempfile.TemporaryDirectory() as place:
-        tree, noticed = copy_tree(Path(place)), {}
+        tree, noticed = copy_tree(Path(place)), {}  # name: the test that fails, in a list
         for name in chosen:
             file, tests, before, after = mutants[name]
             text = (tree / file).read_text(encoding="utf-8")
