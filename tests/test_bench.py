@@ -171,16 +171,9 @@ def test_mistakes_are_one_line(tmp_path):
 
 @pytest.fixture
 def ask(measure, tmp_path, data):
-    """A call of `python -m bench gpu` that returns the answers, those in the file."""
+    """A call of `python -m bench gpu` that returns the answers."""
     peers = dict(peer=tmp_path, build_nanogpt=tmp_path, out=tmp_path / "out", shards=data)
-
-    def call(**options):
-        measure("gpu", **peers | options)
-        log = tmp_path / "out" / "answers.jsonl"
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-        return {answer["benchmark"]: answer for answer in map(json.loads, lines)}
-
-    return call
+    return lambda **options: measure("gpu", **peers | options)["answers"]
 
 
 def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
@@ -206,20 +199,21 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
         assert answers[name]["losses"]["step"] == pytest.approx(np.log(320), abs=0.5), name
 
 
-def test_a_run_that_was_cut_short_goes_on(ask, monkeypatch, capsys):
+def test_a_run_that_was_cut_short_goes_on(ask, tmp_path, monkeypatch, capsys):
     assert ask(minutes=0) == {} and "to measure the rest: machine, 60 steps" in capsys.readouterr().out
 
     def killed():
         raise KeyboardInterrupt
 
     asked = []
-    monkeypatch.setattr(gpu, "questions", lambda q: {"a": (1, lambda: asked.append("a") or {}), "b": (1, killed)})
+    entries = {name: (1, lambda name=name: asked.append(name) or {}) for name in ("a", "b", "c")}
+    monkeypatch.setattr(gpu, "questions", lambda q: entries | {"b": (1, killed)})
     with pytest.raises(AssertionError):  # its status is not 0
         ask()
-    entries = {name: (1, lambda name=name: asked.append(name) or {}) for name in ("a", "b", "c")}
     monkeypatch.setattr(gpu, "questions", lambda q: entries)
     answers = ask()
     assert asked == ["a", "c"] and "The program ended before" in answers["b"]["error"]
+    assert len((tmp_path / "out" / "answers.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_an_error_is_an_answer_and_a_lost_gpu_a_new_process(ask, monkeypatch):
