@@ -111,7 +111,7 @@ def questions(q):
         "fp8 output layer": (100, q.step, "dtype=fp8"),
         "fp8 output layer, Triton kernel": (100, q.step, "dtype=fp8,triton_loss=True"),
         "nanoGPT": (90, q.step, "", steps.make_nanogpt, options.peer),
-        "transformers": (120, q.step, "", steps.make_transformers, True),
+        "transformers": (120, q.step, "", steps.make_transformers),
         "build-nanogpt as published": (120, q.build_nanogpt),
         "HellaSwag": (100, programs.score, twice),
         "sampling, 1 at a time": (60, programs.sample, twice),

@@ -87,6 +87,15 @@ class Side:
         return loss
 
 
+def configure_optimizers(model, config):
+    """The trainer's optimizers; without --fused-adamw, AdamW is torch's default, which is not one kernel."""
+    optimizers = train_gpt2.configure_optimizers(model, config)
+    if not config.fused_adamw:
+        for group in optimizers[-1].param_groups:
+            group["fused"] = None
+    return optimizers
+
+
 class Ours(Side):
     """The trainer's own parts, put together as in train_gpt2.train."""
 
@@ -104,10 +113,7 @@ class Ours(Side):
             raise UserError(f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size.")
         if not config.bfloat16_residual:
             self.raw_model.residual_dtype = torch.float32
-        self.optimizers = train_gpt2.configure_optimizers(self.raw_model, config)
-        if not config.fused_adamw:
-            for group in self.optimizers[-1].param_groups:
-                group["fused"] = None
+        self.optimizers = configure_optimizers(self.raw_model, config)
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
     def train_step(self):
@@ -153,12 +159,10 @@ def transformers_model(config):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).to(config.device)
 
 
-def make_transformers(config, folder, fused=None):
-    """transformers' GPT-2 with our settings and AdamW; fused=None: torch's default, which is not one kernel."""
+def make_transformers(config, folder):
+    """transformers' GPT-2 with our settings and AdamW."""
     model = transformers_model(config)
-    (optimizer,) = train_gpt2.configure_optimizers(model, config)
-    for group in optimizer.param_groups:
-        group["fused"] = fused
+    (optimizer,) = configure_optimizers(model, config)
     model = torch.compile(model, dynamic=False) if config.compile else model
     # its loss shifts the labels itself
     return Reference(config, folder, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
@@ -207,8 +211,8 @@ def train(options):
     config = configure(options)
     makers = {
         "train_gpt2": (Ours, config),
-        "transformers": (make_transformers, config),
-        "transformers, fused AdamW": (make_transformers, config, True),
+        "transformers": (make_transformers, configure(options, "fused_adamw=False")),
+        "transformers, fused AdamW": (make_transformers, config),
     }
     if options.peer:
         if not Path(options.peer, "model.py").exists():
