@@ -211,7 +211,7 @@ def with_another_tokenizer(content):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda content: torch.zeros(3), "a value of type Tensor"),
+        (lambda content: torch.zeros(3), "it has no model"),
         (lambda content: content["model"], "it has no model, no config"),
         (changed(tokenizer_file=None), "it has no tokenizer_file"),
         (changed(config={"n_head": 3}), "an n_head of 3"),
@@ -255,7 +255,7 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused_or_the
     [
         (dict(init_from="gpt2-medim"), "Did you mean gpt2-medium?"),
         (dict(init_from="gpt2-large"), "network"),
-        (dict(init_from="data"), "The folder data has neither a checkpoint"),
+        (dict(init_from="data"), "'data' is neither a checkpoint"),
         (dict(init_from="run", block_size=64, sequence_length=64, batch_size=2), "the 32 tokens that run can read"),
         (dict(out_dir="run", max_lr=0.1), "run has a run with other settings (max_lr was 0.003, now 0.1)"),
     ],

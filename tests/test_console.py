@@ -20,7 +20,7 @@ def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val
     """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's."""
     assert train(data, tmp_path / "run", val_tokens=val_tokens) == 0
     printed = capsys.readouterr().out
-    assert "data: 4,688 training tokens in 2 shards, of which the run reads 33%\n" in printed
+    assert "data: 4,688 training tokens in 2 shards, read 0.328 times\n" in printed
     assert f"validation: {validated} tokens; tokenizer bytes\n" in printed
 
 

@@ -185,7 +185,7 @@ def test_an_exception_in_wandb_is_one_warning(data, tmp_path, wandb, monkeypatch
     assert train(data, tmp_path / "run", wandb="gpt2") == 0
     out = capsys.readouterr().out
     assert out.count("warning: ") == 1
-    assert "(RuntimeError: no more space). Training continues" in out
+    assert "(RuntimeError: no more space). Training does" in out
     assert len(read_log(tmp_path / "run")) == 12
 
 

@@ -246,15 +246,6 @@ def test_a_folder_of_a_different_run_is_refused_with_what_differs(changes, named
     assert listing(tmp_path) == before
 
 
-def test_a_folder_of_another_program_is_refused(folder, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n", encoding="utf-8")
-    before = listing(tmp_path)
-    assert train(folder, tmp_path / "out", **OPTIONS) == 2
-    assert f"error: {tmp_path / 'out'} has a log but no run.txt" in capsys.readouterr().err
-    assert listing(tmp_path) == before
-
-
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "out")
     before = listing(straight)
