@@ -823,7 +823,7 @@ def train(config, world, lock):
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
     with runs.Run(config, world, lock, saved, metadata) as run:
         signals, saved = run.signals, None  # dropping `saved` frees gigabytes
-        run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
+        run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
         gc.collect()
         gc.freeze()  # objects allocated so far live to the end of the run: exclude them from garbage collection
 

@@ -187,8 +187,8 @@ def check_vocab_size(vocab_size, enc):
     """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
         raise UserError(
-            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the model's "
-            f"own tokenizer; for a new model leave --vocab-size out, or set it to {enc.n_vocab} or more."
+            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
+            f"model's own tokenizer; for a new model leave --vocab-size out, or set it to {enc.n_vocab} or more."
         )
 
 

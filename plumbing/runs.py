@@ -22,7 +22,7 @@ import torch
 
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, is_rank_0, print_next
-from plumbing.distributed import flops_per_token, is_restart, print0
+from plumbing.distributed import environment_number, flops_per_token, is_restart, print0
 from plumbing.files import atomic_write, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
@@ -193,7 +193,9 @@ def is_finished(config, saved, enc):
 
 def resumes(config):
     """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    return config.resume or (is_restart() and f"\nlaunch: {launch()}\n" in read_text(Path(config.out_dir, "run.txt")))
+    return config.resume or (
+        is_restart() and f"\nlaunch: {launch()}\n".encode() in read_history(Path(config.out_dir, "run.txt"))
+    )
 
 
 def launch():
@@ -224,9 +226,10 @@ def start_run(config, start_step, saved):
     for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem) and leftover.is_file():
             leftover.unlink()
-    history = read_text(out_dir / "run.txt")
-    with atomic_write(out_dir / "run.txt", "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(history + describe_run(config, start_step, saved))
+    path = out_dir / "run.txt"
+    history = read_history(path)
+    with atomic_write(path) as file:
+        file.write(history + describe_run(config, start_step, saved).encode("utf-8", "surrogateescape"))
 
 
 def move_aside(paths, out_dir):
@@ -240,13 +243,13 @@ def move_aside(paths, out_dir):
     print(f"Moved {', '.join(sorted(path.name for path in paths))} from {out_dir} to {aside}.", flush=True)
 
 
-def read_text(path):
-    """The text of a file that people may have edited; "" if it does not exist."""
+def read_history(path):
+    """The bytes of a run.txt, which people may have edited."""
     try:
-        with open_regular(path, "r", encoding="utf-8", errors="surrogateescape") as file:
+        with open_regular(path) as file:
             return file.read()
     except FileNotFoundError:
-        return ""
+        return b""
 
 
 def describe_run(config, start_step, saved):
@@ -280,8 +283,8 @@ def facts_for_all_ranks(config):
 
 def facts_of_data(enc, train_loader, val_loader):
     """Facts that must be the same on all ranks: the tokenizer and the data."""
-    fingerprints = {"training data": train_loader.fingerprint[:12], "validation data": val_loader.fingerprint[:12]}
-    return {"the tokenizer": enc.name, **fingerprints}
+    train, val = (loader.fingerprint[:12] for loader in (train_loader, val_loader))
+    return {"the tokenizer": enc.name, "training data": train, "validation data": val}
 
 
 def dtype_of(config, saved):
@@ -291,10 +294,10 @@ def dtype_of(config, saved):
 
 def command_words():
     """The words of the command that started this process."""
-    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not local_ranks or not ranks:
+    local_ranks, ranks = environment_number("LOCAL_WORLD_SIZE", 0), environment_number("WORLD_SIZE", 0)
+    if not local_ranks:
         return ["python", *sys.argv]
-    nodes = "--standalone" if local_ranks == ranks else f"--nnodes={int(ranks) // int(local_ranks)}"
+    nodes = "--standalone" if local_ranks == ranks else f"--nnodes={ranks // local_ranks}"
     return ["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv]
 
 
@@ -308,7 +311,7 @@ def next_commands(config, enc):
 
 
 def open_log(out_dir, step, parent):
-    """Open log.txt for appending, after dropping damaged lines and those from `step` on; a branch copies its parent's."""
+    """Open log.txt, or for a branch a copy of its parent's, without damaged lines and those from `step` on."""
     path, source = (Path(folder, "log.txt") for folder in (out_dir, parent or out_dir))
     lines = read_log(source, step) if source.exists() else ()
     with atomic_write(path, "w", encoding="utf-8") as file:
@@ -387,20 +390,19 @@ class Run:
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
 
-    def print_summary(self, raw_model, dtype, loader, num_val_windows, B, optimizers):
+    def print_summary(self, raw_model, loader, num_val_windows, B, optimizers):
         """Print the sizes of the model, the data and the batch, and what each optimizer trains."""
         world, S, T = self.world, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
         self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
         self.peak = peak * world.size if peak else None
         num_params = sum(p.numel() for p in raw_model.parameters())
-        float8 = ", output layer in float8" if raw_model.float8_lm_head else ""
-        print0(f"model: {num_params:,} parameters on {world.size} x {device}, {dtype}{float8}")
-        tokens, shards = loader.num_windows * T, count(len(loader.shards), "shard")
-        print0(f"data: {tokens:,} training tokens in {shards}, read {self.max_steps * S / tokens:.3g} times")
+        print0(f"model: {num_params:,} parameters on {world.size} x {device}, {self.config.dtype}")
+        tokens = loader.num_windows * T
+        print0(f"data: {tokens:,} training tokens, which the run reads {self.max_steps * S / tokens:.3g} times")
         print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
-        micro_steps = count(S // (B * T * world.size), "micro-step")
-        print0(f"step: {S:,} tokens = B {B} * T {T} * {count(world.size, 'rank')} * {micro_steps}")
+        micro_steps = S // (B * T * world.size)
+        print0(f"step: {S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}")
         for optimizer in optimizers:
             size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
             print0(f"optimizer: {type(optimizer).__name__} for {size:,} parameters")
@@ -479,8 +481,7 @@ class Run:
             return status
         self.writer.wait()
         if stopped:
-            verb = "continues, because a checkpoint is written" if step else "begins again"
-            print(f"Stopped after {count(step, 'step')}. The same command {verb}.")
+            print(f"Stopped after {count(step, 'step')}. The same command continues the run.")
             print_next(command_words())
             return status
         hf = self.out_dir / "hf"

@@ -82,7 +82,7 @@ def train_until(moment, args):
         "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
-            checkpoints, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
+            checkpoints, "list_checkpoints", lambda path: Path(path, "model_00008.pt").exists()
         ),
         "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
     }[moment]
