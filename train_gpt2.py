@@ -842,9 +842,8 @@ def train(config, world, lock):
             if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
                 run.log_samples(step, generate_samples(raw_model, enc, config, world))
             ends = stopping or step == max_steps
-            if ends or any(
-                is_due(step, every, max_steps) for every in (config.checkpoint_every, config.milestone_every)
-            ):
+            save_every = config.checkpoint_every, config.milestone_every
+            if ends or any(is_due(step, every, max_steps) for every in save_every):
                 run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied before it returns
             if ends:
                 break
