@@ -796,7 +796,7 @@ def train(config, world, lock):
     if runs.is_finished(config, saved, enc):  # it has printed a note
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
-    asked = runs.dtype_of(config, saved)
+    asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import pickle
 import re
 import zipfile
@@ -103,8 +102,8 @@ def from_peer(content):
         return content
     weights = {}
     for name, weight in content["model"].items():
-        name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+        name = name.removeprefix("_orig_mod.")  # of torch.compile
+        if not name.endswith(".attn.bias"):  # the causal mask
             weights[name] = weight
         if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
             # nanoGPT's bias=False is the same as biases of zero
@@ -135,7 +134,7 @@ def load_weights(model, weights):
     try:
         model.load_state_dict({name: weight.contiguous() for name, weight in weights.items()}, assign=True)
     except RuntimeError as error:  # it lists missing, unexpected and differently shaped weights, one per line
-        reason = " ".join(str(error).splitlines()[1:2]).strip(" \t.")
+        reason = str(error).splitlines()[-1].strip(" \t.")
         raise UserError(f"The weights are not those of a GPT-2: {reason}. Use another model.") from None
 
 
@@ -159,8 +158,8 @@ def load_model_state(source):
         return shape, weights, load_tokenizer(source, shape["vocab_size"])
     checkpoint = newest_checkpoint(path)
     if not checkpoint:
-        runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-        hint = suggest(str(source), [str(run.parent) for run in runs] or OPENAI_MODELS)
+        runs = [str(run.parent) for run in sorted(path.glob("*/run.txt"))]
+        hint = suggest(str(source), runs or OPENAI_MODELS)
         raise UserError(
             f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
             f"format, nor the name of a GPT-2. {hint}"

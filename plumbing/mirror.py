@@ -41,11 +41,9 @@ def start_wandb(config):
     settings = wandb.Settings(**settings, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
     wandb.setup(settings)
     options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, config=dataclasses.asdict(config))
-    options |= dict(id=kept_id(Path(config.out_dir, "wandb")), resume="allow", settings=settings)
-    options |= dict(allow_val_change=True)  # a resumed run may have another B
-    mode = os.environ.get("WANDB_MODE")
-    if not mode:
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    # a resumed run may have another B
+    options |= dict(id=kept_id(Path(config.out_dir, "wandb")), resume="allow", allow_val_change=True, settings=settings)
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     try:
         run = wandb.init(mode=mode, **options)
     except wandb.errors.CommError:

@@ -36,19 +36,14 @@ MAY_CHANGE_ON_RESUME = set(
     "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
     "milestone_every wandb".split()
 )
-
 # settings that are the run's if they have these values
 LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}
-
 # settings that may differ from node to node: the places of its files, and its devices
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
-
 # settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
 SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
-
 # settings that a branch does not take over from its parent: they say where it runs, and which run it is
 OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
-
 # the names of what this program writes into a run's folder
 OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
 
@@ -115,12 +110,10 @@ def find_start(config, preset, enc, fingerprints):
     else:
         return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
-    then = {"train": saved["loader"]["fingerprint"], "val": saved["val_fingerprint"]}
-    different = [split for split in then if then[split] != fingerprints[split]]
-    if different:
+    if fingerprints != {"train": saved["loader"]["fingerprint"], "val": saved["val_fingerprint"]}:
         raise UserError(
-            f"The {' and '.join(different)} shards in {config.data} are not those that the run was started on. Give "
-            "the original shards with --data, or start another run on these with --init-from and another --out-dir."
+            f"The shards in {config.data} are not those that the run was started on. Give the original ones with "
+            "--data, or start another run on these with --init-from and another --out-dir."
         )
     is_last, hf = saved["step"] == config.max_steps, Path(config.out_dir, "hf")
     finished = is_last and is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
@@ -130,7 +123,7 @@ def find_start(config, preset, enc, fingerprints):
 def load_state(source):
     """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
     saved = checkpoints.newest_checkpoint(source)
-    if saved and not {"optimizer", "scaler", "loader", "val_fingerprint", "temporary"} <= saved.keys():
+    if saved and "temporary" not in saved:
         raise UserError(f"{source} has weights, but no state of a run. To start a run from them, use --init-from.")
     return saved
 
@@ -154,35 +147,27 @@ def say(different):
 
 
 def check_branch(config, saved):
-    """Raise UserError unless a branch may continue from the checkpoint of --branch-from. Returns its entry in run.txt.
-
-    That is a dict of the parent's folder, the step, and the settings that change.
-    """
+    """Refuse a branch that cannot continue from the checkpoint `saved`. Returns what run.txt says of it, as a dict."""
     parent = Path(config.branch_from)
     folder = parent.parent if parent.is_file() else parent
     if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
-        raise UserError(
-            f"--out-dir {config.out_dir} is the folder of the run that --branch-from continues. "
-            "Choose another --out-dir for the branch."
-        )
+        raise UserError(f"--branch-from continues the run in {folder} itself. Choose another --out-dir for the branch.")
     changed = changes(config, saved["config"])
     changed.pop("branch_from", None)
     fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
     if fixed:
         raise UserError(
-            f"A branch takes over the state of {parent}, so some settings must be the same: {say(fixed)}. Leave these "
+            f"A branch takes over the state of {parent}, so these settings must be the same: {say(fixed)}. Leave the "
             "flags out, or start a new run with --init-from."
         )
     if saved["step"] >= config.max_steps:
-        raise UserError(
-            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. "
-            "Give a branch more steps than that, or an earlier checkpoint."
-        )
+        done = f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already."
+        raise UserError(f"{done} Give a branch more steps than that, or an earlier checkpoint.")
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
 def is_finished(config, saved, enc):
-    """Whether the run, which begins with the checkpoint `saved`, has nothing left to do; if so, prints a note."""
+    """Whether the run that continues from `saved` has nothing left to do; if so, prints a note."""
     if not saved or not saved["finished"]:
         return False
     if is_rank_0():
@@ -193,9 +178,9 @@ def is_finished(config, saved, enc):
 
 def resumes(config):
     """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    return config.resume or (
-        is_restart() and f"\nlaunch: {launch()}\n".encode() in read_history(Path(config.out_dir, "run.txt"))
-    )
+    if config.resume or not is_restart():
+        return config.resume
+    return f"\nlaunch: {launch()}\n".encode() in read_history(Path(config.out_dir, "run.txt"))
 
 
 def launch():
@@ -240,11 +225,12 @@ def move_aside(paths, out_dir):
     os.mkdir(aside)
     for path in paths:
         path.rename(Path(aside, path.name))
-    print(f"Moved {', '.join(sorted(path.name for path in paths))} from {out_dir} to {aside}.", flush=True)
+    names = ", ".join(sorted(path.name for path in paths))
+    print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
 
 
 def read_history(path):
-    """The bytes of a run.txt, which people may have edited."""
+    """The bytes of a run.txt, or none if there is none."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -274,10 +260,10 @@ def describe_run(config, start_step, saved):
 
 def facts_for_all_ranks(config):
     """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
-    settings = dataclasses.asdict(config)
-    facts = {name: value for name, value in settings.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    source = Path(__file__).parents[1] / "train_gpt2.py"
-    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    settings = dataclasses.asdict(config).items()
+    facts = {name: value for name, value in settings if name not in MAY_DIFFER_BETWEEN_RANKS}
+    source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
+    version = hashlib.sha256(source).hexdigest()[:12]
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
 
 
@@ -285,11 +271,6 @@ def facts_of_data(enc, train_loader, val_loader):
     """Facts that must be the same on all ranks: the tokenizer and the data."""
     train, val = (loader.fingerprint[:12] for loader in (train_loader, val_loader))
     return {"the tokenizer": enc.name, "training data": train, "validation data": val}
-
-
-def dtype_of(config, saved):
-    """The name of the dtype to use: with "auto", a run that continues keeps the one that it began with."""
-    return saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
 
 
 def command_words():
@@ -310,9 +291,9 @@ def next_commands(config, enc):
     return ["python", "sample.py", *words, "-m", config.out_dir], branch
 
 
-def open_log(out_dir, step, parent):
-    """Open log.txt, or for a branch a copy of its parent's, without damaged lines and those from `step` on."""
-    path, source = (Path(folder, "log.txt") for folder in (out_dir, parent or out_dir))
+def open_log(out_dir, parent, step):
+    """Open log.txt, which begins with the intact lines of the parent's (or its own) for steps below `step`."""
+    path, source = Path(out_dir, "log.txt"), Path(parent, "log.txt")
     lines = read_log(source, step) if source.exists() else ()
     with atomic_write(path, "w", encoding="utf-8") as file:
         file.writelines(f"{at} {stream} {value:.9g}\n" for at, stream, value in lines)
@@ -320,20 +301,16 @@ def open_log(out_dir, step, parent):
 
 
 def install_signal_handlers():
-    """Record SIGTERM, SIGINT and SIGHUP in the returned list, so that the current step can finish.
-
-    A second SIGINT exits at once.
-    """
+    """Record the signals to stop in the returned list, so that the step can finish. A second SIGINT exits at once."""
     received = []
 
     def record(number, frame):
-        if number == signal.SIGINT and signal.SIGINT in received:
-            os._exit(128 + signal.SIGINT)
+        if number == signal.SIGINT and number in received:
+            os._exit(128 + number)
         received.append(number)
 
-    for name in ("SIGTERM", "SIGINT", "SIGHUP"):  # Windows has no SIGHUP
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), record)
+    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):  # Windows has no SIGHUP
+        signal.signal(number, record)
     return received
 
 
@@ -350,7 +327,7 @@ def diverged(step, loss, norm, where, out_dir):
 # A run in progress
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """Writes a run's files and its lines on the console; on ranks other than 0, nothing."""
 
     def __init__(self, config, world, lock, saved, metadata):
@@ -368,16 +345,13 @@ class Run:
         """Start the run in its folder."""
         c = self.config
         start_run(c, self.start_step, saved)
-        self.log = open_log(self.out_dir, self.start_step, self.branched and self.branched["parent"])
+        self.log = open_log(self.out_dir, self.branched["parent"] if self.branched else self.out_dir, self.start_step)
         temporary = saved.get("temporary", [])
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, temporary)
         self.mirror = Mirror(c, read_log(self.out_dir / "log.txt")) if c.wandb else None
         if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             del saved["branched"], saved["finished"]
             self.writer.write(saved | self.metadata)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         """Wait until the newest checkpoint is on disk, however the run ends."""
@@ -455,10 +429,7 @@ class Run:
         self.report(step, " ".join(words), **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
     def seconds_left(self, step, seconds):
-        """How long the remaining steps will take at the average so far, evaluations and checkpoints included.
-
-        The first step, which compiles, does not count.
-        """
+        """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
         if step == self.start_step:
             self.first_step_ended = time.perf_counter()
         else:

@@ -243,11 +243,11 @@ def test_where_no_checkpoint_is_there_is_nothing_to_branch(source, folder, tmp_p
 
 def test_other_data_is_refused(folder, parent, tmp_path, capsys):
     other = make_shards(tmp_path / "other", seed=1)
-    told = ["The train and val shards", str(other)]
+    told = ["The shards in", str(other)]
     assert_refused(capsys, other, tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
     shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", tmp_path / "validation")
-    told = ["The val shards", "validation"]
+    told = ["The shards in", "validation"]
     assert_refused(capsys, tmp_path / "validation", tmp_path / "out", *told, branch_from=parent / "model_00008.pt")
 
 
