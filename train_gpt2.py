@@ -793,7 +793,7 @@ def train(config, world, lock):
     loader, val_loader, enc = load_data(config, world)
     fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
-    if runs.is_finished(config, saved, enc):  # it has printed a note
+    if saved and saved["finished"]:  # a note has been printed
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
     asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype

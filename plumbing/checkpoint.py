@@ -102,7 +102,7 @@ def from_peer(content):
         return content
     weights = {}
     for name, weight in content["model"].items():
-        name = name.removeprefix("_orig_mod.")  # of torch.compile
+        name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
         if not name.endswith(".attn.bias"):  # the causal mask
             weights[name] = weight
         if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
@@ -134,7 +134,7 @@ def load_weights(model, weights):
     try:
         model.load_state_dict({name: weight.contiguous() for name, weight in weights.items()}, assign=True)
     except RuntimeError as error:  # it lists missing, unexpected and differently shaped weights, one per line
-        reason = str(error).splitlines()[-1].strip(" \t.")
+        reason = " ".join(str(error).splitlines()[1:2]).strip(" \t.")
         raise UserError(f"The weights are not those of a GPT-2: {reason}. Use another model.") from None
 
 

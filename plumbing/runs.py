@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from plumbing import checkpoint as checkpoints
-from plumbing.cli import UserError, count, is_rank_0, print_next
+from plumbing.cli import UserError, count, print_next
 from plumbing.distributed import environment_number, flops_per_token, is_restart, print0
 from plumbing.files import atomic_write, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
@@ -94,7 +94,8 @@ def find_start(config, preset, enc, fingerprints):
     first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
     another run is refused. preset: the TrainConfig of --preset. fingerprints: one per split, of its shards.
     """
-    saved, branched = load_state(config.out_dir) if resumes(config) else None, None
+    saved = load_state(config.out_dir) if resumes(config) else None
+    branched = None
     if saved:
         different = changes(config, saved["config"])
         if different:
@@ -117,6 +118,9 @@ def find_start(config, preset, enc, fingerprints):
         )
     is_last, hf = saved["step"] == config.max_steps, Path(config.out_dir, "hf")
     finished = is_last and is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
+    if finished:
+        print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
+        print_next(*next_commands(config, enc))
     return saved | {"finished": finished, "branched": branched}
 
 
@@ -164,16 +168,6 @@ def check_branch(config, saved):
         done = f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already."
         raise UserError(f"{done} Give a branch more steps than that, or an earlier checkpoint.")
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
-
-
-def is_finished(config, saved, enc):
-    """Whether the run that continues from `saved` has nothing left to do; if so, prints a note."""
-    if not saved or not saved["finished"]:
-        return False
-    if is_rank_0():
-        print(f"The run in {config.out_dir} is finished. Its model is in {Path(config.out_dir, 'hf')}.")
-        print_next(*next_commands(config, enc))
-    return True
 
 
 def resumes(config):
@@ -426,7 +420,9 @@ class Run(contextlib.AbstractContextManager):
         if self.peak:
             words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
         words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
-        self.report(step, " ".join(words), **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
+        self.report(
+            step, (" " if self.peak else "  ").join(words), **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
+        )
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
@@ -459,8 +455,6 @@ class Run(contextlib.AbstractContextManager):
         print(f"Exporting the model to {hf}.", flush=True)
         export_huggingface(raw_model, enc, hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
-        if self.world.device_type == "cuda":
-            took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
         if self.config.keep_best and self.best_val_loss < math.inf:
             best = self.out_dir / checkpoints.BEST

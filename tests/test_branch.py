@@ -221,11 +221,10 @@ def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, t
     assert_refused(capsys, folder, tmp_path / "out", reason, str(source), branch_from=source, **changes)
 
 
-@pytest.mark.parametrize("source", ["nowhere", "empty"])
-def test_where_no_checkpoint_is_there_is_nothing_to_branch(source, folder, tmp_path, capsys):
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    told = ["no checkpoint", str(tmp_path / source)]
-    assert_refused(capsys, folder, tmp_path / "out", *told, branch_from=tmp_path / source)
+    for source in (tmp_path / "nowhere", tmp_path / "empty"):
+        assert_refused(capsys, folder, tmp_path / "out", "no checkpoint", str(source), branch_from=source)
 
 
 def test_other_data_is_refused(folder, parent, tmp_path, capsys):
@@ -252,26 +251,25 @@ def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, 
     assert_refused(capsys, folder, tmp_path / "out", str(torn), "no checkpoint", "can be read", branch_from=torn)
 
 
-@pytest.mark.parametrize("source", ["", "model_00008.pt"])
-def test_a_branch_has_a_folder_of_its_own(source, folder, parent, tmp_path, capsys):
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_branch_has_a_folder_of_its_own(resume, folder, parent, tmp_path, capsys):
     """Also with --no-resume, which would move the parent aside."""
     out = shutil.copytree(parent, tmp_path / "out")
-    for resume in (True, False):
-        told = ["--branch-from", "--out-dir"]
-        assert_refused(capsys, folder, out, *told, branch_from=out / source, resume=resume, max_steps=20)
+    for source in (out, out / "model_00008.pt"):
+        options = dict(branch_from=source, resume=resume, max_steps=20)
+        assert_refused(capsys, folder, out, "--branch-from", "--out-dir", **options)
 
 
 def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, tmp_path, capsys):
     """Same settings, but a run from scratch, or a branch at another step: it would be resumed instead."""
-    out = tmp_path / "out"
+    out, step_4, step_8 = tmp_path / "out", parent / "model_00004.pt", parent / "model_00008.pt"
     shutil.copytree(parent, out)
-    told = [f"{out} has a run", "--branch-from", "--no-resume"]
-    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00004.pt")
+    assert_refused(capsys, folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_4)
     shutil.rmtree(out)
-    assert train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS) == 0
-    assert_refused(capsys, folder, out, *told, branch_from=parent / "model_00008.pt")
+    assert train(folder, out, branch_from=step_4, **OPTIONS) == 0
+    assert_refused(capsys, folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_8)
     assert train(folder, out, **OPTIONS) == 0  # without the flag it is resumed: it is finished
-    assert train(folder, out, branch_from=parent / "model_00008.pt", resume=False, **OPTIONS) == 0
+    assert train(folder, out, branch_from=step_8, resume=False, **OPTIONS) == 0
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
@@ -479,17 +477,13 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, 
     assert_best_is(out, 10, 3.1)
 
 
-def test_the_best_is_read_wherever_a_checkpoint_is(folder, best, tmp_path, capsys):
-    path = str(best / "model_best.pt")
+def test_the_best_is_read_wherever_a_checkpoint_is(best, capsys):
     texts = []
-    for source in (path, str(best / "model_00008.pt"), str(best)):  # the folder stands for its newest checkpoint
-        capsys.readouterr()
-        assert status_of(sample.main, ["abc", "-m", source, "--max-new-tokens", "20", "--device", "cpu"]) == 0
+    for name in ("model_best.pt", "model_00008.pt", ""):  # the folder stands for its newest checkpoint
+        options = ["-m", str(best / name), "--max-new-tokens", "20", "--device", "cpu"]
+        assert status_of(sample.main, ["abc", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-    with watched_steps() as steps:
-        assert train(folder, tmp_path / "tuned", init_from=path, **OPTIONS) == 0
-    assert steps[0]["step"] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -503,9 +497,13 @@ def steps_of(out_dir):
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)
 
 
-@pytest.mark.parametrize("keep, kept", [(1, [6, 12, 14]), (2, [6, 12, 14]), (3, [6, 10, 12, 14])])
-def test_milestones_stay_for_good_while_other_checkpoints_go(keep, kept, folder, tmp_path):
-    assert train(folder, tmp_path / "out", keep_checkpoints=keep, **MILESTONES) == 0
+@pytest.mark.parametrize(
+    "keep, every, kept", [(1, 2, [6, 12, 14]), (2, 2, [6, 12, 14]), (3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])]
+)
+def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, tmp_path):
+    """They are written also where no other checkpoint is due."""
+    options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)
+    assert train(folder, tmp_path / "out", **options) == 0
     assert steps_of(tmp_path / "out") == kept
 
 
@@ -520,8 +518,3 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
     options = MILESTONES | {"milestone_every": milestone_every}
     assert train(folder, out, keep_checkpoints=1, **options) == 0
     assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
-
-
-def test_milestones_are_written_also_where_no_other_checkpoint_is_due(folder, tmp_path):
-    assert train(folder, tmp_path / "out", keep_checkpoints=1, **MILESTONES | {"checkpoint_every": 0}) == 0
-    assert steps_of(tmp_path / "out") == [6, 12, 14]

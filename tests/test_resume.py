@@ -124,9 +124,12 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
-def test_a_torn_log_line_is_cut_off(folder, straight, stopped):
+def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
+    (stopped / "model_00010.pt.part").write_bytes(b"half a checkpoint")
+    (stopped / "hf.part").mkdir()
+    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
 
@@ -181,24 +184,15 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
 
-def test_leftovers_of_a_killed_process_are_swept_away(folder, straight, stopped):
-    (stopped / "model_00010.pt.part").write_bytes(b"half a checkpoint")
-    (stopped / "hf.part").mkdir()
-    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
-    assert train(folder, stopped, **OPTIONS) == 0
-    assert_same_run(stopped, straight)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # What the same command does in a folder that holds a run
 
 
-def test_a_finished_run_says_so_and_changes_nothing(folder, straight, tmp_path, capsys):
-    shutil.copytree(straight, tmp_path / "out")
-    before = listing(tmp_path / "out")
-    assert train(folder, tmp_path / "out", **OPTIONS) == 0
+def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
+    before = listing(straight)
+    assert train(folder, straight, **OPTIONS) == 0
     assert "is finished" in capsys.readouterr().out
-    assert listing(tmp_path / "out") == before
+    assert listing(straight) == before
 
 
 @pytest.mark.parametrize("fate", ["missing", "empty", "another model", "truncated"])
@@ -219,20 +213,13 @@ def test_a_finished_run_is_exported_again_unless_hf_holds_its_weights(fate, fold
     assert (hf / "tokenizer.json").read_bytes() == (straight / "hf" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"max_lr": 1e-2, "seed": 7}, ["max_lr was 0.003, now 0.01", "seed was 1337, now 7"]),
-        ({"shuffle": False}, ["shuffle was True, now False"]),
-    ],
-)
-def test_a_folder_of_a_different_run_is_refused_with_what_differs(changes, named, folder, straight, tmp_path, capsys):
-    shutil.copytree(straight, tmp_path / "out")
-    before = listing(tmp_path)
-    assert train(folder, tmp_path / "out", **OPTIONS | changes) == 2
+def test_a_folder_of_a_different_run_is_refused_with_what_differs(folder, straight, capsys):
+    before = listing(straight)
+    assert train(folder, straight, **OPTIONS | dict(max_lr=1e-2, seed=7, shuffle=False)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and all(text in line for text in named) and "--no-resume" in line
-    assert listing(tmp_path) == before
+    differ = "(seed was 1337, now 7, shuffle was True, now False, max_lr was 0.003, now 0.01)"
+    assert line.startswith(f"error: {straight} has a run with other settings {differ}") and "--no-resume" in line
+    assert listing(straight) == before
 
 
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path, capsys):
