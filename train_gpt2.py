@@ -748,7 +748,6 @@ def load_data(config, world):
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc)
     shards.check_size(config.data, train_loader, config.total_batch_size)
-    world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
     return train_loader, val_loader, enc
 
 
@@ -791,7 +790,8 @@ def train(config, world, lock):
 
     # everything is loaded and checked; nothing is written before the `with` below
     loader, val_loader, enc = load_data(config, world)
-    fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
+    fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
+    world.check_agreement(fingerprints | {"the tokenizer": enc.name})
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
     if saved and saved["finished"]:  # a note has been printed
         return 0

@@ -29,7 +29,7 @@ def kept_id(folder):
         folder.mkdir(exist_ok=True)
         with atomic_write(path, "w") as file:
             file.write(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
+    return path.read_text()
 
 
 def start_wandb(config):

@@ -92,7 +92,7 @@ def find_start(config, preset, enc, fingerprints):
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
     first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
-    another run is refused. preset: the TrainConfig of --preset. fingerprints: one per split, of its shards.
+    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
     """
     saved = load_state(config.out_dir) if resumes(config) else None
     branched = None
@@ -111,7 +111,8 @@ def find_start(config, preset, enc, fingerprints):
     else:
         return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
-    if fingerprints != {"train": saved["loader"]["fingerprint"], "val": saved["val_fingerprint"]}:
+    then = {"training data": saved["loader"]["fingerprint"], "validation data": saved["val_fingerprint"]}
+    if fingerprints != then:
         raise UserError(
             f"The shards in {config.data} are not those that the run was started on. Give the original ones with "
             "--data, or start another run on these with --init-from and another --out-dir."
@@ -259,12 +260,6 @@ def facts_for_all_ranks(config):
     source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
     version = hashlib.sha256(source).hexdigest()[:12]
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
-
-
-def facts_of_data(enc, train_loader, val_loader):
-    """Facts that must be the same on all ranks: the tokenizer and the data."""
-    train, val = (loader.fingerprint[:12] for loader in (train_loader, val_loader))
-    return {"the tokenizer": enc.name, "training data": train, "validation data": val}
 
 
 def command_words():
