@@ -20,6 +20,7 @@ from conftest import (
     read_log,
     run,
     status_of,
+    succeed,
     tiny_flags,
     train,
     wait_for_checkpoint,
@@ -78,6 +79,10 @@ def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "s
     assert exports[0] == exports[1] and not list(Path(out_dir).glob("*.part"))
 
 
+def steps_of(out_dir):
+    return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
+
+
 def branched(out_dir):
     """What run.txt says of the branch, in the last start that says something."""
     lines = (Path(out_dir) / "run.txt").read_text(encoding="utf-8").splitlines()
@@ -103,9 +108,9 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, op
     output = tmp_path / "output"
     parent, branch = tmp_path / "parent", tmp_path / "branch"
     args = tiny_flags(folder, parent, **options)
-    assert run(train_gpt2.main, args, output=output, ranks=ranks) == [0] * max(1, ranks), output.read_text()
+    succeed(train_gpt2.main, args, output=output, ranks=ranks)
     args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
-    assert run(train_gpt2.main, args, output=output, ranks=ranks) == [0] * max(1, ranks), output.read_text()
+    succeed(train_gpt2.main, args, output=output, ranks=ranks)
     assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
     assert_same_run(branch, parent)
     first = load_checkpoint(branch / f"model_{step:05d}.pt")
@@ -143,22 +148,21 @@ def test_a_checkpoint_without_a_log_beside_it_can_be_branched(folder, parent, tm
 # kill -9 in a branch
 
 
+# moments at which a branch is killed, as patches, and the steps of the checkpoints that it leaves
+MOMENTS = {
+    "before the log": (lambda out: die_at(runs, "open_log", lambda *args: True), []),
+    "half of checkpoint 4 written": (lambda out: die_at(torch, "save", lambda *args: True, write_half), []),
+    "in the first step": (
+        lambda out: die_at(train_gpt2, "train_step", lambda *args: True, wait_for_checkpoint(out, 4)),
+        [4],
+    ),
+}
+
+
 def train_until(moment, args):
     """Branch at step 4, and be killed with -9 at `moment`, before or just after the branch has a checkpoint."""
-    out_dir = Path(args[args.index("--out-dir") + 1])
-    patch = {
-        "before the log": lambda: die_at(runs, "open_log", lambda *args: True),
-        "half of checkpoint 4 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 4, write_half),
-        "in the first step": lambda: die_at(
-            train_gpt2, "train_step", lambda *args: True, wait_for_checkpoint(out_dir, 4)
-        ),
-    }[moment]
-    with patch():
+    with MOMENTS[moment][0](args[args.index("--out-dir") + 1]):
         train_gpt2.main(args)
-
-
-# the steps of the checkpoints that a branch leaves which is killed at that moment
-MOMENTS = {"before the log": [], "half of checkpoint 4 written": [], "in the first step": [4]}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -166,9 +170,8 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, fo
     args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
-    steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
-    assert steps == MOMENTS[moment]
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    assert steps_of(tmp_path / "out") == MOMENTS[moment][1]
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", parent)
 
 
@@ -184,7 +187,7 @@ def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, fo
     shutil.rmtree(family)
     if fate == "gone on":
         shutil.copytree(parent, family)
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", parent)
     assert branched(tmp_path / "out")["step"] == 4
 
@@ -445,7 +448,7 @@ def assert_best_is(out_dir, step, loss):
 def best(folder):
     """The folder of a run whose best validation loss is that of step 8."""
     args = tiny_flags(folder, folder.parent / "best", **BEST)
-    assert run(train_with, SCRIPT, args, output=folder.parent / "output") == [0]
+    succeed(train_with, SCRIPT, args, output=folder.parent / "output")
     return folder.parent / "best"
 
 
@@ -461,7 +464,7 @@ def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path)
     out, output = tmp_path / "out", tmp_path / "output"
     args = tiny_flags(folder, out, **BEST)
     assert run(train_with, SCRIPT, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
-    assert run(train_with, SCRIPT, args, output=output) == [0], output.read_text()
+    succeed(train_with, SCRIPT, args, output=output)
     assert_best_is(out, 8, 2.5)
     assert log_lines(out) == log_lines(best)
 
@@ -473,7 +476,7 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, 
     args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
     if killed_at:
         assert run(train_with, BRANCH_SCRIPT, args, killed_at, out, checkpoint, output=output) == [-signal.SIGKILL]
-    assert run(train_with, BRANCH_SCRIPT, args, output=output) == [0], output.read_text()
+    succeed(train_with, BRANCH_SCRIPT, args, output=output)
     assert_best_is(out, 10, 3.1)
 
 
@@ -488,10 +491,6 @@ def test_the_best_is_read_wherever_a_checkpoint_is(best, capsys):
 
 # ----------------------------------------------------------------------------------------------------------
 # Milestones
-
-
-def steps_of(out_dir):
-    return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
 
 
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)

@@ -21,13 +21,14 @@ from conftest import (
     patched,
     read_log,
     run,
+    succeed,
     tiny_flags,
     train,
     wait_for_checkpoint,
     write_half,
 )
 from safetensors.torch import load_file, save_file
-from test_branch import assert_same_run
+from test_branch import assert_same_run, steps_of
 
 import train_gpt2
 from plumbing import checkpoint as checkpoints
@@ -97,11 +98,10 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
-    steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
-    assert steps == MOMENTS[moment]
+    assert steps_of(tmp_path / "out") == MOMENTS[moment]
     halves = [path.name for path in (tmp_path / "out").glob("model_*.part")]
     assert halves == (["model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
 
 
@@ -114,7 +114,7 @@ def killed(folder):
     """The folder of a run that was killed in step 9, with checkpoints 4 and 8."""
     args = tiny_flags(folder, folder.parent / "killed", **OPTIONS)
     assert run(train_until, "in step 9", args, output=folder.parent / "output") == [-signal.SIGKILL]
-    assert [path.name for path in list_checkpoints(folder.parent / "killed")] == ["model_00004.pt", "model_00008.pt"]
+    assert steps_of(folder.parent / "killed") == [4, 8]
     (folder.parent / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
     return folder.parent / "killed"
 
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert ("warning: " in printed and "model_00008.pt cannot be read" in printed) == (damage != "deleted")
     assert "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
-    assert [path.name for path in list_checkpoints(stopped)] == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
+    assert steps_of(stopped) == [9, 12][-keep_checkpoints:]
     aside = stopped.with_name(stopped.name + ".1") / "model_00008.pt"
     assert aside.exists() == (damage != "deleted")
 
@@ -180,7 +180,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
         for step in (99_998, 99_999, 100_000):
             writer.write(checkpoint | {"step": step})
         writer.wait()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
+    assert steps_of(tmp_path) == [99_999, 100_000]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
 
@@ -261,14 +261,14 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(number, status, folder, 
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
 
 
 def test_a_signal_in_the_last_step_leaves_a_run_that_the_same_command_ends(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    assert run(signalled, 11, signal.SIGTERM, 1, 0, args, output=tmp_path / "output") == [0]
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
+    succeed(signalled, 11, signal.SIGTERM, 1, 0, args, output=tmp_path / "output")
+    succeed(train_gpt2.main, args, output=tmp_path / "output")
     assert_same_run(tmp_path / "out", straight, ["model"])  # the checkpoint was there before the last validation
 
 
@@ -319,7 +319,7 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert run(killed_at, 22, out, 20, first, output=output) == [-signal.SIGKILL], output.read_text()
     statuses = run(killed_at, 41, out, 40, second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
-    assert run(train_gpt2.main, third, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, third, output=output)
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()
     assert largest_difference(tmp_path / "out", tmp_path / "straight", 30) < 1e-5
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
