@@ -37,8 +37,8 @@ def start_wandb(config):
     import wandb  # optional, and slow to import
 
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
-    settings = dict(silent=True, console="off", stop_fn=lambda: None)
-    settings = wandb.Settings(**settings, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
+    timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
+    settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
     options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, config=dataclasses.asdict(config))
     # a resumed run may have another B

@@ -155,7 +155,7 @@ def check_branch(config, saved):
     """Refuse a branch that cannot continue from the checkpoint `saved`. Returns what run.txt says of it, as a dict."""
     parent = Path(config.branch_from)
     folder = parent.parent if parent.is_file() else parent
-    if folder.resolve() == Path(config.out_dir).resolve():  # also with --no-resume, which would move the parent aside
+    if folder.samefile(config.out_dir):  # also with --no-resume, which would move the parent aside
         raise UserError(f"--branch-from continues the run in {folder} itself. Choose another --out-dir for the branch.")
     changed = changes(config, saved["config"])
     changed.pop("branch_from", None)
@@ -255,8 +255,9 @@ def describe_run(config, start_step, saved):
 
 def facts_for_all_ranks(config):
     """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
-    settings = dataclasses.asdict(config).items()
-    facts = {name: value for name, value in settings if name not in MAY_DIFFER_BETWEEN_RANKS}
+    facts = dataclasses.asdict(config)
+    for name in MAY_DIFFER_BETWEEN_RANKS:
+        del facts[name]
     source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
     version = hashlib.sha256(source).hexdigest()[:12]
     return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
