@@ -203,8 +203,8 @@ def start_run(config, start_step, saved):
             stale = []  # that run has no results
     if stale:
         move_aside(stale, out_dir)
-    for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
-        if OURS.fullmatch(leftover.stem) and leftover.is_file():
+    for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
+        if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     path = out_dir / "run.txt"
     history = read_history(path)

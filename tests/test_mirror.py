@@ -179,7 +179,7 @@ def test_training_neither_ends_nor_waits_with_wandb(trouble, words, data, tmp_pa
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
-    assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e18, grad_clip=0) == 2
+    assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0) == 2
     assert calls(wandb, "finish") == [{"exit_code": 1}]
 
 

@@ -99,8 +99,8 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
     assert steps_of(tmp_path / "out") == MOMENTS[moment]
-    halves = [path.name for path in (tmp_path / "out").glob("model_*.part")]
-    assert halves == (["model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
+    halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
+    assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
 
@@ -127,7 +127,7 @@ def stopped(killed, tmp_path):
 def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
-    (stopped / "model_00010.pt.part").write_bytes(b"half a checkpoint")
+    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / "hf.part").mkdir()
     (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
