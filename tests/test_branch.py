@@ -145,10 +145,6 @@ def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, pa
     assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# kill -9 in a branch
-
-
 # moments at which a branch is killed, as patches, and the steps of the checkpoints that it leaves
 MOMENTS = {
     "before the log": (lambda out: die_at(runs, "open_log", lambda *args: True), []),
@@ -401,7 +397,7 @@ def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The best stays
+# The best and the milestones stay
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
 SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
@@ -476,10 +472,6 @@ def test_the_best_is_read_wherever_a_checkpoint_is(best, capsys):
         assert status_of(sample.main, ["abc", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Milestones
 
 
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)

@@ -53,7 +53,7 @@ def straight(folder):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# kill -9 at chosen moments
+# Killed with -9 at chosen moments, and torn files
 
 
 def train_until(moment, args):
@@ -103,10 +103,6 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Torn files
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +181,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What the same command does in a folder that holds a run
+# What the same command does in a folder that holds a run, and after a signal
 
 
 def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
@@ -231,10 +227,6 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     assert listing(tmp_path / "out.1") == before
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Signals
 
 
 def signalled(step, number, times, rank, args):
@@ -364,10 +356,6 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     agents = [subprocess.Popen(command) for _ in range(2)]
     assert [agent.wait(120) for agent in agents] == [0, 0]
     assert largest_difference(tmp_path / "two", straight) < 1e-5
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
