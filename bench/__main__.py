@@ -72,7 +72,7 @@ def main(args=None):
     benchmarks |= dict(data=programs.data, hellaswag=programs.score, sample=programs.sample)
     numbers = benchmarks[options.what](options)
     if options.json:
-        numbers |= measure.machine() | {"options": dataclasses.asdict(options)}
+        numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}
         with new_output(options.json) as file:
             file.write(json.dumps(numbers, indent=1) + "\n")
 

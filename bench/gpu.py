@@ -19,6 +19,7 @@ from bench.profile import matmul_rate
 from plumbing.distributed import enable_fused_attention
 from plumbing.files import atomic_write
 from plumbing.log import read_log
+from train_gpt2 import GPT, GPTConfig
 
 
 class Questions:
@@ -35,15 +36,15 @@ class Questions:
         return steps.compare({"step": (make, config, *args)}, self.options.rounds, ours="step")
 
     def matmuls(self):
-        """FLOP/s of each matmul of the step, forward and for both gradients."""
-        c, dtype = self.config, torch.bfloat16 if self.device.startswith("cuda") else torch.float32
-        N, C, rates = c.batch_size * c.sequence_length, c.n_embd, {}
-        shapes = {"c_attn": (C, 3 * C), "attn.c_proj": (C, C), "c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
-        shapes["lm_head"] = C, c.vocab_size
-        for name, (inputs, outputs) in shapes.items():
-            x = torch.randn(N, inputs, device=self.device, dtype=dtype)
-            weight, y = x.new_empty(outputs, inputs).normal_(), x.new_empty(N, outputs).normal_()
-            rates[name] = [matmul_rate(x, weight.T), matmul_rate(y, weight), matmul_rate(y.T, x)]
+        """FLOP/s of the matmuls of each layer: forward, for the gradient of its input, and for that of its weight."""
+        c, rates = self.config, {}
+        dtype = torch.bfloat16 if self.device.startswith("cuda") else torch.float32
+        for name, layer in GPT(GPTConfig(**c.shape | {"n_layer": 1})).named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                weight = layer.weight.detach().to(self.device, dtype)
+                x = weight.new_empty(c.batch_size * c.sequence_length, layer.in_features).normal_()
+                y = torch.randn_like(x @ weight.T)
+                rates[name] = [matmul_rate(x, weight.T), matmul_rate(y, weight), matmul_rate(y.T, x)]
         return {"flops_per_s": rates}
 
     def build_nanogpt(self):
@@ -102,7 +103,7 @@ def questions(q):
     text = f"{headline},batch_size={small},total_batch_size={2 * small * T},val_every=100,val_tokens={16 * B * T}"
     text += ",hellaswag_every=500"
     table = {
-        "machine": (20, measure.machine),
+        "machine": (20, measure.machine, q.device),
         "60 steps of train_gpt2.py": (180, q.trainer, f"{headline},max_steps={60 if cuda else 4}"),
         "train_gpt2": (100, q.step),
         "matmuls": (30, q.matmuls),

@@ -61,16 +61,14 @@ def measure(sides, rounds, work, unit, ours=None):
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
 
 
-def machine():
+def machine(device):
     """The hardware and software versions of a measurement."""
     cpu = ", ".join(re.findall(r"Model name: +(.+)", output_of("lscpu")))
     cpu += f", {torch.get_num_threads()} of {os.cpu_count()} threads"
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "transformers", "tiktoken")}
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else cpu,
-        "nvidia-smi": output_of(
-            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.draw,power.limit", "--format=csv"
-        ),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu,
+        "nvidia-smi": output_of("nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"),
         "versions": versions | {"python": sys.version},
         "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"),
         "command": " ".join(sys.argv),
