@@ -1,6 +1,6 @@
 """Do the tests notice when the program is wrong? This breaks a copy of it in one way after another and runs tests.
 
-    python tests/mutants.py                   # all mutants of mutants.txt, a quarter of an hour
+    python tests/mutants.py                   # all mutants of mutants.txt, in five minutes
     python tests/mutants.py milestone mask    # those with one of these words in their names
 
 mutants.txt says in its first lines how a mutant is written. A mutant is noticed if one of its tests fails with it. In
