@@ -5,7 +5,6 @@ matrices as (in, out), nn.Linear as (out, in); and GPT's vocabulary is padded. l
 only converts models with GPT-2's own tokenizer, as it recognizes tokenizers by a list.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import read_json
+from plumbing.files import atomic_write, read_json
 from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
 from plumbing.modelcard import write_model_card
 
@@ -35,7 +34,7 @@ COPY_AGAIN = "Copy or export the model again."
 
 
 def transposed(weights):
-    """Return a state dict with the blocks' matrices transposed, which converts it between the two formats."""
+    """Convert a state dict between the two formats."""
     return {name: weight.T if name.endswith(MATRICES) else weight for name, weight in weights.items()}
 
 
@@ -65,13 +64,10 @@ def load_huggingface(name_or_directory):
 
 def download(name):
     """Download a model from the hub, unless it is in the cache; return its folder."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
     try:
-        if not isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-            get_hf_file_metadata(hf_hub_url(name, "model.safetensors"))  # without a network, an error at once
-        hf_hub_download(name, "model.safetensors")  # retries and resumes
-        return Path(hf_hub_download(name, "config.json")).parent
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         raise UserError(
             f"Could not download {name}: {first_line(error).rstrip('.')}. "
@@ -87,8 +83,7 @@ def read_weights(directory):
     single = directory / "model.safetensors"
     paths = [single] if single.is_file() else sorted(directory.glob("model-*-of-*.safetensors"))
     if not paths or not all(path.is_file() for path in paths):
-        pickles = " Its weights in *.bin are pickles, which can run code." if any(directory.glob("*.bin")) else ""
-        raise UserError(f"{directory} has no model.safetensors.{pickles} Convert, copy or export the model again.")
+        raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
     found, weights = {}, {}
     try:
         for path in paths:
@@ -133,20 +128,17 @@ def load_tokenizer(name_or_directory, vocab_size):
     Raises UserError if it is of a kind that tiktoken does not support, or has more ids than the model.
     """
     directory = Path(name_or_directory)
-    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if "tokenizer.tiktoken" in names:
+    if (directory / "tokenizer.tiktoken").exists():
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    elif "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names:
+    elif (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
         enc = import_tokenizer(directory)
-    elif not names or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
+    elif not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
         raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
     if enc.n_vocab > vocab_size:
-        raise UserError(
-            f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}. "
-            "Give the model its own tokenizer."
-        )
+        problem = f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}."
+        raise UserError(f"{problem} Give the model its own tokenizer.")
     return enc
 
 
@@ -167,28 +159,26 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
     dropped; every other weight is exported bit for bit. With a chat tokenizer, it also has a chat template and
     stops at the end of a turn.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: enc.n_vocab]
     weights = {name: weight.contiguous() for name, weight in transposed(weights).items()}
+    configs = config_files(vars(model.config), enc).items()
+    contents = {name: json.dumps(fields, indent=2).encode() for name, fields in configs}
+    contents["model.safetensors"] = save(weights, {"format": "pt"})
     remove_part(part)
+    make_way(part)
     try:
-        make_way(part)
         part.mkdir(parents=True)
-        for name, fields in config_files(vars(model.config), enc).items():
-            (part / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        for name, content in contents.items():
+            with atomic_write(part / name) as file:
+                file.write(content)
         export_tokenizer(enc, part, max_length=model.config.block_size)
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors lets only the owner read
         make_way(directory)
         part.rename(directory)
-    except SafetensorError as error:
-        reason = str(error).split("error: ")[-1].split(" (os error")[0]
-        raise UserError(f"Could not write {part}: {reason}. Make room there and run the same command again.") from None
     finally:
         remove_part(part)
     if run_folder:
@@ -197,16 +187,12 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
 
 def remove_part(part):
     """Delete an export that was not finished, unless it contains a file that no export has."""
-    names = EXPORTED_FILES | {f"{name}.part" for name in EXPORTED_FILES}
-    is_folder = part.is_dir() and not part.is_symlink()
-    if is_folder and all(path.name in names and path.is_file() for path in part.iterdir()):
-        shutil.rmtree(part)
+    if {path.name.removesuffix(".part") for path in part.glob("*")} <= EXPORTED_FILES:
+        shutil.rmtree(part, ignore_errors=True)  # neither files nor links
 
 
 def make_way(path):
-    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on; an empty folder is deleted."""
-    with contextlib.suppress(OSError):
-        path.rmdir()
+    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on."""
     if os.path.lexists(path):
         others = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         aside = next(other for other in others if not os.path.lexists(other))
@@ -225,8 +211,8 @@ def is_export_of(directory, weights, n_head, enc):
         their_enc = load_tokenizer(directory, shape["vocab_size"])
     except (UserError, OSError):
         return False
-    expected = config_files(shape | {"n_head": n_head}, enc)
-    is_whole = found | expected == found and (directory / "model.safetensors").is_file()
+    expected = found | config_files(shape | {"n_head": n_head}, enc)
+    is_whole = found == expected and (directory / "model.safetensors").is_file()
     if not is_whole or tokenizer.digest(their_enc) != tokenizer.digest(enc) or theirs.keys() != weights.keys():
         return False
     return all(torch.equal(theirs[name], weight[: len(theirs[name])].float()) for name, weight in weights.items())
