@@ -173,29 +173,30 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, value):
+        """The values of all ranks, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def max_over_ranks(self, number):
         """The largest of the ranks' numbers, for decisions that all ranks must make alike."""
-        tensor = torch.tensor(number, device=self.device)
-        if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
+        return max(self.gather(number))
 
     def find_not_finite(self, losses):
         """The numbers, in the global order, of a step's micro-batches without a finite loss; if there are none, of all.
 
         losses: this rank's, one per micro-step. Each micro-step has a micro-batch from every rank in turn.
         """
-        table = torch.zeros(len(losses), self.size, device=self.device)
-        table[:, self.rank] = (~losses.isfinite()).float()
-        return self.all_reduce_sum(table).flatten().nonzero().flatten().tolist() or range(table.numel())
+        finite = torch.tensor(self.gather(losses.isfinite().tolist())).T.flatten()
+        return (~finite).nonzero().flatten().tolist() or range(len(finite))
 
     def check_agreement(self, facts):
         """Raise UserError, on all ranks, unless they all call this with the same `facts`: {what: its value}."""
-        facts_of_ranks = [facts] * self.size
-        if self.size > 1:
-            dist.all_gather_object(facts_of_ranks, facts)
-        expected = facts_of_ranks[0]
-        for rank, theirs in enumerate(facts_of_ranks):
+        gathered = self.gather(facts)
+        expected = gathered[0]
+        for rank, theirs in enumerate(gathered):
             names = [name for name in expected if theirs.get(name) != expected[name]]
             if names:
                 differences = "; ".join(f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names)
@@ -226,12 +227,11 @@ class World:
 
     def broadcast(self, tensor):
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
+        shared = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if self.is_master:
-            shared = tensor.to(self.device).contiguous()
-        else:
-            shared = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            shared.copy_(tensor)
         dist.broadcast(shared, 0)
-        return shared.cpu()
+        return tensor if self.is_master else shared.cpu()
 
 
 CONNECT_SECONDS = 60  # how long a rank tries to reach the others

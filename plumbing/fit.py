@@ -28,52 +28,44 @@ def check_config(config, world_size):
         errors.append(str(error))
 
     # at least 1, so that a bad value reported above cannot cause a division by zero
-    T, n_head = max(1, c.sequence_length), max(1, c.n_head)
+    T, n_head, total = max(1, c.sequence_length), max(1, c.n_head), c.total_batch_size
     tokens = T * world_size  # in the smallest possible micro-step, with B = 1
     smallest = f"{tokens}, which is --sequence-length {T} x {count(world_size, 'rank')}"
-    windows = f"Start a number of ranks that divides {c.total_batch_size // T}, or try"
-    errors += check_multiple(c, "n_embd", n_head, f"--n-head {n_head}")
-    errors += check_multiple(c, "total_batch_size", tokens, smallest, "Try" if c.total_batch_size % T else windows)
-    if c.dtype == "fp8":
-        for name in ("sequence_length", "n_embd", "vocab_size"):
-            errors += check_multiple(c, name, 16, "16, as --dtype fp8 needs")
-    if c.batch_ramp and (c.total_batch_size % 2**15 or 2**15 % tokens):
-        errors.append(
-            f"--batch-ramp starts at 32,768 tokens, which must be a multiple of {smallest}, and divide "
-            f"--total-batch-size {c.total_batch_size}. Change these, or use --batch-ramp 0."
-        )
-    local_ranks, gpus = distributed.environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
-    too_many = device == "cuda" and local_ranks > gpus
-    lacks_wandb = c.wandb and not mirror.is_installed()
-    complaints = [
-        (too_many, f"{local_ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."),
-        (lacks_wandb, "--wandb needs a package that is not installed. Install it with: pip install wandb"),
+    advice = "Try" if total % T else f"Start a number of ranks that divides {total // T}, or try"
+    uneven_ramp = c.batch_ramp and (total % 2**15 or 2**15 % tokens)
+    ranks, gpus = distributed.environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    too_many = device == "cuda" and ranks > gpus
+    complaints = [  # (whether it applies, sentence)
+        not_a_multiple(c, "n_embd", n_head, f"--n-head {n_head}"),
+        not_a_multiple(c, "total_batch_size", tokens, smallest, advice),
+        not_enough_memory(c, device),
+        (uneven_ramp, f"--batch-ramp starts at 32,768 tokens, no multiple of {tokens} that divides {total}. Use 0."),
+        (too_many, f"{ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."),
         (not c.out_dir, "--out-dir is empty. Give the folder in which the run is to be kept."),
-        (
-            T > c.block_size,
-            f"--sequence-length {T} is longer than --block-size {c.block_size}. Lower it or raise that.",
-        ),
+        (T > c.block_size, f"--sequence-length {T} is above --block-size {c.block_size}. Lower it, or raise that."),
         (c.val_tokens < T, f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."),
         (c.decay_fraction > 1, f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."),
         # nanoGPT's word
         (c.init_from == "resume", "--init-from names a model. To resume a run, repeat its command without that flag."),
+        (c.wandb and not mirror.is_installed(), "--wandb needs a package. Install it with: pip install wandb"),
     ]
-    errors += [sentence for is_wrong, sentence in complaints if is_wrong]
-    errors += check_memory(c, device)
+    if c.dtype == "fp8":
+        sizes = ("sequence_length", "n_embd", "vocab_size")
+        complaints += [not_a_multiple(c, name, 16, "16, as --dtype fp8 needs") for name in sizes]
+    errors += [sentence for applies, sentence in complaints if applies]
     if errors:
         raise UserError(" ".join(errors))
 
 
-def check_multiple(config, name, unit, what, advice="Try"):
-    """A list with a sentence if the setting `name` is not a multiple of `unit`, which is `what`; else an empty one."""
+def not_a_multiple(config, name, unit, what, advice="Try"):
+    """The complaint that the setting `name` is not a multiple of `unit`, which is `what`."""
     flag, value = flag_of(name), getattr(config, name)
     nearest = max(unit, (value + (unit - 1) // 2) // unit * unit)
-    sentence = f"{flag} {value} is not a multiple of {what}. {advice} {flag} {nearest}."
-    return [sentence] if value % unit else []
+    return value % unit, f"{flag} {value} is not a multiple of {what}. {advice} {flag} {nearest}."
 
 
-def check_memory(c, device):
-    """A list with a sentence if a model of this config needs more memory than the device has, else an empty one.
+def not_enough_memory(c, device):
+    """The complaint that a model of this config needs more memory than the device has.
 
     Only weights, gradients and Adam's two moments count, all float32, and Python's objects for a block (64 KB, whatever
     its size), so that nothing that could fit is refused.
@@ -84,11 +76,10 @@ def check_memory(c, device):
         available = torch.cuda.get_device_properties(device).total_memory
     elif hasattr(os, "sysconf"):  # not on Windows
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    sentence = (
+    return needed > available, (
         f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
         f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
     )
-    return [sentence] if needed > available else []
 
 
 # ----------------------------------------------------------------------------------------------------------

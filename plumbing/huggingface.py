@@ -14,12 +14,12 @@ from pathlib import Path
 import tokenizer
 from plumbing.cli import UserError, first_line
 from plumbing.files import atomic_write, read_json
-from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
+from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# the values in config.json that GPT supports; transformers assumes the first one if the key is missing
+# the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -28,7 +28,6 @@ SUPPORTED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
 }
 COPY_AGAIN = "Copy or export the model again."
 
@@ -51,7 +50,7 @@ def load_huggingface(name_or_directory):
     if not directory.is_dir():
         directory = download(str(name_or_directory))
     path = directory / "config.json"
-    config = {"model_type": None} | read_json(path, COPY_AGAIN)
+    config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             raise UserError(
@@ -80,9 +79,8 @@ def read_weights(directory):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    single = directory / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(directory.glob("model-*-of-*.safetensors"))
-    if not paths or not all(path.is_file() for path in paths):
+    paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
+    if not paths:
         raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
     found, weights = {}, {}
     try:
@@ -145,8 +143,8 @@ def load_tokenizer(name_or_directory, vocab_size):
 # ----------------------------------------------------------------------------------------------------------
 # Export
 
-JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-EXPORTED_FILES = {*JSON_FILES, "model.safetensors", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
+EXPORTED_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+EXPORTED_FILES |= {"model.safetensors", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
 
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
@@ -159,16 +157,9 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
     dropped; every other weight is exported bit for bit. With a chat tokenizer, it also has a chat template and
     stops at the end of a turn.
     """
-    from safetensors.torch import save
-
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
-    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: enc.n_vocab]
-    weights = {name: weight.contiguous() for name, weight in transposed(weights).items()}
-    configs = config_files(vars(model.config), enc).items()
-    contents = {name: json.dumps(fields, indent=2).encode() for name, fields in configs}
-    contents["model.safetensors"] = save(weights, {"format": "pt"})
+    contents = export_files(model.state_dict(), vars(model.config), enc)
     remove_part(part)
     make_way(part)
     try:
@@ -176,13 +167,47 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         for name, content in contents.items():
             with atomic_write(part / name) as file:
                 file.write(content)
-        export_tokenizer(enc, part, max_length=model.config.block_size)
+        tokenizer.write_encoding(enc, part / "tokenizer.tiktoken")
         make_way(directory)
         part.rename(directory)
     finally:
         remove_part(part)
     if run_folder:
         write_model_card(directory, run_folder, step, sample)
+
+
+def export_files(weights, shape, enc):
+    """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
+    from safetensors.torch import save
+
+    eot, ends = enc.eot_token, enc.eot_token
+    if tokenizer.has_chat_tokens(enc):
+        ends = [eot, enc.encode_single_token("<|end|>")]
+    config = {name: values[0] for name, values in SUPPORTED.items()}
+    config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    config |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
+    config |= dict(architectures=["GPT2LMHeadModel"], dtype="float32", bos_token_id=eot, eos_token_id=eot)
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    generation = dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot)
+    exported = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
+    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
+    return tokenizer_files(enc, shape["block_size"]) | {
+        "config.json": json.dumps(config, indent=2).encode(),
+        "generation_config.json": json.dumps(generation, indent=2).encode(),
+        "model.safetensors": save(exported, {"format": "pt"}),
+    }
+
+
+def is_export_of(directory, weights, n_head, enc):
+    """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
+    directory = Path(directory)
+    files = export_files(weights, shape_of(weights, n_head, directory), enc)
+    try:
+        found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
+        is_whole = all((directory / name).read_bytes() == content for name, content in files.items())
+    except (UserError, OSError):
+        return False
+    return is_whole and tokenizer.digest(found) == tokenizer.digest(enc)
 
 
 def remove_part(part):
@@ -198,36 +223,3 @@ def make_way(path):
         aside = next(other for other in others if not os.path.lexists(other))
         path.rename(aside)
         print(f"Moved what was at {path} to {aside}.", flush=True)
-
-
-def is_export_of(directory, weights, n_head, enc):
-    """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
-    import torch
-
-    directory = Path(directory)
-    try:
-        found = {name: read_json(directory / name, COPY_AGAIN) for name in JSON_FILES}
-        shape, theirs = load_huggingface(directory)
-        their_enc = load_tokenizer(directory, shape["vocab_size"])
-    except (UserError, OSError):
-        return False
-    expected = found | config_files(shape | {"n_head": n_head}, enc)
-    is_whole = found == expected and (directory / "model.safetensors").is_file()
-    if not is_whole or tokenizer.digest(their_enc) != tokenizer.digest(enc) or theirs.keys() != weights.keys():
-        return False
-    return all(torch.equal(theirs[name], weight[: len(theirs[name])].float()) for name, weight in weights.items())
-
-
-def config_files(shape, enc):
-    """Return the contents of config.json and generation_config.json for a GPT with these fields of a GPTConfig."""
-    eot, ends = enc.eot_token, enc.eot_token
-    if tokenizer.has_chat_tokens(enc):
-        ends = [eot, enc.encode_single_token("<|end|>")]
-    model = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new", dtype="float32")
-    model |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    model |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
-    model |= dict(tie_word_embeddings=True, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, layer_norm_epsilon=1e-5)
-    return {
-        "config.json": model | dict(bos_token_id=eot, eos_token_id=eot),
-        "generation_config.json": dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot),
-    }

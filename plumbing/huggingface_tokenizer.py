@@ -23,13 +23,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def export_tokenizer(enc, directory, max_length=None):
-    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids.
+def tokenizer_files(enc, max_length=None):
+    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`.
 
     max_length: how many tokens the model reads.
     """
-    from tokenizers import AddedToken
-
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
     spelled = {token: "".join(chars[byte] for byte in token) for token in sorted(ranks, key=ranks.get)}
     parts = {token: tokenizer.last_merge(token, ranks) for token in spelled}
@@ -40,18 +38,13 @@ def export_tokenizer(enc, directory, max_length=None):
     vocab = {text: ranks[token] for token, text in spelled.items()}
     merges = [tuple(spelled[part] for part in parts[token]) for token in spelled if len(token) > 1]
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
-    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
-    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
     config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(model.to_str(), encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    tokenizer.write_encoding(enc, directory / "tokenizer.tiktoken")
+    return {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
 def import_tokenizer(directory):

@@ -52,7 +52,6 @@ VARIANTS = [
     dict(activation_function="relu"),
     dict(add_cross_attention=True),
     dict(tie_word_embeddings=False),
-    dict(quantization_config={"load_in_8bit": True}),
     dict(model_type="llama"),
     dict(n_head=3),  # does not divide n_embd
     dict(n_head=[2]),

@@ -15,7 +15,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 import tokenizer
 from plumbing.cli import UserError
-from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
+from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
@@ -207,6 +207,13 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
 
 # -----------------------------------------------------------------------------
 # Hugging Face's format
+
+
+def export_tokenizer(enc, folder):
+    folder.mkdir(exist_ok=True)
+    for name, content in tokenizer_files(enc).items():
+        (folder / name).write_bytes(content)
+    tokenizer.write_encoding(enc, folder / "tokenizer.tiktoken")
 
 
 def check_import(folder):
