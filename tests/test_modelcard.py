@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT, status_of, tiny_model, train, write_curve
+from conftest import status_of, tiny_model, train, write_curve
 
 import sample
 import tokenizer
@@ -194,12 +194,3 @@ def test_sample_exports_a_card_from_a_runs_folder_and_from_a_checkpoint_in_it(da
         page = (out / "README.md").read_text(encoding="utf-8")
         assert "\n    abc" in page and f"Training: {8 if number else 12} updates of 128 tokens" in page
         assert (out / "curve.png").exists()
-
-
-def test_the_kept_run_has_a_card(exported):
-    run = sorted(ROOT.glob("records/*quickstart*/**/run.txt"))[-1].parent
-    write_model_card(exported, run)
-    page = (exported / "README.md").read_text(encoding="utf-8")
-    losses = [line.split() for line in (run / "log.txt").read_text(encoding="utf-8").splitlines() if " val " in line]
-    step, _, loss = losses[-1]
-    assert f"nats per token | {float(loss):.4f} | {int(step):,} |" in page and f"{int(step):,} updates of " in page
