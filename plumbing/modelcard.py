@@ -84,9 +84,9 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 {%- if meta.tokens %}, {{ number(meta.tokens) }} tokens of the tokenizer {{ meta.tokenizer }}{% endif %}.
 {% endif %}
 {%- if last.train %}Training: {{ number(last.train[0]) }} updates
-{%- if config.batch_ramp or starts[0].branched %}, the last one of {{ number(batch) }} tokens.
-{%- else %} of {{ number(batch) }} tokens, {{ number(batch * last.train[0]) }} in all.
-{%- endif %}
+{%- if not config.batch_ramp and not starts[0].branched %} of {{ number(batch) }} tokens,
+{{ number(batch * last.train[0]) }} in all
+{%- endif %}.
 {% endif %}
 {%- if starts[0].branched %}Branched from another run after {{ starts[0].branched.step }} updates.
 {% endif %}
@@ -192,9 +192,8 @@ def write_curve(path, streams):
     panel = figure.subplots()
     panel.plot(list(train), list(train.values()), linewidth=0.8, label="training")
     panel.plot(list(val), list(val.values()), "o-", markersize=4, label="validation")
-    # the first losses are far above the rest and would flatten the curve
-    shown = [*list(train.values())[len(train) // 50 :], *list(val.values())[1:]]
-    panel.set(xlabel="updates", ylabel="loss, nats per token", ylim=(min(shown) - 0.1, max(shown) + 0.1))
+    panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
+    panel.set(xlabel="updates", ylabel="loss, nats per token")
     panel.legend(frameon=False)
     panel.grid(alpha=0.3)
     with atomic_write(path) as file:

@@ -88,7 +88,7 @@ def test_the_card_has_what_the_run_measured(card, exported):
     assert "in bits per byte, which can be compared between tokenizers | 0.8750 | 4 |" in page
     assert "| training loss of the last update, nats per token | 2.0000 | 4 |" in page
     assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
-    assert "Training: 4 updates of 1,000 tokens, 4,000 in all." in page
+    assert "Training: 4 updates of 1,000 tokens,\n4,000 in all." in page
     assert "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page and "    commit: fd912143f159\n" in page
     assert "\n\n    To be,\n    ```or```\n\n" in page
     assert "AutoModelForCausalLM.from_pretrained" in page and '"max_lr": 0.0006' in page
@@ -103,13 +103,13 @@ def test_what_was_not_measured_is_left_out(card, exported):
     page = card(log=LOG)
     assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
     page = card(start_text(CONFIG | {"batch_ramp": 10**9}, commit=""))  # git is not everywhere
-    assert "commit" not in page and "4 updates, the last one of 1,000 tokens." in page
+    assert "commit" not in page and "Training: 4 updates." in page
 
 
 def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later(card):
     page = card(log=LOG + "2 val 3.5\n" + EVALUATIONS, step=2)
     assert "nats per token | 3.5000 | 2 |" in page and "nats per token | 4.0000 | 2 |" in page and "1.25" not in page
-    assert "2 updates of 1,000 tokens, 2,000 in all" in page and "0.2400 | 0 |" in page
+    assert "2 updates of 1,000 tokens,\n2,000 in all" in page and "0.2400 | 0 |" in page
 
 
 def test_a_run_in_parts_and_a_branch_say_so(card):
