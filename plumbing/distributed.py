@@ -104,8 +104,7 @@ PEAK_TFLOPS = {
 def peak_flops(device_name):
     """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known.
 
-    Names must match exactly: an L40 is not an L4, a laptop's RTX 4090 is not a desktop's, and a MIG slice is only
-    a part of a GPU.
+    Names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU.
     """
     name = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name)
     return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)

@@ -92,8 +92,7 @@ def find_what_fits(raw_model, wrap, config, world):
     """Try a training step, and do without whatever fails on this machine. Returns (model to train, B).
 
     wrap(raw_model, compiled, world) makes the model to train. If memory runs out, B is halved. If the compiler or an
-    attention kernel fails, the run continues without it, after a warning. All ranks take the same fallback; an error
-    that remains without both is raised.
+    attention kernel fails, the run continues without it, after a warning. All ranks take the same fallback.
     """
     optional = ["Fused attention", "torch.compile"] if config.compile else ["Fused attention"]
     T = config.sequence_length
@@ -105,8 +104,7 @@ def find_what_fits(raw_model, wrap, config, world):
             model = wrap(raw_model, "torch.compile" in optional, world)
             try_step(model, raw_model, B, T, min(2, windows_per_rank // B), world)
         except Exception as error:
-            # torch.compile may raise anything. An error that it did not cause comes back in the try without it, and
-            # is raised there
+            # torch.compile may raise anything. An error that it did not cause comes back without it, and is raised
             outcome = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
             if outcome == FAILED and not optional:
                 raise

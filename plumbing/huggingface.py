@@ -1,8 +1,8 @@
 """Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
 
-GPT has the parameter names of transformers' GPT2LMHeadModel. Two things differ: its Conv1D stores a block's four
-matrices as (in, out), nn.Linear as (out, in); and GPT's vocabulary is padded. llama.cpp reads the format, too, but
-only converts models with GPT-2's own tokenizer, as it recognizes tokenizers by a list.
+GPT has the parameter names of transformers' GPT2LMHeadModel, but pads its vocabulary, and its nn.Linear stores a
+block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's own
+tokenizer, as it recognizes tokenizers by a list.
 """
 
 import itertools
@@ -42,10 +42,7 @@ def transposed(weights):
 
 
 def load_huggingface(name_or_directory):
-    """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT.
-
-    Raises UserError if there is none, or if it is a variant that GPT does not implement.
-    """
+    """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory))
@@ -121,10 +118,7 @@ def shape_of(weights, n_head, source):
 
 
 def load_tokenizer(name_or_directory, vocab_size):
-    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
-
-    Raises UserError if it is of a kind that tiktoken does not support, or has more ids than the model.
-    """
+    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format."""
     directory = Path(name_or_directory)
     if (directory / "tokenizer.tiktoken").exists():
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
@@ -150,12 +144,11 @@ EXPORTED_FILES |= {"model.safetensors", "tokenizer.tiktoken", "tokenizer.tiktoke
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
+    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
+    dropped; every other weight is exported bit for bit. A chat model also has a chat template and stops after its turn.
+
     run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
     after all of them) and with `sample`, a text written by the model.
-
-    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
-    dropped; every other weight is exported bit for bit. With a chat tokenizer, it also has a chat template and
-    stops at the end of a turn.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")

@@ -10,6 +10,8 @@ from plumbing.cli import UserError, first_line
 
 # digest of GPT-2's tokenizer, by which a copy of it is recognized
 GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
+# many kinds of text, to test a tokenizer
+PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 # for apply_chat_template: a conversation as smoltalk.py renders it
 CHAT_TEMPLATE = (
     "{{ '<|endoftext|>' }}"
@@ -24,10 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_files(enc, max_length=None):
-    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`.
-
-    max_length: how many tokens the model reads.
-    """
+    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
     spelled = {token: "".join(chars[byte] for byte in token) for token in sorted(ranks, key=ranks.get)}
     parts = {token: tokenizer.last_merge(token, ranks) for token in spelled}
@@ -48,10 +47,7 @@ def tokenizer_files(enc, max_length=None):
 
 
 def import_tokenizer(directory):
-    """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt.
-
-    Raises UserError if it is of another kind, or if tiktoken gives other ids.
-    """
+    """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     directory = Path(directory)
@@ -64,7 +60,7 @@ def import_tokenizer(directory):
         enc = encoding_from_fields(json.loads(theirs.to_str()))
         tokens = list(enc._mergeable_ranks)
         sample = b"".join(tokens[:: len(tokens) // 5000 + 1])
-        text = tokenizer.PROBE + sample.decode("utf-8", "replace")
+        text = PROBE + sample.decode("utf-8", "replace")
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
             raise ValueError("tiktoken gives the same text other ids")
     except Exception as error:  # the library raises nothing more specific
