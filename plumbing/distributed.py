@@ -272,8 +272,10 @@ def environment_number(name, default):
     """The number in an environment variable that torchrun sets. UserError unless it is whole and `default` or more."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < default:
-        problem = f"The environment variable {name} is {text!r}, but it must be a whole number, {default} or more."
-        raise UserError(f"{problem} Start the ranks with torchrun, which sets it, or unset it.")
+        raise UserError(
+            f"The environment variable {name} is {text!r}, but it must be a whole number, {default} or more. "
+            "Start the ranks with torchrun, which sets it, or unset it."
+        )
     return int(text)
 
 

@@ -5,7 +5,6 @@ block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp o
 tokenizer, as it recognizes tokenizers by a list.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -137,9 +136,6 @@ def load_tokenizer(name_or_directory, vocab_size):
 # ----------------------------------------------------------------------------------------------------------
 # Export
 
-EXPORTED_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-EXPORTED_FILES |= {"model.safetensors", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
-
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
@@ -153,7 +149,8 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
     contents = export_files(model.state_dict(), vars(model.config), enc)
-    remove_part(part)
+    names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
+    remove_part(part, names)
     make_way(part)
     try:
         part.mkdir(parents=True)
@@ -164,7 +161,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         make_way(directory)
         part.rename(directory)
     finally:
-        remove_part(part)
+        remove_part(part, names)
     if run_folder:
         write_model_card(directory, run_folder, step, sample)
 
@@ -173,9 +170,8 @@ def export_files(weights, shape, enc):
     """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
     from safetensors.torch import save
 
-    eot, ends = enc.eot_token, enc.eot_token
-    if tokenizer.has_chat_tokens(enc):
-        ends = [eot, enc.encode_single_token("<|end|>")]
+    eot, special_tokens = enc.eot_token, enc._special_tokens
+    ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
     config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
     config |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
@@ -203,16 +199,17 @@ def is_export_of(directory, weights, n_head, enc):
     return is_whole and tokenizer.digest(found) == tokenizer.digest(enc)
 
 
-def remove_part(part):
+def remove_part(part, names):
     """Delete an export that was not finished, unless it contains a file that no export has."""
-    if {path.name.removesuffix(".part") for path in part.glob("*")} <= EXPORTED_FILES:
+    if {path.name.removesuffix(".part") for path in part.glob("*")} <= names:
         shutil.rmtree(part, ignore_errors=True)  # neither files nor links
 
 
 def make_way(path):
     """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on."""
     if os.path.lexists(path):
-        others = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-        aside = next(other for other in others if not os.path.lexists(other))
-        path.rename(aside)
-        print(f"Moved what was at {path} to {aside}.", flush=True)
+        number = 1
+        while os.path.lexists(f"{path}.{number}"):
+            number += 1
+        path.rename(f"{path}.{number}")
+        print(f"Moved what was at {path} to {path}.{number}.", flush=True)

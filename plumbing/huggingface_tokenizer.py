@@ -28,14 +28,19 @@ CHAT_TEMPLATE = (
 def tokenizer_files(enc, max_length=None):
     """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
-    spelled = {token: "".join(chars[byte] for byte in token) for token in sorted(ranks, key=ranks.get)}
-    parts = {token: tokenizer.last_merge(token, ranks) for token in spelled}
-    for token, text in spelled.items():
-        if text in enc._special_tokens or not all(part in ranks for part in parts[token]):
+
+    def spell(token):
+        return "".join(chars[byte] for byte in token)
+
+    vocab, merges = {}, []
+    for token in sorted(ranks, key=ranks.get):
+        parts = tokenizer.last_merge(token, ranks)
+        if spell(token) in enc._special_tokens or not all(part in ranks for part in parts):
             problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
             raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
-    vocab = {text: ranks[token] for token, text in spelled.items()}
-    merges = [tuple(spelled[part] for part in parts[token]) for token in spelled if len(token) > 1]
+        vocab[spell(token)] = ranks[token]
+        if len(token) > 1:
+            merges.append(tuple(spell(part) for part in parts))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
@@ -76,21 +81,21 @@ def encoding_from_fields(fields):
     model = fields["model"]
     if model["type"] != "BPE":
         raise ValueError(f"it is of type {model['type']}, not BPE")
+    vocab = model["vocab"]
     merged = dict.fromkeys(left + right for left, right in model["merges"])  # in order, each token once
     pat_str = pattern_from_fields(fields["pre_tokenizer"] or {}, merged)
-    merged_ids = [model["vocab"][token] for token in merged]
-    if merged_ids != sorted(merged_ids):  # tiktoken merges in the order of the ids
+    if list(merged) != sorted(merged, key=vocab.get):  # tiktoken merges in the order of the ids
         raise ValueError("its ids are not in the order of its merges")
     special_tokens = {token["content"]: token["id"] for token in fields["added_tokens"]}
     # no text ever becomes a token that is longer than a byte and not merged
-    special_tokens |= {token: i for token, i in model["vocab"].items() if len(token) > 1 and token not in merged}
+    special_tokens |= {token: i for token, i in vocab.items() if len(token) > 1 and token not in merged}
     char_bytes = {char: byte for byte, char in tokenizer.byte_chars().items()}
-    words = sorted(model["vocab"].keys() - special_tokens.keys(), key=model["vocab"].get)
-    ranks = {bytes(char_bytes[char] for char in word): model["vocab"][word] for word in words}
+    words = sorted(vocab.keys() - special_tokens.keys(), key=vocab.get)
+    ranks = {bytes(char_bytes[char] for char in word): vocab[word] for word in words}
     tokenizer.check_ids(ranks, special_tokens)
     enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
-    name = "gpt2" if tokenizer.digest(enc) == GPT2_DIGEST else f"hf-{tokenizer.digest(enc)[:8]}"
-    return tokenizer.copy_encoding(enc, name, special_tokens)
+    digest = tokenizer.digest(enc)
+    return tokenizer.copy_encoding(enc, "gpt2" if digest == GPT2_DIGEST else f"hf-{digest[:8]}", special_tokens)
 
 
 def pattern_from_fields(pre_tokenizer, merged):

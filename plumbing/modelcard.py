@@ -35,6 +35,8 @@ TEMPLATE = """\
 | {{ what }} | {{ "%.4f" % last[stream][1] }} | {{ number(last[stream][0]) }} |
 {%- endif %}
 {%- endmacro %}
+{%- set batch, limit = config.total_batch_size, config.hellaswag_limit %}
+{%- set examples = "the first " + number(limit) + " examples" if limit else "all examples" %}
 
 # A GPT-2 with {{ number(num_parameters) }} parameters
 
@@ -150,7 +152,7 @@ def card_text(directory, starts, streams, sample):
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
     from safetensors.torch import load_file
 
-    config, limit = starts[-1]["config"], starts[-1]["config"]["hellaswag_limit"]
+    config = starts[-1]["config"]
     meta_path = Path(config["data"], "meta.json")
     meta = read_json(meta_path, "") if meta_path.is_file() else {}
     dataset, data = DATASETS.get(meta.get("dataset"), ""), {}
@@ -170,11 +172,9 @@ def card_text(directory, starts, streams, sample):
         dataset=dataset,
         meta=meta,
         config=config,
-        batch=config["total_batch_size"],
         settings=json.dumps(settings, indent=2),
         starts=starts,
         last={stream: max(values.items()) for stream, values in streams.items()},
-        examples=f"the first {limit:,} examples" if limit else "all examples",
         has_curve=(directory / "curve.png").exists(),
         sample="\n".join(plain(line, 10**4) for line in sample.strip().splitlines()),
     )
@@ -185,13 +185,13 @@ def write_curve(path, streams):
     """Draw the training and validation losses."""
     from matplotlib.figure import Figure
 
-    train, val = streams.get("train", {}), streams.get("val", {})
-    if not train:
+    if "train" not in streams:
         return
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=120)
     panel = figure.subplots()
-    panel.plot(list(train), list(train.values()), linewidth=0.8, label="training")
-    panel.plot(list(val), list(val.values()), "o-", markersize=4, label="validation")
+    for name, style in (("train", "-"), ("val", "o-")):
+        values = streams.get(name, {})
+        panel.plot(list(values), list(values.values()), style, markersize=4, label=name)
     panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
     panel.set(xlabel="updates", ylabel="loss, nats per token")
     panel.legend(frameon=False)

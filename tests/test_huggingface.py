@@ -299,4 +299,4 @@ def test_a_model_that_does_not_chat_has_no_template_and_the_length_that_it_reads
 
     theirs = AutoTokenizer.from_pretrained(hf)
     assert theirs.chat_template is None and theirs.model_max_length == 32
-    assert json.loads((hf / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"] == 256
+    assert json.loads((hf / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"] == [256]
