@@ -201,7 +201,7 @@ def is_export_of(directory, weights, n_head, enc):
 
 def remove_part(part, names):
     """Delete an export that was not finished, unless it contains a file that no export has."""
-    if {path.name.removesuffix(".part") for path in part.glob("*")} <= names:
+    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
         shutil.rmtree(part, ignore_errors=True)  # neither files nor links
 
 
