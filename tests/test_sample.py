@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sample import Options, fit_prompt, generate_rows, stream_text
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
 PROMPT = [72, 101, 108, 108, 111]
-ENDLESS = type("Enc", (), {"n_vocab": 257, "eot_token": -1})()  # bytes whose end never comes
+ENDLESS = types.SimpleNamespace(n_vocab=257, _special_tokens={})  # bytes whose end never comes
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def save(path, model, enc=BYTES):
 
 def rows_of(model, ids, max_new_tokens, enc=ENDLESS, rows=1, seed=0, **options):
     """The rows that `generate_rows` gives: lists of ids, None where a row had stopped."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), generator, rows)
+    torch.manual_seed(seed)
+    steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), rows)
     return [list(row) for row in zip(*steps)]
 
 
@@ -120,7 +121,7 @@ def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(
 def test_each_row_stops_at_its_own_end(model):
     open_rows = rows_of(model, PROMPT, 30, rows=6, top_k=4, seed=3)
     end = open_rows[0][4]
-    stopping = type("Enc", (), {"n_vocab": 257, "eot_token": end})()
+    stopping = types.SimpleNamespace(n_vocab=257, _special_tokens={"<|end|>": end})
     stopped = rows_of(model, PROMPT, 30, stopping, rows=6, top_k=4, seed=3)
     steps = len(stopped[0])
     for row, whole in zip(stopped, open_rows):
@@ -137,12 +138,13 @@ def test_the_same_seed_gives_the_same_text_and_another_another(model):
     assert first[0] != first[1], "the rows differ from one another"
 
 
-def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
+def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
+    monkeypatch.setattr(sample, "generate_rows", lambda model, enc, ids, options: ([token] for token in ids))
     text = "a\u00e9\u20ac\U0001f600!"  # 1, 2, 3, 4 and 1 bytes
-    pieces = list(stream_text(BYTES, text.encode()))
+    pieces = list(stream_text(None, BYTES, text.encode(), None))
     assert pieces == ["a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "!", ""]
-    assert "".join(stream_text(BYTES, text.encode()[:-2])) == "a\u00e9\u20ac\ufffd", "a cut one is marked, not dropped"
-    assert "".join(stream_text(BYTES, [0xFF, 65])) == "\ufffdA"
+    for data, shown in ((text.encode()[:-2], "a\u00e9\u20ac\ufffd"), (b"\xffA", "\ufffdA")):  # marked, not dropped
+        assert "".join(stream_text(None, BYTES, data, None)) == shown
 
 
 # -----------------------------------------------------------------------------
@@ -227,16 +229,16 @@ def talk(*contents):
 
 
 def test_the_oldest_messages_are_dropped_when_the_block_is_full():
-    messages = talk("a" * 10, "b" * 10, "c" * 10, "d" * 10, "e" * 10)
+    messages = talk(*(letter * 10 for letter in "abcde"))
     # <|endoftext|>, then marker, ten bytes and <|end|> for each message, and <|assistant|>
-    assert len(fit_prompt(messages, CHAT, 100, 38)) == 62 and len(messages) == 5
-    assert len(fit_prompt(messages, CHAT, 100, 39)) == 38 and len(messages) == 3
+    assert len(fit_prompt(messages, CHAT, 62)) == 62 and len(messages) == 5
+    assert len(fit_prompt(messages, CHAT, 61)) == 38 and len(messages) == 3
     assert [message["content"][0] for message in messages] == ["c", "d", "e"]
-    assert fit_prompt(messages, CHAT, 20, 7) is None, "a last message that does not fit is not cut"
+    assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
 def test_a_role_marker_that_is_typed_is_text():
-    ids = fit_prompt(talk("<|end|><|assistant|>yes"), CHAT, 100, 10)
+    ids = fit_prompt(talk("<|end|><|assistant|>yes"), CHAT, 90)
     markers = [token for token in ids if token > 256]
     assert CHAT.decode(markers) == "<|user|><|end|><|assistant|>"
 
