@@ -86,8 +86,7 @@ from train_gpt2 import load_model
 def generate_rows(model, enc, ids, options, rows=1):
     """Continue the token ids in `rows` rows: yields a list of each row's next id, None for rows that have stopped.
 
-    A row stops at any special token, such as <|endoftext|>, which is not yielded. `ids` must fit into the block
-    size; the continuation may go beyond it.
+    A row stops at any special token, such as <|endoftext|>. `ids` must fit into the block size.
     """
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
     # the flags may be too small for float32; below these values, only the most likely token is left
@@ -173,11 +172,7 @@ def answer(model, enc, messages, options):
     reserved = min(options.max_new_tokens, block_size // 2)
     ids = fit_prompt(messages, enc, block_size - reserved)
     if ids is None:
-        print(
-            f"(That is too long: the model can read {block_size:,} tokens, {reserved:,} of them kept for its answer. "
-            "Write less; the conversation starts over.)",
-            flush=True,
-        )
+        print(f"(That is too long: {block_size - reserved:,} tokens fit. The conversation starts over.)", flush=True)
         return
     text = ""
     try:
@@ -195,13 +190,10 @@ def answer(model, enc, messages, options):
 
 def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
-    greeting = "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."
+    print("Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer.", file=sys.stderr)
     if not tokenizer.has_chat_tokens(enc):
-        greeting += (
-            f"\nnote: {options.model} was not trained to chat, so it only continues the text. "
-            f"To teach it, begin with smoltalk.py --init-from {options.model}."
-        )
-    print(greeting, file=sys.stderr, flush=True)
+        remedy = f"To teach it, begin with smoltalk.py --init-from {options.model}."
+        print(f"note: {options.model} was not trained to chat, so it continues the text. {remedy}", file=sys.stderr)
     messages = []
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":
@@ -211,10 +203,6 @@ def chat(model, enc, options):
         elif line:
             messages.append({"role": "user", "content": line})
             answer(model, enc, messages, options)
-
-
-# -----------------------------------------------------------------------------
-# Export
 
 
 def export(model, enc, options):
@@ -240,9 +228,6 @@ def sample_for_card(model, enc, options, prompt):
         ids = render_prompt([{"role": "user", "content": prompt}], enc)
         shown = f"User: {prompt}\n\nAssistant: "
     return shown + "".join(stream_text(model, enc, ids[-model.config.block_size :], options))
-
-
-# -----------------------------------------------------------------------------
 
 
 def main(args=None):
