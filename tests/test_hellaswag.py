@@ -127,12 +127,6 @@ def test_neither_the_batch_budget_nor_the_chunks_of_logits_change_a_score(monkey
         assert score(model, examples, ENC.n_vocab)[0] == same
 
 
-def test_an_error_while_packing_is_raised(monkeypatch):
-    monkeypatch.setattr(hellaswag, "pack", lambda rows, L: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        score(Planted(SUCCESSORS), [render_example(EXAMPLES[0], ENC)], ENC.n_vocab)
-
-
 def test_the_counts_of_the_ranks_shares_add_up():
     examples = [render_example(WINNERS | {"label": i % 4}, ENC) for i in range(7)]
     parts = [evaluate(Planted(SUCCESSORS), examples[rank::9], ENC.n_vocab) for rank in range(9)]  # two have none
@@ -230,12 +224,6 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     status, stdout, stderr = refusal_of(hellaswag.main, flag, tmp_path / value if flag == "--data" else value)
     assert status == 2 and stdout == ""
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
-
-
-def test_the_words_of_other_programs_are_known():
-    words = dict(pretrained="model", out_dir="model", output="predictions", num_examples="limit")
-    for theirs, ours in words.items():
-        assert f"Use --{ours}." in refusal_of(hellaswag.main, f"--{theirs}", "x")[2]
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, monkeypatch):
