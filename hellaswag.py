@@ -134,9 +134,8 @@ class Rendered(NamedTuple):
 def render_example(example, enc, harness=False):
     """Tokenize an example by build-nanogpt's convention or by lm-evaluation-harness'.
 
-    {"ctx": "A man is on a roof. he", "endings": ["pulls up roofing.", ...], "label": 0} becomes the
-    ids of "A man is on a roof. he" and, for each ending, those of " pulls up roofing.": the space
-    before a word belongs to its first token, as in running text.
+    {"ctx": "A man is on a roof. he", "endings": ["pulls up roofing.", ...], "label": 0} becomes the ids of
+    "A man is on a roof. he" and, for each ending, those of " pulls up roofing.", with the space before it.
     """
     context, endings, prefix = example["ctx"], example["endings"], " "
     if harness:
@@ -152,10 +151,10 @@ def render_example(example, enc, harness=False):
 
 
 def harness_text(example):
-    """Context and endings, formatted like lm-evaluation-harness' task hellaswag (version 1.0).
+    """Context and endings as lm-evaluation-harness formats them (task hellaswag, version 1.0).
 
-    It capitalizes ctx_b, the begun sentence that the endings complete. If a file has only ctx,
-    ctx_b is taken to be the text after its last full stop, question mark or exclamation mark.
+    It capitalizes ctx_b, the begun sentence that the endings complete: if a file has only ctx, the text after its
+    last full stop, question mark or exclamation mark.
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
@@ -229,18 +228,19 @@ def attention_mask(segment):
 def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     """An array (3, examples, 4): each ending's log-likelihood, also divided by its tokens, and by its characters.
 
-    `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. `n_vocab` is the
-    tokenizer's: higher ids are padding and get no probability. `batch_tokens` limits the tokens per
-    batch; 0 chooses a limit that suits the device. Returns None once the list `stop` has an entry.
+    `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
+    vocabulary and get no probability. batch_tokens 0 suits the device. Returns None once the list `stop` has an entry.
     """
     device = next(model.parameters()).device
     rows = [truncate(example, model.config.block_size) for example in examples]
+    lengths = np.array([[len(context), *map(len, endings)] for context, endings in rows])  # (examples, 5)
+    row_lengths = lengths.sum(1) - 4  # the last token of each ending is not read
     # longest first: memory use peaks early, and rows of similar length share a batch
-    order = np.argsort([-row_length(*row) for row in rows], kind="stable")
-    rows = [rows[i] for i in order]
+    order = np.argsort(-row_lengths, kind="stable")
     # a CPU's caches hold few rows; a GPU needs many to keep busy
     batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)
-    batches, log_probs = packed_batches(rows, batch_tokens, device), []
+    batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
+    log_probs = []
     with (
         ThreadPoolExecutor(1) as executor,  # packs the next batch while the model computes
         tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar,
@@ -253,22 +253,17 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
             log_probs.extend(score_batch(model, batch, n_vocab))
             bar.update(len(batch[0]))
     log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
-    lengths = np.array([[len(ending) for ending in endings] for _, endings in rows])  # (examples, 4)
-    characters = np.array([examples[i].characters for i in order]).clip(1)
-    total = np.add.reduceat(log_probs, lengths.cumsum() - lengths.ravel()).reshape(-1, 4)
-    return np.stack([total, total / lengths, total / characters])[:, order.argsort()]
+    tokens, characters = lengths[:, 1:], np.array([example.characters for example in examples])
+    total = np.empty(tokens.shape)
+    total[order] = np.add.reduceat(log_probs, tokens[order].cumsum() - tokens[order].ravel()).reshape(-1, 4)
+    return np.stack([total, total / tokens, total / characters.clip(1)])
 
 
-def row_length(context, endings):
-    """The number of tokens of a packed row: the last token of each ending is not read."""
-    return len(context) + sum(len(ending) - 1 for ending in endings)
-
-
-def packed_batches(rows, batch_tokens, device):
+def packed_batches(rows, row_lengths, batch_tokens, device):
     """Yield batches, as `pack` returns them, of rows sorted by length; in pinned memory for a GPU."""
     done = 0
     while done < len(rows):
-        L = math.ceil(row_length(*rows[done]) / PAD_TO) * PAD_TO
+        L = math.ceil(row_lengths[done] / PAD_TO) * PAD_TO
         num_rows = max(1, batch_tokens // L)
         tensors = pack(rows[done : done + num_rows], L)
         # from pinned memory a copy to the GPU does not wait for the work that is queued there
@@ -334,11 +329,10 @@ def main(args=None):
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
         scores = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
-        pred, pred_norm = scores[[0, norm]].argmax(2).tolist()
-        columns |= {f"{prefix}pred": pred, f"{prefix}pred_norm": pred_norm}
-        acc, acc_norm = np.equal([pred, pred_norm], labels).mean(1)
-        report.append(f"{name}, {cli.count(len(labels), 'example')}:")
-        report.append(f"{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
+        chosen = scores[[0, norm]].argmax(2)
+        columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
+        acc, acc_norm = (chosen == labels).mean(1)
+        report.append(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
     if options.predictions:
         with new_output(options.predictions) as file:
             for values in zip(*columns.values()):
