@@ -137,10 +137,6 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
         assert "".join(stream_text(None, BYTES, data, None)) == shown
 
 
-# -----------------------------------------------------------------------------
-# The command line
-
-
 def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
     command = ["-m", save(tmp_path / "model", model), "--temperature", "0", "--max-new-tokens", "40", "--device", "cpu"]
     assert status_of(sample.main, ["Hello", *command]) == 0
@@ -196,10 +192,6 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     for part, args in mistakes.items():
         status, _, said = refusal_of(sample.main, "-m", path, *args)
         assert status == 2 and said.startswith("error: ") and part in said and said.count("\n") == 1, said
-
-
-# -----------------------------------------------------------------------------
-# Chat
 
 
 def talk(*contents):
