@@ -197,8 +197,8 @@ def pack(rows, L):
     Returns idx, pos, segment (B, L) and, for every token of every ending in order, its id and the flat
     index (row * L + column) at which it is predicted: positions, targets (N,).
     """
-    shape = (len(rows), L)
-    idx, pos, segment = np.zeros(shape, int), np.zeros(shape, int), np.full(shape, PADDING_SEGMENT)
+    idx, pos, segment = np.zeros((3, len(rows), L), int)
+    segment += PADDING_SEGMENT
     positions, targets = [], []
     for row, (context, endings) in enumerate(rows):
         n = end = len(context)
@@ -213,7 +213,7 @@ def pack(rows, L):
             # subtle: the context's last token predicts the first of each ending
             positions += [row * L + n - 1, *range(row * L + start, row * L + end)]
             targets += ending
-    return [torch.as_tensor(array) for array in (idx, pos, segment, np.array(positions), np.array(targets))]
+    return [torch.from_numpy(array) for array in (idx, pos, segment, np.array(positions), np.array(targets))]
 
 
 def attention_mask(segment):

@@ -134,14 +134,13 @@ def read_lines():
     """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    is_terminal = sys.stdin and sys.stdin.isatty()
-    while sys.stdin:
-        try:
-            yield input("> " if is_terminal else "").strip()
-        except (EOFError, OSError):
-            if is_terminal:
-                print()  # after Ctrl-D the shell's prompt has a line of its own
-            return
+    prompt = "> " if sys.stdin and sys.stdin.isatty() else ""
+    try:
+        while sys.stdin:
+            yield input(prompt).strip()
+    except (EOFError, OSError):
+        if prompt:
+            print()  # after Ctrl-D the shell's prompt has a line of its own
 
 
 def render_prompt(messages, enc):
@@ -169,10 +168,10 @@ def fit_prompt(messages, enc, max_length):
 def answer(model, enc, messages, options):
     """Print the assistant's answer to `messages` while it is generated, and append it. Ctrl-C ends it."""
     block_size = model.config.block_size
-    reserved = min(options.max_new_tokens, block_size // 2)
-    ids = fit_prompt(messages, enc, block_size - reserved)
+    max_length = block_size - min(options.max_new_tokens, block_size // 2)  # the rest is for the answer
+    ids = fit_prompt(messages, enc, max_length)
     if ids is None:
-        print(f"(That is too long: {block_size - reserved:,} tokens fit. The conversation starts over.)", flush=True)
+        print(f"(That is too long: {max_length:,} tokens fit. The conversation starts over.)")
         return
     text = ""
     try:
@@ -184,7 +183,7 @@ def answer(model, enc, messages, options):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
-    print(flush=True)
+    print()
     messages.append({"role": "assistant", "content": text.strip()})
 
 
