@@ -40,7 +40,7 @@ class Options:
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
     model_type: Annotated[str, tyro.conf.arg(aliases=["-m", "--model"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
-    data: str = "hellaswag/hellaswag_val.jsonl"  # JSON lines of examples; the validation file is downloaded there once
+    data: str = "hellaswag/hellaswag_val.jsonl"  # JSON lines of examples; HellaSwag is downloaded to the default
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
     batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
@@ -82,7 +82,6 @@ from plumbing.files import check_new_output, new_output
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
 PAD_TO = 16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
-PADDING_SEGMENT = 5  # 0 is the context, 1 to 4 are the endings
 # positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB
 # keep a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
@@ -198,7 +197,7 @@ def pack(rows, L):
     index (row * L + column) at which it is predicted: positions, targets (N,).
     """
     idx, pos, segment = np.zeros((3, len(rows), L), int)
-    segment += PADDING_SEGMENT
+    segment += 5  # padding, where nothing is written: the context is 0, the endings are 1 to 4
     positions, targets = [], []
     for row, (context, endings) in enumerate(rows):
         n = end = len(context)
