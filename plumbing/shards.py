@@ -275,7 +275,6 @@ def make_once(open_writer, make, lock_name=".lock"):
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
-                os.makedirs(writer.folder, exist_ok=True)  # the lock has made it, or the disk's error is raised here
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
@@ -297,7 +296,9 @@ class ShardWriter:
         self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
     def is_complete(self):
-        return self.meta["complete"] and all(self.is_whole(file) for file in self.meta["shards"])
+        shards = self.meta["shards"]
+        adds_up = 0 < self.meta["tokens"] == sum(shards.values())
+        return self.meta["complete"] and adds_up and all(self.is_whole(file) for file in shards)
 
     def is_whole(self, file):
         """Whether a shard can be read and has as many tokens as meta.json says."""

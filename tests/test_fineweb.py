@@ -556,6 +556,10 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path
         damage(Path(folder) / "out_train_000002.npy")
         make(tmp_path, path, shard_size=5000)
         assert listing(folder) == before
+    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+    Path(folder, "meta.json").write_text(json.dumps(meta | {"shards": {}}), encoding="utf-8")
+    make(tmp_path, path, shard_size=5000)
+    assert listing(folder) == before
 
 
 def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
