@@ -13,9 +13,6 @@ OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by 
 
     python hellaswag.py -m gpt2 -d cuda          OpenAI's weights
     python hellaswag.py -m log/model_19073.pt    a checkpoint, a run, or hf/
-
-The four endings of an example share one pass over its context, which takes half the tokens of the
-usual four rows: `pack` shows how.
 """
 
 import itertools
@@ -184,8 +181,8 @@ def truncate(example, block_size):
 def pack(rows, L):
     """Pack (context, endings) pairs into a batch of rows of L tokens: the context once, then each ending.
 
-    The position ids of every ending start after the context, and the attention mask hides the endings from
-    one another. A context of 3 tokens and endings a, b of 3 and 2 make a row of L = 8 like this:
+    This takes half the tokens of the usual four rows. The position ids of every ending start after the context, and
+    the attention mask hides the endings from one another. A context of 3 tokens and endings a, b of 3 and 2 make:
 
         idx      c0 c1 c2  a0 a1  b0  0  0     a2 and b1 are only predicted
         pos       0  1  2   3  4   3  0  0

@@ -124,10 +124,6 @@ def complete(model, enc, options):
     print(f"\n{'-' * 80}\n".join(prompt + enc.decode(row) for row in rows))
 
 
-# -----------------------------------------------------------------------------
-# Chat
-
-
 def read_lines():
     """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
     if hasattr(sys.stdin, "reconfigure"):
