@@ -189,9 +189,9 @@ def write_curve(path, streams):
         return
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=120)
     panel = figure.subplots()
-    for name, style in (("train", "-"), ("val", "o-")):
+    for name, label, style, width in (("train", "training", "-", 0.7), ("val", "validation", "o-", 1.5)):
         values = streams.get(name, {})
-        panel.plot(list(values), list(values.values()), style, markersize=4, label=name)
+        panel.plot(list(values), list(values.values()), style, linewidth=width, markersize=4, label=label)
     panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
     panel.set(xlabel="updates", ylabel="loss, nats per token")
     panel.legend(frameon=False)
