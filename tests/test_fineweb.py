@@ -321,8 +321,7 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
 def test_shards_are_cut_as_the_docstring_says():
     def stream(*texts):
         for i, text in enumerate(texts):
-            tokens = np.array([ord(char) for char in text], dtype=np.uint16)
-            yield documents.Batch(0, i, [None]), tokens, np.array([len(text)])
+            yield 0, i, np.array([ord(char) for char in text], dtype=np.uint16)
 
     def cut(*texts, limit=99, skip=0):
         limited = fineweb.limit_tokens(stream(*texts), limit + skip, tqdm(disable=True))
