@@ -7,16 +7,15 @@
     python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
-as text). The documents' tokens, in input order, form one stream, which is cut into shards of
-`--shard-size` tokens, `<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is
-the validation split. For FineWeb-Edu it is the first shard, as published; for your own text it is a
-sample of the whole: every 11th document (or piece of a long text), or fewer, so that it is less than a
-tenth and fits into a shard.
+as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
+`<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split:
+of your own text every 11th document (or piece of a long text), or fewer, so that it is less than a tenth
+and fits into a shard; else the first shard.
 
-Memory use is a few shards and a few texts per core, whatever the size of the corpus. meta.json describes
-the shards and records where in the input each one ends: the same command resumes after the last complete
-shard and produces the same bytes, whenever it was killed and on any number of cores. On several machines,
-run parts at the same time, --part 0/4 to --part 3/4: each takes every fourth input file.
+Memory use is a few shards and a few texts per core, whatever the size of the corpus. The same command
+resumes after the last complete shard, as meta.json records it, and produces the same bytes, whenever it
+was killed and on any number of cores. On several machines, run parts at the same time, --part 0/4 to
+--part 3/4: each takes every fourth input file.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from plumbing import cli
 @dataclass
 class Options:
     # The text
-    dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # the hub's sample-10BT; or, without a network, docs
+    dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub, or without a network
     input: tuple[str, ...] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str = ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
@@ -80,27 +79,22 @@ EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
-MUCH_TEXT = 100_000_000  # with this many training tokens or more, GPT-2 124M is worth its time
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
 SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
 
 
 def check_options(options):
-    """Raise one UserError listing everything that is wrong with the numbers and the combination of flags."""
+    """Raise one UserError listing everything that is wrong; return (I, N) of --part I/N, counted from 0: 4/4 is 0/4."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
     if options.shard_size > 2**31:  # two are held in memory, of up to 4 GB each
         errors.append(f"--shard-size is {options.shard_size:,}, but it must be at most {2**31:,}.")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append("--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out.")
+    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
+    if not match or int(match[1]) > int(match[2]):
+        errors.append(f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4.")
     if errors:
         raise UserError(" ".join(errors))
-
-
-def parse_part(part):
-    """ "1/4" -> (1, 4). Counting from 1 works as well as from 0: "4/4" is "0/4"."""
-    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", part or "0/1")
-    if not match or int(match[1]) > int(match[2]):
-        raise UserError(f"--part {cli.plain(part)} is not of the form I/N, such as 0/4, the first of four parts.")
     return int(match[1]) % int(match[2]), int(match[2])
 
 
@@ -109,17 +103,12 @@ def parse_part(part):
 
 
 def encode_pieces(enc, pieces):
-    """Tokenize a batch's pieces to (tokens, ends): per document one <|endoftext|>, then the ids of its text.
-
-    tokens (n,) uint16; ends (pieces,): the offset in tokens at which each piece ends.
-    """
-    eot = np.array([enc.eot_token], dtype=np.uint32)
-    arrays, lengths = [eot[:0]], []
+    """Tokenize a batch's pieces to arrays of uint16: <|endoftext|> if a document starts, then the ids of the text."""
+    arrays, eot = [], np.array([enc.eot_token], dtype=np.uint16)
     for text, starts in documents.load_pieces(pieces):
-        ids = tokenizer.encode_text(enc, text)
-        arrays += [eot, ids] if starts else [ids]
-        lengths.append(len(ids) + starts)
-    return np.concatenate(arrays, dtype=np.uint16, casting="unsafe"), np.cumsum(lengths)
+        ids = tokenizer.encode_text(enc, text).astype(np.uint16)
+        arrays.append(np.concatenate([eot, ids]) if starts else ids)
+    return arrays
 
 
 def encode_all(enc, batches, num_proc):
@@ -140,11 +129,11 @@ def encode_all(enc, batches, num_proc):
         return worker.encode(pieces)
 
     def take(batch, future):
-        tokens, ends = future.result()
+        arrays = future.result()
         if batch.finished_download:
             os.remove(batch.finished_download)
-        for piece, piece_tokens in enumerate(np.split(tokens, ends[:-1]), batch.first_piece):
-            yield batch.source, piece, piece_tokens
+        for piece, tokens in enumerate(arrays, batch.first_piece):
+            yield batch.source, piece, tokens
 
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
@@ -252,10 +241,10 @@ class ValidationSample:
 
     def top_up(self, last):
         """If the input had few pieces, take what is missing from the end of the last shard. Returns the rest of it."""
-        expected = max(1, min(len(self.buffer), self.num_seen // self.every))
-        if self.num_tokens >= expected / 2:
+        missing = max(1, min(len(self.buffer), self.num_seen // self.every)) - self.num_tokens
+        if missing <= self.num_tokens:
             return last
-        cut = max(0, len(last) - (expected - self.num_tokens))
+        cut = max(0, len(last) - missing)
         self.add(last[cut:])
         return last[:cut]
 
@@ -287,10 +276,9 @@ def cut_into_shards(stream, shard_size, skip=0):
 
 def prepare(options):
     """Make the shards that `options` describe, or those of them that are missing. Returns their folder."""
-    check_options(options)
+    part, num_parts = check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
-    part, num_parts = parse_part(options.part)
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.shard_encoding(options.tokenizer)
     meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
@@ -311,23 +299,19 @@ def plan(options, part, num_parts):
     if out_dir is None and options.input and os.path.isdir(options.input[0]):
         out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
-    made_from = {key: getattr(options, key) for key in ("text_column", "shard_size", "max_tokens")}
+    made_from = dict(text_column=options.text_column, shard_size=options.shard_size, max_tokens=options.max_tokens)
     if options.separator:
         made_from["separator"] = options.separator
     if not sources and options.dataset == "python-docs":
         sources = [documents.Source(documents.PYTHON_DOCS, 0)]
     elif not sources:
-        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts), {}).get("made_from")
         if old:  # resume with the same files, without asking the hub
-            made_from = old["made_from"] | made_from
-            revision = made_from.get("revision", "")
-            sources = [documents.Source(*source[:2], EDU_REPO, revision) for source in made_from["sources"]]
-            return folder, sources, made_from
+            sources = [documents.Source(*source[:2], EDU_REPO, old.get("revision", "")) for source in old["sources"]]
+            return folder, sources, old | made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
-        raise UserError(
-            f"--part {options.part} makes {num_parts} parts of only {len(sources)} input files. Make fewer parts."
-        )
+        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part).")
     recorded = [source.recorded() for source in sources]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
@@ -344,15 +328,20 @@ def make_shards(options, enc, sources, writer):
     limit = (options.max_tokens or sys.maxsize) - num_seen
     num_proc = options.num_proc or documents.num_cores()
     if sources[0].repo:
-        announce_download(writer, sources[source:], limit, num_proc)
+        tokens_left = min(limit, EDU_TOKENS // writer.num_parts - num_seen)
+        minutes = tokens_left / num_proc / 60e6  # a core makes about a million tokens a second
+        download = sum(source.size for source in sources[source:]) / 1e9
+        print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: about {minutes:.0f} minutes on {num_proc} cores,")
+        print(f"if the network downloads {download:.0f} GB in that time")
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
     if writer.validation_file:
         sample.add(writer.read_validation(meta["shards"].get(writer.validation_file, 0)))
 
     downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
-    column, separator = options.text_column, options.separator
-    batches = documents.read_batches(sources, column, downloads, source, piece, prefetch, separator)
+    batches = documents.read_batches(
+        sources, options.text_column, downloads, source, piece, prefetch, options.separator
+    )
     encoded = encode_all(enc, batches, num_proc)
     try:
         with tqdm(initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
@@ -375,7 +364,8 @@ def write_shard(writer, enc, tokens, end, sample):
         writer.save()
     if writer.validation_file:
         writer.write_validation(sample.tokens())
-        end = end and [*end, sample.num_tokens]
+        if end:
+            end.append(sample.num_tokens)
     if len(tokens):
         writer.write(tokens, end)
 
@@ -394,29 +384,6 @@ def write_rest(writer, enc, rest, sample):
     meta["documents"] += writer.count_documents(sample.tokens())
 
 
-def announce_download(writer, sources, limit, num_proc):
-    """Print how much FineWeb-Edu is still to come and how long it takes. Raises UserError if the disk is too small."""
-    tokens_left = min(limit, EDU_TOKENS // writer.num_parts - writer.meta["tokens"])
-    # besides the shards, up to three files are on disk: one whose last rows are being tokenized, one that is
-    # being read, and one that is being downloaded
-    check_disk_space(writer.folder, 2 * tokens_left + 3 * max(source.size for source in sources))
-    minutes = tokens_left / num_proc / 60e6  # a core makes about a million tokens a second
-    download = sum(source.size for source in sources) / 1e9
-    print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}, from downloads of {download:.0f} GB:")
-    print(f"about {minutes:.0f} minutes on {num_proc} cores, unless the network is slower")
-
-
-def check_disk_space(folder, size):
-    """Raise UserError if the disk has less than `size` bytes free."""
-    os.makedirs(folder, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise UserError(
-            f"The shards for {folder} need {size / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free. Free some "
-            "space, choose another --out-dir, or lower --max-tokens (or --pretokenized)."
-        )
-
-
 # -----------------------------------------------------------------------------
 # Ready-made shards
 
@@ -430,8 +397,7 @@ def fetch_pretokenized(options):
         writer = shards.ShardWriter(folder, shards.new_meta(READY_REPO, enc, {"sources": []}), enc)
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
-        check_disk_space(folder, 200_001_024 * len(missing))
-        print(f"{len(missing)} shards of 200 MB to {folder}: about {2 * len(missing)} s at 100 MB/s")
+        print(f"{len(missing)} shards of 200 MB to {folder}")
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
@@ -460,7 +426,8 @@ def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
     folder = prepare(cli.parse(Options, args))
     metas = shards.read_metas(folder)
-    num_parts, num_complete = max(map(shards.num_parts_of, metas)), sum(meta["complete"] for meta in metas.values())
+    num_complete = sum(meta["complete"] for meta in metas.values())
+    num_parts = max(map(shards.num_parts_of, metas))
     if num_complete < num_parts:
         print(f"note: {folder} has {num_complete} of {num_parts} parts. Make the others with --part, too.")
         return
@@ -471,18 +438,23 @@ def main(args=None):
 
 def training_command(folder, lengths):
     """The command that trains on shards of these lengths: GPT-2 on much text, else a small model; None if too short."""
-    command = ["python", "train_gpt2.py"] + (["--data", folder] if folder != DATASETS["fineweb-edu"][0] else [])
+    command = ["python", "train_gpt2.py"]
+    if folder != DATASETS["fineweb-edu"][0]:
+        command += ["--data", folder]
     steps = sum(lengths["train"]) // 2**19
     if steps > 18_000:  # the preset's 10B tokens
         return command
-    if sum(lengths["train"]) >= MUCH_TEXT:  # one pass over the text, with the preset's share of warmup
+    if steps >= 190:  # 100M tokens are worth GPT-2's time: one pass over them, with the preset's share of warmup
         return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
+    longest = min(max(lengths[split], default=0) for split in ("train", "val"))
+    if longest < 2:
+        return None
     command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
-    T = min(128, *(max(lengths[split], default=0) - 1 for split in ("train", "val")))
-    windows = sum((length - 1) // T for length in lengths["train"]) if T > 0 else 0
+    T = min(128, longest - 1)
+    windows = sum((length - 1) // T for length in lengths["train"])
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
         command += ["--sequence-length", T, "--total-batch-size", T * min(16, windows)]
-    return command if windows else None
+    return command
 
 
 if __name__ == "__main__":
