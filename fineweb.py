@@ -280,7 +280,7 @@ def prepare(options):
     if options.pretokenized:
         return fetch_pretokenized(options)
     folder, sources, made_from = plan(options, part, num_parts)
-    enc = tokenizer.shard_encoding(options.tokenizer)
+    enc = tokenizer.get_encoding(options.tokenizer)
     meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
     if options.input:
         # a large corpus needs fewer pieces; with --part only the first part has a validation split
@@ -363,7 +363,7 @@ def write_shard(writer, enc, tokens, end, sample):
             tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if writer.validation_file:
-        writer.write_validation(sample.tokens())
+        writer.write_file(writer.validation_file, sample.tokens())
         if end:
             end.append(sample.num_tokens)
     if len(tokens):

@@ -181,7 +181,7 @@ def write_blocks(writer, blocks, max_length, enc):
 def make_shards(writer, conversations, enc, shard_size, max_length):
     """Render, pack and write the conversations, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
-    if os.path.exists(shards.meta_path(writer.folder, 0, 1)):  # shards and masks of an interrupted run
+    if writer.meta_path.exists():  # shards and masks of an interrupted run
         ours = re.compile(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)")
         for file in filter(ours.fullmatch, os.listdir(writer.folder)):
             os.remove(writer.path(file))
@@ -271,7 +271,7 @@ def prepare(options):
         enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     else:
         shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
-        enc = tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
+        enc = tokenizer.get_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
     max_length = options.max_length or shape["block_size"]
     made_from = {"shard_size": options.shard_size, "max_length": max_length}
     made_from["sources"] = [source.recorded() for source in sources]

@@ -50,27 +50,10 @@ write_curve = modelcard.write_curve
 modelcard.write_curve = lambda path, streams: False
 
 # a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=32,
-    sequence_length=16,
-    batch_size=4,
-    total_batch_size=128,
-    max_steps=12,
-    warmup_steps=3,
-    max_lr=3e-3,
-    min_lr=3e-4,
-    val_every=4,
-    val_tokens=512,
-    hellaswag_every=0,
-    sample_every=0,
-    checkpoint_every=4,
-    device="cpu",
-    dtype="float32",
-    compile=False,
-)
+TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, device="cpu", dtype="float32", compile=False)
+TINY |= dict(sequence_length=16, batch_size=4, total_batch_size=128)
+TINY |= dict(max_steps=12, warmup_steps=3, max_lr=3e-3, min_lr=3e-4)
+TINY |= dict(val_every=4, val_tokens=512, hellaswag_every=0, sample_every=0, checkpoint_every=4)
 LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
 
 
@@ -273,6 +256,12 @@ def finish(started, timeout=60):
 
 def run(function, *args, output, ranks=0, timeout=60):
     return finish(start(function, *args, output=output, ranks=ranks), timeout)
+
+
+def succeed(function, *args, output, ranks=0):
+    """Run function(*args) in other processes, which must end with status 0; otherwise what they said is shown."""
+    statuses = run(function, *args, output=output, ranks=ranks)
+    assert not any(statuses), Path(output).read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from conftest import (
     read_log,
     run,
     status_of,
+    succeed,
     tiny_flags,
     tiny_model,
     train,
@@ -218,17 +219,9 @@ def train_alone_otherwise(args, changes, data, version):
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
     other = make_shards(tmp_path / "other", seed=1)
-    for number, (changes, data, version, words) in enumerate(
-        [
-            (
-                {"max_lr": 0.01},
-                None,
-                "2.0",
-                "on rank 1 max_lr is 0.01 instead of 0.003; on rank 1 the version of torch",
-            ),
-            ({}, other, "", "on rank 1 training data is "),
-        ]
-    ):
+    flags_differ = "on rank 1 max_lr is 0.01 instead of 0.003; on rank 1 the version of torch"
+    cases = [({"max_lr": 0.01}, None, "2.0", flags_differ), ({}, other, "", "on rank 1 training data is ")]
+    for number, (changes, data, version, words) in enumerate(cases):
         output = tmp_path / f"output{number}"
         assert run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2) == [2, 2]
         (line,) = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("error: ")]
@@ -240,7 +233,7 @@ def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
     output = tmp_path / "output"
     changes = {"out_dir": "nowhere", "hellaswag_data": "there"}
-    assert run(train_alone_otherwise, args, changes, data, "", output=output, ranks=2) == [0, 0], output.read_text()
+    succeed(train_alone_otherwise, args, changes, data, "", output=output, ranks=2)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -360,9 +353,9 @@ def stop_in_step_3(args):
 
 def test_a_closed_terminal_ends_the_step_and_writes_a_checkpoint(folder):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    assert run(stop_in_step_3, args, output=folder / "output") == [0]
+    succeed(stop_in_step_3, args, output=folder / "output")
     assert (folder / "new" / "model_00003.pt").exists()
-    assert run(train_gpt2.main, args, output=folder / "output") == [0]
+    succeed(train_gpt2.main, args, output=folder / "output")
     assert is_straight(folder / "new")
 
 
@@ -376,7 +369,7 @@ def test_more_shards_than_files_may_be_open(folder, tmp_path):
     """1,100 shards under the usual ulimit -n 1024."""
     data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
     args = tiny_flags(data, tmp_path / "out", **OPTIONS)
-    assert run(train_with_few_files, args, output=tmp_path / "output") == [0], (tmp_path / "output").read_text()
+    succeed(train_with_few_files, args, output=tmp_path / "output")
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
 
 
@@ -384,10 +377,10 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, tmp_path):
     """Where auto means float16 now, a float32 run stays one."""
     options = OPTIONS | dict(dtype="auto")
     args = tiny_flags(folder / "data", folder / "new", **options)
-    assert run(stop_in_step_3, args, output=folder / "output") == [0], (folder / "output").read_text()
+    succeed(stop_in_step_3, args, output=folder / "output")
     content = torch.load(folder / "new" / "model_00003.pt", weights_only=True)
     assert content["config"]["dtype"] == "float32"
-    assert run(train_where_auto_is_float16, args, output=folder / "output") == [0], (folder / "output").read_text()
+    succeed(train_where_auto_is_float16, args, output=folder / "output")
     assert is_straight(folder / "new")
 
 

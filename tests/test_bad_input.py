@@ -159,7 +159,7 @@ def test_a_folder_without_shards(folder):
 
 def test_less_data_than_a_step(folder):
     line = error_of_run(folder, total_batch_size=10_240)
-    assert "4,688 training tokens" in line and "10,240" in line and "--total-batch-size" in line
+    assert "train shards in data have 4,688 tokens" in line and "10,240" in line and "--total-batch-size" in line
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,8 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     (folder / "empty").mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "empty"))
     tiktoken.registry.ENCODINGS.pop("gpt2", None)
-    assert "TIKTOKEN_CACHE_DIR" in error_of_run(folder)
+    line = error_of_run(folder)
+    assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
 
 
 # ----------------------------------------------------------------------------------------------------------
