@@ -76,7 +76,7 @@ from plumbing.files import lock_folder
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
-EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; used only to estimate the time
+EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; only the progress bar needs it
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
@@ -325,14 +325,6 @@ def make_shards(options, enc, sources, writer):
     meta = writer.meta
     source, piece, skip, *_ = writer.resume()
     num_seen = meta["tokens"] - skip  # before the piece at which this run begins
-    limit = (options.max_tokens or sys.maxsize) - num_seen
-    num_proc = options.num_proc or documents.num_cores()
-    if sources[0].repo:
-        tokens_left = min(limit, EDU_TOKENS // writer.num_parts - num_seen)
-        minutes = tokens_left / num_proc / 60e6  # a core makes about a million tokens a second
-        download = sum(source.size for source in sources[source:]) / 1e9
-        print(f"{tokens_left / 1e9:.1f}B tokens to {writer.folder}: about {minutes:.0f} minutes on {num_proc} cores,")
-        print(f"if the network downloads {download:.0f} GB in that time")
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
     if writer.validation_file:
         sample.add(writer.read_validation(meta["shards"].get(writer.validation_file, 0)))
@@ -342,10 +334,12 @@ def make_shards(options, enc, sources, writer):
     batches = documents.read_batches(
         sources, options.text_column, downloads, source, piece, prefetch, options.separator
     )
-    encoded = encode_all(enc, batches, num_proc)
+    encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
+    total = options.max_tokens or (EDU_TOKENS // writer.num_parts if sources[0].repo else None)
     try:
-        with tqdm(initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
-            stream = sample.remove_from(limit_tokens(encoded, limit, bar))
+        with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
+            limited = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
+            stream = sample.remove_from(limited)
             for tokens, end in cut_into_shards(stream, options.shard_size, skip):
                 if end:
                     write_shard(writer, enc, tokens, end, sample)
@@ -397,7 +391,6 @@ def fetch_pretokenized(options):
         writer = shards.ShardWriter(folder, shards.new_meta(READY_REPO, enc, {"sources": []}), enc)
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
-        print(f"{len(missing)} shards of 200 MB to {folder}")
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):

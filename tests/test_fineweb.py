@@ -802,7 +802,6 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
     args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
     done = script(*args, cwd=tmp_path, environment=hub.env)
     assert done.returncode == 0, done.stderr
-    assert "minutes" in done.stdout  # how long it will take
     folder = tmp_path / "edu_fineweb10B"
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
