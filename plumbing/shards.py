@@ -275,7 +275,6 @@ def make_once(open_writer, make, lock_name=".lock"):
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
-                os.makedirs(writer.folder, exist_ok=True)  # the lock has made it, or the disk's error is raised here
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
