@@ -118,7 +118,7 @@ def encode_all(enc, batches, num_proc):
     tiktoken releases the interpreter's lock. A larger number would mostly wait for this lock
     (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
     """
-    worker = threading.local()  # each thread's own function
+    worker = threading.local()
 
     def encode(pieces):
         if not hasattr(worker, "encode"):
@@ -253,7 +253,7 @@ def cut_into_shards(stream, shard_size, skip=0):
     """Cut a stream of (source, piece, tokens) into shards, skipping the first `skip` tokens.
 
     Yields (tokens, end): `end` = [source, piece, token] is where in the input the next shard starts,
-    None after the last. Documents of 3, 5 and 1 tokens in shards of 4:
+    None after the last. The next shard overwrites `tokens`. Documents of 3, 5 and 1 tokens in shards of 4:
 
         aaab | bbbb | c     with the ends [0, 1, 1], [0, 2, 0], None
     """
@@ -264,9 +264,10 @@ def cut_into_shards(stream, shard_size, skip=0):
             if filled == shard_size:  # only now that another token follows do we know that this is not the last shard
                 yield shard, [source, piece, position]
                 filled = 0
-            n = min(len(tokens) - position, shard_size - filled)
-            shard[filled : filled + n] = tokens[position : position + n]
-            position, filled = position + n, filled + n
+            part = tokens[position : position + shard_size - filled]
+            shard[filled : filled + len(part)] = part
+            position += len(part)
+            filled += len(part)
     yield shard[:filled], None
 
 
@@ -338,8 +339,8 @@ def make_shards(options, enc, sources, writer):
     total = options.max_tokens or (EDU_TOKENS // writer.num_parts if sources[0].repo else None)
     try:
         with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
-            limited = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
-            stream = sample.remove_from(limited)
+            stream = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
+            stream = sample.remove_from(stream)
             for tokens, end in cut_into_shards(stream, options.shard_size, skip):
                 if end:
                     write_shard(writer, enc, tokens, end, sample)
@@ -367,7 +368,8 @@ def write_shard(writer, enc, tokens, end, sample):
 def write_rest(writer, enc, rest, sample):
     """Write what is left at the end of the input, so that there is something to train on and to validate on."""
     meta, size = writer.meta, len(rest)
-    if not meta["shards"] and not np.any(np.concatenate([rest, sample.tokens()]) != enc.eot_token):
+    text = np.concatenate([rest, sample.tokens()]) != enc.eot_token
+    if not meta["shards"] and not text.any():
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
@@ -376,10 +378,6 @@ def write_rest(writer, enc, rest, sample):
     for start in range(0, max(1, len(rest)), max(1, size)):
         write_shard(writer, enc, rest[start : start + size], None, sample)
     meta["documents"] += writer.count_documents(sample.tokens())
-
-
-# -----------------------------------------------------------------------------
-# Ready-made shards
 
 
 def fetch_pretokenized(options):
@@ -410,9 +408,6 @@ def fetch_pretokenized(options):
             print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
         writer.finish()
     return folder
-
-
-# -----------------------------------------------------------------------------
 
 
 def main(args=None):

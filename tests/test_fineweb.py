@@ -306,12 +306,9 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
 
 
 def test_shards_are_cut_as_the_docstring_says():
-    def stream(*texts):
-        for i, text in enumerate(texts):
-            yield 0, i, np.array([ord(char) for char in text], dtype=np.uint16)
-
     def cut(*texts, limit=99, skip=0):
-        limited = fineweb.limit_tokens(stream(*texts), limit + skip, tqdm(disable=True))
+        stream = ((0, i, np.array([*map(ord, text)], dtype=np.uint16)) for i, text in enumerate(texts))
+        limited = fineweb.limit_tokens(stream, limit + skip, tqdm(disable=True))
         return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(limited, 4, skip)]
 
     assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
