@@ -411,8 +411,10 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
-def row_groups(tmp_path, monkeypatch):
+@pytest.fixture(params=["threads", "processes"])
+def row_groups(tmp_path, monkeypatch, request):
     """A parquet file whose row groups are read by the cores that tokenize them, and its documents."""
+    monkeypatch.setattr(fineweb, "MAX_THREADS", 8 if request.param == "threads" else 0)
     monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
     texts = random_documents(200)
     path = write_parquet(tmp_path / "a.parquet", texts)
@@ -420,33 +422,26 @@ def row_groups(tmp_path, monkeypatch):
     return path, texts
 
 
-@pytest.mark.parametrize("max_threads", [8, 0])
-def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, monkeypatch, max_threads):
-    """By threads and by processes; also from the middle of a row group on, where a shard ended when it was killed."""
-    path, texts = row_groups(tmp_path, monkeypatch)
-    lines = write_jsonl(tmp_path / "b.jsonl", texts)
-    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
-    whole = listing(make(tmp_path, path, lines, name="whole/out", shard_size=9000, num_proc=2))
-    assert is_split(tmp_path / "whole" / "out", [texts, texts], [path, lines], shard_size=9000)
+def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, row_groups):
+    """Also from the middle of a row group on, where a shard ended when it was killed."""
+    path, texts = row_groups
+    paths = path, write_jsonl(tmp_path / "b.jsonl", texts)
+    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000, num_proc=2))
+    assert is_split(tmp_path / "whole" / "out", [texts, texts], paths, shard_size=9000)
     for renames in (9, 30):
-        options = Options(
-            input=(path, lines), out_dir=str(tmp_path / f"{renames}/out"), tokenizer="bytes", shard_size=9000
-        )
-        assert run(prepare_and_die, options, renames, True, output=tmp_path / "output") == [-signal.SIGKILL]
-        make(tmp_path, path, lines, name=f"{renames}/out", shard_size=9000, num_proc=2)
+        die(tmp_path, paths, f"{renames}/out", renames, True)
+        make(tmp_path, *paths, name=f"{renames}/out", shard_size=9000, num_proc=2)
         assert listing(tmp_path / f"{renames}" / "out") == whole
 
 
-@pytest.mark.parametrize("max_threads", [8, 0])
-def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, monkeypatch, max_threads):
-    path, _ = row_groups(tmp_path, monkeypatch)
-    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
-    content = bytearray(Path(path).read_bytes())
+def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, row_groups):
+    path = Path(row_groups[0])
+    content = bytearray(path.read_bytes())
     start = pq.ParquetFile(path).metadata.row_group(20).column(1).dictionary_page_offset
     content[start : start + 200] = bytes(200)
-    Path(path).write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match="a.parquet is damaged"):
-        make(tmp_path, path, shard_size=9000, num_proc=2)
+        make(tmp_path, str(path), shard_size=9000, num_proc=2)
 
 
 def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
@@ -497,13 +492,18 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, sa
     assert "".join(line for line in lines if "tok/s" not in line and line.strip()) == said
 
 
-def prepare_and_die(options, renames, after):
-    """Die by SIGKILL at the `renames`-th file that gets its name, before or after it has."""
+def make_and_die(tmp_path, paths, name, renames, after):
     documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
     with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
-        prepare(options)
+        make(tmp_path, *paths, name=name, shard_size=9000)
+
+
+def die(tmp_path, *args):
+    """Make shards in a process that dies by SIGKILL at the N-th file that gets its name, before or after it has."""
+    output = tmp_path / "output"
+    assert run(make_and_die, tmp_path, *args, output=output) == [-signal.SIGKILL], output.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
@@ -520,9 +520,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
-        options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
-        status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
-        assert status == [-signal.SIGKILL], (tmp_path / "output").read_text(encoding="utf-8")
+        die(tmp_path, paths, f"{count}/out", count, count % 2 == 0)
         make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)
         assert listing(tmp_path / f"{count}" / "out") == whole
 
