@@ -27,7 +27,7 @@ from plumbing import cli
 @dataclass
 class Options:
     # The text
-    dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub, or without a network
+    dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
     input: tuple[str, ...] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str = ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
@@ -86,8 +86,6 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 def check_options(options):
     """Raise one UserError listing everything that is wrong; return (I, N) of --part I/N, counted from 0: 4/4 is 0/4."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
-    if options.shard_size > 2**31:  # two are held in memory, of up to 4 GB each
-        errors.append(f"--shard-size is {options.shard_size:,}, but it must be at most {2**31:,}.")
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append("--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out.")
     match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
