@@ -608,9 +608,8 @@ def wrap(raw_model, compiled, world):
     if world.size > 1:
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
-        gpus = [world.local_rank] if world.device_type == "cuda" else None
         # at the default of 25 MB, cuts between a LayerNorm and its matmul make a float32 copy of the norm's output
-        model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
+        model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
@@ -655,8 +654,8 @@ def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
 def evaluate_hellaswag(raw_model, examples, enc, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
     with world.autocast(), distributed.disable_cudnn_attention():
-        share = dict(rank=world.rank, world_size=world.size, progress=world.shows_progress)
-        counts = hellaswag.evaluate(raw_model, examples, enc.n_vocab, stop=signals, **share)
+        share, progress = examples[world.rank :: world.size], world.shows_progress
+        counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals, progress=progress)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 

@@ -78,7 +78,7 @@ def score(options):
     lines = itertools.islice(hellaswag.iterate_examples(options.hellaswag), options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     sides = {
-        "hellaswag.py": lambda: hellaswag.predict(model, examples, enc.n_vocab)[:, :2],
+        "hellaswag.py": lambda: hellaswag.score(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
     with world.autocast(), disable_cudnn_attention():

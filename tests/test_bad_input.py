@@ -24,7 +24,7 @@ import torch
 from conftest import listing, make_shards, patched, read_log, refusal_of, run, status_of, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint, distributed, fit
+from plumbing import checkpoint, distributed, documents, fit
 from plumbing.cli import UserError
 
 try:
@@ -50,9 +50,7 @@ def folder(good, tmp_path, monkeypatch):
     """A copy of it that is the current folder."""
     shutil.copytree(good, tmp_path / "folder")
     monkeypatch.chdir(tmp_path / "folder")
-    # downloads fail at once: second attempts would wait
-    download = train_gpt2.hellaswag.download
-    monkeypatch.setattr(train_gpt2.hellaswag, "download", lambda path, *args: download(path, attempts=1))
+    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)  # downloads fail at once
     return tmp_path / "folder"
 
 
@@ -295,7 +293,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return distributed.choose_dtype(dtype, device, n_embd)
 
-    with pytest.raises(UserError, match="bfloat16.* Use --dtype float16"):
+    with pytest.raises(UserError, match="does not support --dtype bfloat16.* Leave --dtype out"):
         choose("bfloat16", "cuda", (7, 5))
     assert choose("auto", "cuda", (7, 5)) == (torch.float16, "float16")
     assert choose("auto", "cpu", None, n_embd=64) == (torch.float32, "float32")
