@@ -120,14 +120,14 @@ def parse_part(part):
 # Tokens
 
 
-def encode_pieces(enc, pieces):
-    """Tokenize a batch's pieces to (tokens, ends): per document one <|endoftext|>, then the ids of its text.
+def encode_pieces(enc, read):
+    """Tokenize what `read()` returns to (tokens, ends): per document one <|endoftext|>, then the ids of its text.
 
     tokens (n,) uint16; ends (pieces,): the offset in tokens at which each piece ends.
     """
     eot = np.array([enc.eot_token], dtype=np.uint32)
     arrays, lengths = [eot[:0]], []
-    for text, starts in documents.load_pieces(pieces):
+    for text, starts in read():
         ids = tokenizer.encode_text(enc, text)
         arrays += [eot, ids] if starts else [ids]
         lengths.append(len(ids) + starts)
@@ -142,13 +142,13 @@ def encode_all(enc, batches, num_proc):
     """
     worker = threading.local()  # each thread's own function
 
-    def encode(pieces):
+    def encode(read):
         if not hasattr(worker, "encode"):
             # subtle: threads that share a tokenizer take a tenth more CPU time, and tiktoken pickles its own GPT-2
             # by name, which takes a process a second to load; a copy has neither fault
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
             worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
-        return worker.encode(pieces)
+        return worker.encode(read)
 
     def next_result():
         batch, future = pending.popleft()
@@ -160,7 +160,7 @@ def encode_all(enc, batches, num_proc):
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
         for batch in batches:
-            pending.append((batch, executor.submit(encode, batch.pieces)))
+            pending.append((batch, executor.submit(encode, batch.read)))
             if len(pending) > 4 * num_proc:  # enough to keep all cores busy while a shard is written
                 yield next_result()
         while pending:
@@ -174,7 +174,7 @@ ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
 
 
 def start_process(enc):
-    """Return a function that calls encode_pieces(enc, pieces) in a process of its own.
+    """Return a function that calls encode_pieces(enc, read) in a process of its own.
 
     multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever.
     """
@@ -211,9 +211,9 @@ def serve():
         enc = pickle.load(sys.stdin.buffer)
         say(None)
         while True:
-            pieces = pickle.load(sys.stdin.buffer)
+            read = pickle.load(sys.stdin.buffer)
             try:
-                say(encode_pieces(enc, pieces))
+                say(encode_pieces(enc, read))
             except (UserError, OSError) as error:
                 say(error)
     os._exit(0)  # another end would try once more to send what was left, and report a broken pipe
@@ -486,8 +486,8 @@ def fetch_pretokenized(options):
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                path = documents.fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
-                add_shard(writer, path, file)
+                source = documents.fetch(documents.Source(file, 0, READY_REPO), downloads)
+                add_shard(writer, source.path, file)
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
         try:  # so that a machine without a network can train on them

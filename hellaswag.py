@@ -93,11 +93,11 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 # Data
 
 
-def download(path="hellaswag/hellaswag_val.jsonl", attempts=4):
+def download(path="hellaswag/hellaswag_val.jsonl"):
     """Download the validation file to `path` unless it is there; return `path`."""
     if not os.path.exists(path):
         advice = f"Check the network and run the same command again, or save the file as {path} yourself."
-        documents.download(URL, path, advice, attempts)
+        documents.download(URL, path, advice)
     with open_regular(path) as file:
         found = sum(1 for line in file)
     if found != NUM_EXAMPLES:

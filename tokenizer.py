@@ -350,7 +350,7 @@ def read_texts(patterns, text_column):
     is_empty = True
     with tempfile.TemporaryDirectory() as folder:
         for batch in documents.read_batches(sources, text_column, folder):
-            for piece in documents.load_pieces(batch.pieces):
+            for piece in batch.read():
                 if piece.text:
                     is_empty = False
                     yield piece.text

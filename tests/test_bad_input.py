@@ -24,7 +24,7 @@ import torch
 from conftest import ROOT, listing, make_shards, patched, read_log, refusal_of, run, status_of, tiny_flags, train
 
 import train_gpt2
-from plumbing import checkpoint, distributed, fit
+from plumbing import checkpoint, distributed, documents, fit
 from plumbing.cli import UserError
 
 try:
@@ -50,8 +50,7 @@ def folder(good, tmp_path, monkeypatch):
     shutil.copytree(good, tmp_path / "folder")
     monkeypatch.chdir(tmp_path / "folder")
     # downloads fail at once: second attempts would wait
-    download = train_gpt2.hellaswag.download
-    monkeypatch.setattr(train_gpt2.hellaswag, "download", lambda path, *args: download(path, attempts=1))
+    monkeypatch.setattr(documents, "attempts", 1)
     return tmp_path / "folder"
 
 

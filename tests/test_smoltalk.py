@@ -203,7 +203,7 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     Path("a.txt").write_text("x", encoding="utf-8")
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
-        ("a.txt", "a.txt is not one of .jsonl"),
+        ("a.txt", "Give files that end in .jsonl"),
         ("one.jsonl --max-length 1", "--max-length is 1"),
         ("one.jsonl", "1 conversation, 0 of them without an answer that fits in 1024 tokens. The others fill 1 block"),
         ("https://host/a.jsonl", "takes only local files"),
