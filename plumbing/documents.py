@@ -82,7 +82,7 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
             names = [pattern]
         else:
             names = glob.glob(pattern, recursive=True)
-        names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
+        names = [name for name in sorted(names) if file_type(name) in types and not is_ours(name)]
         if not names:
             raise UserError(
                 f"No file matches {pattern}, or none that can be read here. Give files that end in {', '.join(types)}; "
@@ -92,7 +92,9 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
     return sources
 
 
-OURS = re.compile(r"\b(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # never input
+def is_ours(name):
+    """Whether a file describes shards or a tokenizer, which is never input."""
+    return re.match(r"(meta(\.part-.*)?|tokenizer\.tiktoken)\.json$", os.path.basename(name))
 
 
 def local_source(name):
@@ -145,8 +147,10 @@ def explain_errors(name):
         if getattr(error, "errno", None):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         wrong = "is not UTF-8 text" if isinstance(error, UnicodeError) else "is damaged, or not what its name says"
-        advice = "Convert (iconv -t UTF-8) or replace it, and run the same command again."
-        raise UserError(f"{name} {wrong}: {cli.first_line(error)}. {advice}") from None
+        raise UserError(
+            f"{name} {wrong}: {cli.first_line(error)}. Replace it (iconv -t UTF-8 converts text) and run the same "
+            "command again."
+        ) from None
 
 
 def open_parquet(source, text_column):
@@ -154,13 +158,13 @@ def open_parquet(source, text_column):
     import pyarrow.parquet  # slow to import, and only needed here
 
     file = pyarrow.parquet.ParquetFile(source.path)
-    columns = {field.name: str(field.type) for field in file.schema_arrow}
+    types = {field.name: str(field.type) for field in file.schema_arrow}
     # plain strings: lists and maps of strings are not text
-    texts = [name for name in columns if re.match("(dictionary<values=)?(large_)?string", columns[name])]
+    texts = [column for column in types if re.match("(dictionary<values=)?(large_)?string", types[column])]
     if text_column not in texts:
         raise UserError(
-            f"Column {text_column!r} of {source.name} is {columns.get(text_column, 'missing')}. Choose a column of "
-            f"text with --text-column: {', '.join(texts) or 'there is none'}."
+            f"Column {text_column!r} of {source.name} is {types.get(text_column, 'missing')}. Choose a column of text "
+            f"with --text-column: {', '.join(texts) or 'there is none'}."
         )
     return file
 
@@ -256,12 +260,11 @@ def split_text(blocks, separator=""):
     line_ends, whole = ("\r\n", 2 * BLOCK_CHARS) if separator else ("", 0)
     held, starts = "", True  # text read but not yet yielded, and whether a document starts there
     for block in itertools.chain(blocks, [""]):
-        held += block
+        held = (held + block).lstrip(line_ends if starts else "")
         texts = held.split(separator) if separator else [held]
         held = texts.pop() if block else ""
         for text in texts:  # each up to the end of a document
-            text = text.lstrip(line_ends) if starts else text
-            text = text.rstrip(line_ends)
+            text = text.lstrip(line_ends if starts else "").rstrip(line_ends)
             if text:
                 yield Piece(text, starts)
             starts = True
@@ -270,11 +273,9 @@ def split_text(blocks, separator=""):
             cut = find_token_boundary(held, max(0, len(held) - 2 * BLOCK_CHARS), stop)  # not once more what is before
             if len(held) > MAX_PIECE:
                 cut = cut or len(held) - len(separator)
-            text, held = held[:cut], held[cut:]
-            text = text.lstrip(line_ends) if starts else text
-            if text:
-                yield Piece(text, starts)
-                starts = False
+            if cut:
+                yield Piece(held[:cut], starts)
+                held, starts = held[cut:], False
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -453,10 +454,8 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
         if prefetch and number + 1 < len(sources):
             next_download = run_in_background(fetch, sources[number + 1], folder)
         batches = list_row_groups(source, text_column, skip)
-        if not batches:
-            batches = batch_pieces(read_pieces(source, text_column, skip, separator), skip)
-        for first_piece, read in batches:
-            yield Batch(number, first_piece, read)
+        for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
+            yield Batch(number, first, read)
         skip = 0
         if source.path != sources[number].path:
             yield Batch(number, 0, list, finished_download=source.path)
