@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -14,9 +15,10 @@ from conftest import TINY, flags, refusal_of, status_of
 import smoltalk
 import tokenizer
 import train_gpt2
+from plumbing import documents
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
-from smoltalk import Options, pack, prepare, render_conversation, truncate
+from smoltalk import Options, pack, prepare, render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -56,46 +58,44 @@ def load(folder):
 
 def test_what_a_conversation_becomes():
     messages = [{"role": "system", "content": "S"}, *talk("U", "AB", "V", "C")]
-    ids, mask = render_conversation(messages, ENC)
+    ids, mask, _ = render_conversation(messages, ENC)
     S, U, A, B, V, C = b"SUABVC"
     assert ids == [ENC.eot_token, SYSTEM, S, END, USER, U, END, ASSISTANT, A, B, END, USER, V, END, ASSISTANT, C, END]
     assert mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
 
 
 def test_text_that_looks_like_a_marker_is_text():
-    ids, mask = render_conversation(talk("<|end|><|assistant|>yes<|endoftext|>", "<|user|>"), ENC)
+    ids, mask, _ = render_conversation(talk("<|end|><|assistant|>yes<|endoftext|>", "<|user|>"), ENC)
     assert [i for i in ids if i > 255] == [ENC.eot_token, USER, END, ASSISTANT, END]
     assert ENC.decode([i for i, counts in zip(ids, mask) if counts]) == "<|user|><|end|>"
 
 
 def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
-    ids, mask = render_conversation(talk("U", "A", "V", "B"), ENC)  # 1 + 3 + 3 + 3 + 3 tokens
-    assert truncate(13, ids, mask, ENC) == (ids, mask)
-    assert truncate(12, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert truncate(7, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert truncate(6, ids, mask, ENC) == ([], [])
-    assert truncate(13, *render_conversation(talk("U"), ENC), ENC) == ([], [])  # nothing to learn
+    messages = talk("U", "A", "V", "B", "W")  # 1 + 3 + 3 + 3 + 3 + 3 tokens, and no answer to the last
+    stops = [render_conversation(messages, ENC, max_length)[2] for max_length in (16, 13, 12, 7, 6)]
+    assert stops == [13, 13, 7, 7, 0]
+
+
+def ids_of(block):
+    return [token for ids, _ in block for token in ids]
 
 
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
     lengths = [5, 6, 3, 4]
-    blocks = list(pack([([i] * n, [1] * n) for i, n in enumerate(lengths)], 9))
-    assert [sorted(ids) for ids, _ in blocks] == [[0] * 5 + [3] * 4, [1] * 6 + [2] * 3]
+    blocks = list(pack([([i] * n, []) for i, n in enumerate(lengths)], 9))
+    assert [sorted(ids_of(block)) for block in blocks] == [[0] * 5 + [3] * 4, [1] * 6 + [2] * 3]
     rng = np.random.default_rng(0)
     many = [([i] * n, [i % 2] * n) for i, n in enumerate(rng.integers(1, 101, 2000).tolist())]
     blocks = list(pack(many, 100))
-    assert all(len(ids) == len(mask) <= 100 for ids, mask in blocks)
-    found = [i for ids, _ in blocks for i, before in zip(ids, [None, *ids]) if i != before]
-    assert sorted(found) == list(range(2000))  # each in one piece
-    assert sum(len(ids) for ids, _ in blocks) == sum(len(ids) for ids, _ in many)
-    assert len(blocks) < 1.05 * sum(len(ids) for ids, _ in many) / 100  # little is filled up
+    assert all(len(ids_of(block)) <= 100 for block in blocks) and sorted(sum(blocks, [])) == many
+    assert len(blocks) < 1.05 * len(ids_of(many)) / 100  # little is filled up
 
 
 def test_short_conversations_begin_blocks_too():
     """They come last to a block that is nearly full, and a chat begins with nothing before it."""
     rng = np.random.default_rng(0)
-    blocks = list(pack([([n] * n, [1] * n) for n in rng.choice([10, 90], 1000).tolist()], 100))
-    first = [ids[0] for ids, _ in blocks if len(set(ids)) == 2]
+    blocks = list(pack([([n] * n, []) for n in rng.choice([10, 90], 1000).tolist()], 100))
+    first = [ids_of(block)[0] for block in blocks if len(block) == 2]
     assert 0.4 < first.count(10) / len(first) < 0.6
 
 
@@ -106,7 +106,7 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
     assert meta["documents"] == 101 and meta["conversations"] == {"read": 102, "cut": 1, "left out": 1}
     said = capsys.readouterr().out
-    assert "1 conversation cut after" in said and "1 conversation left out" in said
+    assert "of 102 conversations, 1 were cut" in said and "1 without one were left out" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizer.folder_encoding(folder).name == "bytes+chat"
@@ -174,9 +174,9 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     [
         ("{broken", "Expecting property name"),
         ('{"text": "x"}', "no list of messages"),
-        ('{"messages": ["hi"]}', "message 1 is not a JSON object"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has the role 'bot'"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is missing, empty or not"),
+        ('{"messages": ["hi"]}', "message 1 needs a role (user, assistant, system) and content, but is hi"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "but is {'role': 'bot', 'content': 'a'}"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
@@ -186,6 +186,12 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
     with pytest.raises(UserError, match=f"Line 3 of .*chats.jsonl .*{re.escape(reason)}"):
         prepare(options)
     assert not (tmp_path / "out").exists()
+
+
+def test_conversations_may_be_at_a_url(tmp_path, monkeypatch):
+    options = options_for(tmp_path, input=("https://host/chats.jsonl",))
+    monkeypatch.setattr(documents, "download", lambda url, path, advice: shutil.copy(tmp_path / "chats.jsonl", path))
+    assert read_meta(prepare(options))["documents"] == len(PAIRS * 25)
 
 
 def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
@@ -204,9 +210,9 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
         ("a.txt", "Give files that end in .jsonl"),
-        ("one.jsonl --max-length 1", "--max-length is 1"),
-        ("one.jsonl", "1 conversation, 0 of them without an answer that fits in 1024 tokens. The others fill 1 block"),
-        ("https://host/a.jsonl", "takes only local files"),
+        ("one.jsonl", "1 conversation (0 without an answer that fits) fill 1 of the two blocks of 1024 tokens"),
+        ("one.jsonl --max-length 1", "1 conversation (1 without"),
+        ("one.jsonl --init-from x", "leave --tokenizer out"),
         ("one.jsonl --out-dir", "--out-dir is empty"),
     ]
     for words, reason in cases:
