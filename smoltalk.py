@@ -119,8 +119,8 @@ def render_conversation(messages, enc, max_length=sys.maxsize):
 # Blocks and shards
 
 
-def pack(conversations, max_length):
-    """Pack rendered conversations into blocks, lists of them, of at most `max_length` tokens.
+def pack(conversations, max_length, pad):
+    """Pack conversations, arrays (2, n) of ids and mask, into blocks (2, max_length), filled up with `pad` (2, 1).
 
     Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9:
     5 with 4, 6 with 3. Within a block the order is random (seeded): otherwise the long ones would always
@@ -131,12 +131,13 @@ def pack(conversations, max_length):
     blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
 
     def close(number):
-        free.pop(number)
-        rng.shuffle(blocks[number])
-        return blocks.pop(number)
+        block = blocks.pop(number)
+        rng.shuffle(block)
+        return np.concatenate([*block, np.repeat(pad, free.pop(number), axis=1)], axis=1)
 
-    for ids, mask in conversations:
-        fitting = [number for number in range(len(blocks)) if free[number] >= len(ids)]
+    for conversation in conversations:
+        length = conversation.shape[1]
+        fitting = [number for number in range(len(blocks)) if free[number] >= length]
         if fitting:
             number = min(fitting, key=free.__getitem__)
         else:
@@ -145,28 +146,20 @@ def pack(conversations, max_length):
             blocks.append([])
             free.append(max_length)
             number = -1
-        blocks[number].append((ids, mask))
-        free[number] -= len(ids)
+        blocks[number].append(conversation)
+        free[number] -= length
     while blocks:
         yield close(0)
 
 
-def write_blocks(writer, blocks, max_length, enc):
+def write_blocks(writer, blocks, pad, enc):
     """Write a mask, then its shard: if the mask were missing, every token would count as a target."""
-    pad_id = enc.encode_single_token("<|end|>")
-    # one token more than the blocks: the target of the last position of the last block
-    tokens = np.full(len(blocks) * max_length + 1, pad_id, dtype=np.uint16)
-    mask = np.zeros(len(tokens), dtype=np.uint8)
-    for number, block in enumerate(blocks):
-        start = number * max_length
-        for ids, bits in block:
-            tokens[start : start + len(ids)] = ids
-            mask[start : start + len(ids)] = bits
-            start += len(ids)
     if not writer.meta["shards"]:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
-    shards.write_shard(writer.path(writer.next_name().replace(".npy", ".mask")), mask)
+    # one token more than the blocks: the target of the last position of the last block
+    tokens, mask = np.concatenate([*blocks, pad], axis=1)
+    shards.write_shard(writer.path(writer.next_name().replace(".npy", ".mask")), mask.astype(np.uint8))
     writer.write(tokens, None)
 
 
@@ -187,13 +180,14 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
             counts["left out"] += not stop
             meta["targets"] += sum(mask[:stop])
             if stop:
-                yield ids[:stop], mask[:stop]
+                yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
+    pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
     blocks, per_shard = [], max(1, shard_size // max_length)
-    for block in pack(render(), max_length):
+    for block in pack(render(), max_length, pad):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
-            write_blocks(writer, blocks, max_length, enc)
+            write_blocks(writer, blocks, pad, enc)
             blocks = []
         blocks.append(block)
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
@@ -203,9 +197,9 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
                 f"{len(blocks)} of the two blocks of {max_length} tokens that are needed, one of them for validation. "
                 "Add conversations, or change --max-length."
             )
-        write_blocks(writer, blocks[::10], max_length, enc)
+        write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]
-    write_blocks(writer, blocks, max_length, enc)
+    write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
     print(
         f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut after"

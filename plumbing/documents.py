@@ -5,13 +5,13 @@ import contextlib
 import functools
 import glob
 import hashlib
-import http.client
 import io
 import itertools
 import json
 import os
 import platform
 import re
+import shutil
 import sysconfig
 import threading
 import time
@@ -102,8 +102,8 @@ def local_source(name):
     with open_regular(name) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(4096)
         contents = start + file.read() if size <= MAX_HASHED else sample(name)
-    hashes = [hashlib.sha256(part).hexdigest()[:8] for part in (start, contents)]
-    return Source(name, size, sampled_hash="".join(hashes), path=name)
+    sampled_hash = "".join(hashlib.sha256(part).hexdigest()[:8] for part in (start, contents))
+    return Source(name, size, sampled_hash=sampled_hash, path=name)
 
 
 def is_url(name):
@@ -310,9 +310,9 @@ def python_docs():
 
     documents = dict(pydoc_data.topics.topics)
     root = sysconfig.get_paths()["stdlib"]
-    for folder, folders, files in os.walk(root):
+    for folder, folders, _ in os.walk(root):
         folders[:] = set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        for path in [Path(folder, file) for file in files if file.endswith(".py")]:
+        for path in Path(folder).glob("*.py"):
             module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             documents[module + ".py"] = docstrings(path, module)
     keys = sorted(documents, key=lambda key: hashlib.sha256(key.encode()).digest())
@@ -372,18 +372,18 @@ def retry(name, advice, function, *args, **kwargs):
             result = function(*args, **kwargs)
             attempts = 9
             return result
-        except UserError:
-            raise
         except Exception as error:  # the hub's client has renamed its network errors from version to version
-            reason = cli.plain(f"{type(error).__name__} {error}".splitlines()[0])
-            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+            cause = error.__cause__ or error  # atomic_write turns the connection's errors, too, into a UserError
+            if isinstance(cause, UserError):
+                raise
+            status = getattr(cause, "code", None) or getattr(getattr(cause, "response", None), "status_code", None)
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."
                 break
-            if getattr(error, "errno", None) in cli.ADVICE:  # an error from the disk
-                advice = cli.ADVICE[error.errno]
+            if getattr(cause, "errno", None) in cli.ADVICE:  # an error from the disk
+                advice = cli.ADVICE[cause.errno]
                 break
-    raise UserError(f"Could not download {name}: {reason}. {advice}")
+    raise UserError(f"Could not download {name}: {cli.plain(cli.first_line(cause))}. {advice}")
 
 
 def download(url, path, advice):
@@ -394,21 +394,12 @@ def download(url, path, advice):
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
             with tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5) as output:
-                for block in read_blocks(response):
-                    output.write(block)
+                shutil.copyfileobj(response, output)
             if file.tell() < size:
-                raise http.client.HTTPException(f"the connection ended after {file.tell():,} of {size:,} bytes")
+                raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     retry(url, advice, attempt)
-
-
-def read_blocks(response):
-    """Yield a response's content in blocks. A broken connection is an HTTPException, unlike an error from the disk."""
-    try:
-        yield from iter(lambda: response.read(2**20), b"")
-    except OSError as error:
-        raise http.client.HTTPException(f"the connection broke: {error}") from None
 
 
 HUB_ADVICE = "Check the network and try again. Without a network, use --dataset python-docs or --input."
