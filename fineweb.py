@@ -347,7 +347,7 @@ def plan(options, part, num_parts):
         out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
     if options.dataset == "python-docs" and not options.input:
-        sources = [documents.Source(documents.PYTHON_DOCS, 0)]
+        sources = [documents.Source(documents.PYTHON_DOCS)]
     if options.dataset == "fineweb-edu" and not options.input:
         old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
         if old:  # resume with the same files
@@ -486,7 +486,7 @@ def fetch_pretokenized(options):
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                source = documents.fetch(documents.Source(file, 0, READY_REPO), downloads)
+                source = documents.fetch(documents.Source(file, repo=READY_REPO), downloads)
                 add_shard(writer, source.path, file)
         finally:
             shutil.rmtree(downloads, ignore_errors=True)

@@ -31,6 +31,7 @@ from plumbing.files import atomic_write, open_regular
 from plumbing.shards import sample
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
+OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
@@ -44,7 +45,7 @@ MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 class Source(NamedTuple):
     name: str  # a path, a URL, or a path in a repository on the hub
-    size: int  # bytes, to recognize another file of the same name; 0 if unknown
+    size: int = 0  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
     revision: str = ""  # on the hub: the commit
     sampled_hash: str = ""  # recognizes other contents of the same size in a local file
@@ -82,19 +83,14 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
             names = [pattern]
         else:
             names = glob.glob(pattern, recursive=True)
-        names = [name for name in sorted(names) if file_type(name) in types and not is_ours(name)]
+        names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
         if not names:
             raise UserError(
                 f"No file matches {pattern}, or none that can be read here. Give files that end in {', '.join(types)}; "
                 ".jsonl and .txt may be compressed (.gz, .zst)."
             )
-        sources += [Source(name, 0) if is_url(name) else local_source(name) for name in names]
+        sources += [Source(name) if is_url(name) else local_source(name) for name in names]
     return sources
-
-
-def is_ours(name):
-    """Whether a file describes shards or a tokenizer, which is never input."""
-    return re.match(r"(meta(\.part-.*)?|tokenizer\.tiktoken)\.json$", os.path.basename(name))
 
 
 def local_source(name):
@@ -177,8 +173,8 @@ def read_parquet(source, text_column, row_groups=None):
             yield Piece(text or "", True)
 
 
-def list_row_groups(source, text_column, skip=0):
-    """[(number of the first row, function that reads it)] of the row groups after the first `skip` rows.
+def list_row_groups(source, text_column):
+    """[(number of the first row, function that reads it)] of a parquet file's row groups.
 
     The core that tokenizes a row group reads it, as no single core could read for many. [] where that does not pay:
     smaller ones are more work to find than to tokenize, and larger ones take too much memory.
@@ -191,14 +187,11 @@ def list_row_groups(source, text_column, skip=0):
     sizes = [group.total_byte_size for group in groups]
     if sum(sizes) < BATCH_CHARS * len(sizes) or max(sizes, default=0) > MAX_ROW_GROUP:
         return []
-    found, first = [], 0
+    batches, first = [], 0
     for number, group in enumerate(groups):
-        skipped = max(0, skip - first)
-        if skipped < group.num_rows:
-            read = functools.partial(read_pieces, source, text_column, skipped, row_groups=[number])
-            found.append((first + skipped, read))
+        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
         first += group.num_rows
-    return found
+    return batches
 
 
 def read_jsonl(source, text_column):
@@ -444,7 +437,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
         source = next_download.result() if next_download else fetch(sources[number], folder)
         if prefetch and number + 1 < len(sources):
             next_download = run_in_background(fetch, sources[number + 1], folder)
-        batches = list_row_groups(source, text_column, skip)
+        batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
         for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
             yield Batch(number, first, read)
         skip = 0
