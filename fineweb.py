@@ -315,7 +315,7 @@ def prepare(options):
         return fetch_pretokenized(options)
     part, num_parts = parse_part(options.part)
     folder, sources, all_inputs = plan(options, part, num_parts)
-    enc = tokenizer.shard_encoding(options.tokenizer)
+    enc = tokenizer.get_encoding(options.tokenizer)
 
     def open_writer():
         """The writer of the folder's shards, with the meta.json of an earlier run if this one continues it."""
@@ -350,7 +350,7 @@ def plan(options, part, num_parts):
         sources = [documents.Source(documents.PYTHON_DOCS)]
     if options.dataset == "fineweb-edu" and not options.input:
         old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
-        if old:  # resume with the same files
+        if old and old["made_from"]:  # resume with the same files
             revision = old["made_from"].get("revision", "")
             sources = [documents.Source(*source[:2], EDU_REPO, revision) for source in old["made_from"]["sources"]]
             return folder, sources, old["made_from"].get("all_inputs")
@@ -416,7 +416,7 @@ def write_shard(writer, enc, tokens, end, validation=None):
             tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if validation is not None:
-        writer.write_validation(validation)
+        writer.write_file(writer.validation_file, validation)
     if len(tokens):
         writer.write(tokens, end)
 

@@ -29,8 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-import tyro
-
 from plumbing import cli
 from plumbing.cli import UserError
 
@@ -40,8 +38,8 @@ class Options:
     """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
 
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
-    model_type: Annotated[str, tyro.conf.arg(aliases=["-m", "--model"])] = "gpt2"
-    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # cpu, cuda or mps; auto: best available
+    model_type: Annotated[str, "-m", "--model"] = "gpt2"
+    device: Annotated[str, "-d"] = "auto"  # cpu, cuda or mps; auto: best available
     data: str = ""  # JSON lines of examples; default: the validation file, downloaded once to hellaswag/
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from plumbing import cli
 from plumbing.cli import UserError
 
@@ -28,10 +26,10 @@ from plumbing.cli import UserError
 class Options:
     """Continue a prompt with a GPT-2, or chat with it."""
 
-    prompt: tyro.conf.Positional[str] = ""  # the text to continue
+    prompt: Annotated[str, "positional"] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
-    model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "log"
-    num_samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1  # continuations to generate, all in one batch
+    model: Annotated[str, "-m"] = "log"
+    num_samples: Annotated[int, "-n"] = 1  # continuations to generate, all in one batch
     max_new_tokens: int = 256  # maximum length of a continuation, which also ends at <|endoftext|>
     temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all

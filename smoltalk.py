@@ -248,7 +248,7 @@ def prepare(options):
         enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     else:
         shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
-        enc = tokenizer.shard_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
+        enc = tokenizer.get_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
     max_length = options.max_length or shape["block_size"]
 
     def open_writer():

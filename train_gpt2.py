@@ -404,7 +404,7 @@ class DataLoaderLite:
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]
         self.first_window = np.cumsum([0, *windows])  # the number of each shard's first window
         self.num_windows = int(self.first_window[-1])
-        shards.check_not_empty(self.num_windows, folder, split, T)
+        shards.check_size(self, folder, split, T)
         self.position = 0  # windows of the global order read so far
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
@@ -469,8 +469,7 @@ class DataLoaderLite:
         return {"position": self.position, **data}
 
     def load_state_dict(self, state):
-        """Restore the position. Raises UserError if the data or T differ."""
-        shards.check_same_data(state, self.state_dict())
+        """Restore the position; `runs.find_start` has checked that the data and T are the same."""
         self.position = state["position"]
 
 
@@ -747,7 +746,7 @@ def load_data(config, world):
     val_loader = DataLoaderLite(config.data, "val", **options)
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc)
-    shards.check_size(config.data, train_loader, config.total_batch_size)
+    shards.check_size(train_loader, config.data, "train", config.total_batch_size)
     world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
     return train_loader, val_loader, enc
 

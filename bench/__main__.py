@@ -16,9 +16,7 @@ the command to continue; delete a line to ask its question again.
 """
 
 from dataclasses import dataclass
-from typing import Literal
-
-import tyro
+from typing import Annotated, Literal
 
 from plumbing import cli
 
@@ -29,7 +27,7 @@ BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
 class Options:
     """What to measure, and how."""
 
-    what: tyro.conf.Positional[str] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
+    what: Annotated[str, "positional"] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of activations, for every side
     json: str = ""  # write the numbers to this file

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import time
 from pathlib import Path
 
@@ -18,21 +17,24 @@ from plumbing.cli import UserError
 # ----------------------------------------------------------------------------------------------------------
 # Reading and writing
 
-
 STREAM = "a pipe or a device"
 
 
+def kind_of(path):
+    """What is at a path, or where the link at it leads: "nothing", "a file", "a folder", or "a pipe or a device"."""
+    if os.path.isfile(path):
+        return "a file"
+    if os.path.isdir(path):
+        return "a folder"
+    return STREAM if os.path.exists(path) else "nothing"
+
+
 def open_regular(path, mode="rb", **kwargs):
-    """Like open(), for reading regular files only: a pipe, a device or a folder is a UserError and blocks nothing."""
-
-    def opener(path, flags):
-        descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # so that a pipe does not wait for a writer
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise UserError(f"{path} is {kind_of(path)}, but it should be a file. Give a regular file in its place.")
-        return descriptor
-
-    return open(path, mode, opener=opener, **kwargs)
+    """Like open(), for reading regular files only: a folder is a UserError, and so is a pipe, which might block."""
+    kind = kind_of(path)
+    if kind not in ("a file", "nothing"):
+        raise UserError(f"{path} is {kind}, but it should be a file. Give a regular file in its place.")
+    return open(path, mode, **kwargs)
 
 
 def read_json(path, remedy):
@@ -47,33 +49,25 @@ def read_json(path, remedy):
     return content
 
 
-def kind_of(path):
-    """What is at a path, as a word: "nothing", "a file", "a link", "a folder", or "a pipe or a device"."""
-    path = Path(path)
-    if path.is_symlink():
-        return "a link"
-    if path.is_file():
-        return "a file"
-    if path.is_dir():
-        return "a folder"
-    return STREAM if path.exists() else "nothing"
+def check_replaceable(path):
+    """Raise UserError if there is something at `path` that is not a regular file."""
+    kind = "a link" if os.path.islink(path) else kind_of(path)
+    if kind not in ("a file", "nothing"):
+        raise UserError(f"{path} is {kind}, so it is not replaced. Move it away, or choose another name.")
 
 
 @contextlib.contextmanager
 def atomic_write(path, mode="wb", **kwargs):
     """Open `path` for writing atomically: readers see the complete file or none at all, never half a file.
 
-    Writes to `<path>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular file is ever
-    replaced, and no link is followed. If anything fails, an existing file at `path` is left untouched; a full disk,
-    a file-size limit or a read-only folder is a UserError.
+    Writes to the hidden `.<name>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular
+    file is replaced, and no link is followed. If anything fails, an existing file at `path` is left untouched.
     """
     path = Path(path)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f".{path.name}.part")
     check_replaceable(path)
-    file = None
     try:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()  # left by a process that was killed; a link is removed, and not what it points to
+        part.unlink(missing_ok=True)  # left by a process that was killed; a link is removed, and not what it points to
         with open(part, mode.replace("w", "x"), **kwargs) as file:
             yield file
             file.flush()
@@ -83,9 +77,8 @@ def atomic_write(path, mode="wb", **kwargs):
         check_replaceable(path)
         os.replace(part, path)
     except BaseException as error:
-        if file:
-            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
-                part.unlink()
+        with contextlib.suppress(OSError):  # a read-only file system refuses this, too
+            part.unlink()
         if isinstance(error, OSError):
             raise UserError(
                 f"Could not write {path}: {error.strerror or error}. Check that its folder exists, is writable "
@@ -94,10 +87,9 @@ def atomic_write(path, mode="wb", **kwargs):
         raise
 
 
-def check_replaceable(path):
-    """Raise UserError if there is something at `path` that is not a regular file."""
-    if kind_of(path) not in ("a file", "nothing"):
-        raise UserError(f"{path} is {kind_of(path)}, so it is not replaced. Move it away, or choose another name.")
+def is_stream(path):
+    """Whether a path is a pipe, a device, or a stream that this process has open, which may be a regular file."""
+    return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/")) or kind_of(path) == STREAM
 
 
 def check_new_output(path):
@@ -106,25 +98,15 @@ def check_new_output(path):
         raise UserError(f"{path} exists already. Choose another name, or delete it first.")
 
 
-def is_stream(path):
-    """Whether a path is a pipe, a device, or a stream that this process has open, which may be a regular file."""
-    return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/")) or kind_of(os.path.realpath(path)) == STREAM
-
-
-@contextlib.contextmanager
-def new_output(path, mode="w", encoding="utf-8"):
-    """Open an output file named by the user: a new one, written atomically, or a pipe or device as it is.
+def new_output(path):
+    """Open a text file that the user names for output: a new one, written atomically, or a pipe or device as it is.
 
     Callers whose work takes long should call check_new_output before they begin.
     """
     check_new_output(path)
-    encoding = None if "b" in mode else encoding
     if is_stream(path):
-        with open(path, mode.replace("w", "a"), encoding=encoding) as file:
-            yield file
-    else:
-        with atomic_write(path, mode, encoding=encoding) as file:
-            yield file
+        return open(path, "a", encoding="utf-8")
+    return atomic_write(path, "w", encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -135,16 +117,15 @@ class FolderInUse(UserError):
     """Another process has locked the folder."""
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager):
     """A lock on a folder, which this process holds until it closes the lock or ends."""
 
-    def __init__(self, folder, name, descriptor, created):
-        self.folder, self.path = Path(folder), Path(folder) / name
-        self.descriptor, self.created = descriptor, created
+    def __init__(self, path, descriptor, created):
+        self.path, self.folder, self.descriptor, self.created = path, path.parent, descriptor, created
 
     def check(self):
         """Raise UserError if the locked folder is no longer the one at its path."""
-        if self.descriptor is not None and not is_same_file(self.descriptor, self.path):
+        if not is_same_file(self.descriptor, self.path):
             raise UserError(
                 f"{self.folder} is no longer the folder in which this program began: something has moved or replaced "
                 "it. Nothing more is written. Put it back and run the same command again."
@@ -152,17 +133,12 @@ class FolderLock:
 
     def close(self):
         """Release the lock, and remove the folders that it created and that are still empty."""
-        if self.descriptor is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            os.close(self.descriptor)
-            self.descriptor = None
+        with contextlib.suppress(OSError):
+            self.path.unlink()  # while nobody else can lock it
+        os.close(self.descriptor)
         with contextlib.suppress(OSError):  # not empty
             for folder in self.created:
                 folder.rmdir()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         self.close()
@@ -175,38 +151,28 @@ def lock_folder(folder, name=".lock"):
     has it. Close the lock, or use it in a `with` statement. On Windows and some network file systems there is no
     such lock: a note says so, and the folder is not protected.
     """
-    folder = Path(folder)
-    path = folder / name
-    created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    path = Path(folder) / name
+    created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            flags = getattr(os, "O_NOFOLLOW", 0)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-            except PermissionError:  # the file belongs to another user
-                descriptor = os.open(path, os.O_RDONLY | flags)
-        except OSError:  # nothing can be written here, as the first write will report
-            check_replaceable(path)
-            return FolderLock(folder, name, None, created)
-        try:
-            if fcntl is None:
-                raise OSError("this system has no flock")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise FolderInUse(
-                f"{folder} is in use by {owner}. Wait until it has ended, or choose another folder."
-            ) from None
-        except OSError as error:
-            print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
-            break
-        # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
-        if is_same_file(descriptor, path):
-            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can be locked and not written
+    descriptor = os.open(path, os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if fcntl is None:
+            raise OSError("this system has no flock")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
+        raise FolderInUse(
+            f"{folder} is in use by {owner}. Wait until it has ended, or choose another folder."
+        ) from None
+    except OSError as error:
+        print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
+    # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
+    if not is_same_file(descriptor, path):
+        os.close(descriptor)
+        return lock_folder(folder, name)
     if os.read(descriptor, 8) not in (b"", b"process "):
         os.close(descriptor)
         raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
@@ -215,7 +181,7 @@ def lock_folder(folder, name=".lock"):
         os.truncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, owner.encode())
-    return FolderLock(folder, name, descriptor, created)
+    return FolderLock(path, descriptor, created)
 
 
 def is_same_file(descriptor, path):

@@ -197,7 +197,7 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
 
 def remove_part(part):
     """Delete an export that was not finished, unless it contains a file that no export has."""
-    names = EXPORTED_FILES | {f"{name}.part" for name in EXPORTED_FILES}
+    names = EXPORTED_FILES | {f".{name}.part" for name in EXPORTED_FILES}
     is_folder = part.is_dir() and not part.is_symlink()
     if is_folder and all(path.name in names and path.is_file() for path in part.iterdir()):
         shutil.rmtree(part)

@@ -252,8 +252,8 @@ def start_run(config, start_step, saved):
         if {path.name for path in stale} <= {"run.txt", "log.txt"} and not (log.exists() and log.stat().st_size):
             stale = []  # that run has no results
     move_aside(stale, out_dir)
-    for leftover in out_dir.glob("*.part"):  # left by a process that was killed while writing
-        if is_ours(leftover.with_suffix("")) and leftover.is_file():
+    for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
+        if is_ours(out_dir / leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     history = read_text(out_dir / "run.txt")
     with atomic_write(out_dir / "run.txt", "w", encoding="utf-8", errors="surrogateescape") as file:

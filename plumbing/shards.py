@@ -7,31 +7,28 @@ counts as a target. Shards of two other programs are read, too: llm.c's .bin (a 
 (tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
 """
 
-import fnmatch
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from plumbing import cli
 from plumbing.cli import UserError
-from plumbing.files import atomic_write, lock_folder, open_regular
+from plumbing.files import atomic_write, lock_folder, open_regular, read_json
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 256  # int32
-LLAMA3_MAGIC = 20240801  # llm.c's shards of Llama 3's tokens, which are uint32
 NANOGPT_NAMES = ("train.bin", "val.bin")
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
-MASK_BLOCK = 2**24  # entries of a mask that are checked at a time
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
 # -----------------------------------------------------------------------------
@@ -39,44 +36,27 @@ SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per
 
 
 @dataclass
-class OpenFile:
-    """A file that several threads may read from. It is closed when nobody refers to it any more."""
-
-    file: BinaryIO
-    lock: threading.Lock = field(default_factory=threading.Lock)  # reading moves the file's position
-
-    def read_into(self, array, offset):
-        """Fill `array` from byte `offset` of the file on; return the number of bytes read."""
-        with self.lock:
-            self.file.seek(offset)
-            return self.file.readinto(array)
-
-    def __del__(self):
-        self.file.close()
-
-
-def open_file(path):
-    return OpenFile(open_regular(path))
-
-
-@dataclass
 class Shard:
     """An array on disk, checked once. Its file is opened when it is read, by a function that may keep it open."""
 
     path: Path
-    dtype: np.dtype
+    dtype: type
     length: int
     offset: int  # bytes before the first entry
-    open_file: Callable = open_file
+    open_file: Callable
+    lock: threading.Lock = field(default_factory=threading.Lock)  # reading moves the file's position
 
     def __len__(self):
         return self.length
 
-    def read(self, start=0, count=None):
+    def read(self, start=0, count=sys.maxsize):
         """The `count` entries from `start`, or fewer at the shard's end; by default all of them."""
-        available = max(0, self.length - start)
-        entries = np.empty(available if count is None else min(count, available), self.dtype)
-        if self.open_file(self.path).read_into(entries, self.offset + start * self.dtype.itemsize) < entries.nbytes:
+        entries = np.empty(min(count, self.length - start), self.dtype)
+        with self.lock:
+            file = self.open_file(self.path)
+            file.seek(self.offset + start * entries.itemsize)
+            num_bytes = file.readinto(entries)
+        if num_bytes < entries.nbytes:
             raise UserError(f"Shard {self.path} became shorter while it was in use. Make it again.")
         return entries
 
@@ -86,7 +66,7 @@ def open_shards(folder, split):
 
     On some network file systems, opening a file for each read would take as long as a step.
     """
-    keep_open = functools.lru_cache(MAX_OPEN)(open_file)
+    keep_open = functools.lru_cache(MAX_OPEN)(open_regular)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
 
@@ -95,40 +75,22 @@ def open_masks(shards):
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
-    return [open_mask(path, len(shard), shard.open_file) for path, shard in zip(paths, shards)]
+    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
 
 
-def open_shard(path, open_file=open_file):
-    """The shard at `path`; UserError unless its header, type, dimensions and size are right."""
+def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
+    """The shard at `path`, or a mask as long as its shard; UserError unless its header, type and size are right."""
     path = Path(path)
     try:
-        dtype, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
-    except ValueError as error:
+        found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
+        if found != dtype or len(shape) != 1 or length not in (None, *shape):
+            raise ValueError(f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)")
+    except (ValueError, FileNotFoundError) as error:
         raise UserError(
-            f"Shard {path} is damaged: {error}. Rerun the command that made it; damaged shards are replaced."
+            f"{path} is missing or damaged: {cli.first_line(error)}. Delete {path.stem}.* and rerun the command that "
+            "made it."
         ) from None
-    if dtype != np.uint16 or len(shape) != 1:
-        raise UserError(
-            f"Shard {path} holds {dtype} in {len(shape)} dimensions, but a shard is a one-dimensional array of "
-            "uint16. Remove it from the folder, or delete it and make it again with fineweb.py."
-        )
     return Shard(path, dtype, shape[0], offset, open_file)
-
-
-def open_mask(path, length, open_file=open_file):
-    """The mask at `path` of a shard of `length` tokens: 1 where a token counts as a target, see `check_masks`."""
-    path = Path(path)
-    try:
-        if not path.exists():
-            raise ValueError("it is missing, though other shards in that folder have one")
-        dtype, shape, offset = open_npy(path)
-        if shape != (length,) or dtype not in (np.uint8, np.bool_):
-            raise ValueError(f"it holds {dtype} of shape {shape}, but its shard has {length:,} tokens")
-    except ValueError as error:
-        raise UserError(
-            f"Loss mask {path} is damaged: {error}. Delete it and its shard, and run smoltalk.py again."
-        ) from None
-    return Shard(path, dtype, length, offset, open_file)
 
 
 def open_npy(path):
@@ -136,13 +98,11 @@ def open_npy(path):
     open_regular(path).close()
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array.dtype, array.shape, array.offset
     except OSError:
         raise
-    except Exception as error:  # numpy parses the header as Python, which may raise anything
+    except Exception as error:  # numpy parses the header as Python, which may raise anything; a zip has no shape
         raise ValueError(cli.first_line(error).rstrip(".")) from None
-    if not isinstance(array, np.memmap):
-        raise ValueError("it is a zip archive, not a single array")
-    return array.dtype, array.shape, array.offset
 
 
 def open_bin(path):
@@ -150,21 +110,14 @@ def open_bin(path):
     with open_regular(path) as file:
         header = np.fromfile(file, np.int32, BIN_HEADER)
         num_bytes = os.fstat(file.fileno()).st_size
-    magic = header[0] if len(header) else None
-    if magic == LLAMA3_MAGIC:
-        raise ValueError("it holds Llama 3's tokens (uint32), and only GPT-2's format (uint16) can be read")
-    if path.name in NANOGPT_NAMES and magic != BIN_MAGIC:
-        if num_bytes % 2:
-            raise ValueError("its size is odd, but its tokens have two bytes each")
-        return np.dtype(np.uint16), (num_bytes // 2,), 0
-    if len(header) < BIN_HEADER:
-        raise ValueError("it ends within its header")
-    magic, version, num_tokens = header[:3].tolist()
-    if (magic, version) != (BIN_MAGIC, BIN_VERSION):
-        raise ValueError(f"its header starts with {magic}, {version} instead of {BIN_MAGIC}, {BIN_VERSION}")
-    if num_bytes - header.nbytes != 2 * num_tokens:
-        raise ValueError(f"it has {num_bytes:,} bytes, but its header says {num_tokens:,} tokens of two bytes")
-    return np.dtype(np.uint16), (num_tokens,), header.nbytes
+    start, num_tokens = header[:3].tolist(), num_bytes / 2 - 2 * BIN_HEADER
+    if start == [BIN_MAGIC, BIN_VERSION, num_tokens]:
+        return np.uint16, (int(num_tokens),), header.nbytes
+    if path.name in NANOGPT_NAMES and start[:1] != [BIN_MAGIC] and num_bytes % 2 == 0:
+        return np.uint16, (num_bytes // 2,), 0
+    raise ValueError(
+        f"its {num_bytes:,} bytes begin with {start}, not with {BIN_MAGIC}, {BIN_VERSION} and the number of its tokens"
+    )
 
 
 def find_shards(folder, split):
@@ -192,9 +145,9 @@ def fingerprint(paths):
     """
     digest = hashlib.sha256()
     for path in paths:
-        for file_path in (Path(path), Path(path).with_suffix(".mask")):
-            if file_path.exists():
-                digest.update(sample(file_path))
+        digest.update(sample(path))
+        if path.with_suffix(".mask").exists():
+            digest.update(sample(path.with_suffix(".mask")))
     return digest.hexdigest()
 
 
@@ -202,43 +155,24 @@ def sample(path):
     """The size of a file and a fixed sample of its bytes, from the first block to the last."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        parts = [size.to_bytes(8, "big")]
+        sampled = size.to_bytes(8, "big")
         for i in range(SAMPLE_BLOCKS):
             file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
-            parts.append(file.read(SAMPLE_BLOCK))
-    return b"".join(parts)
+            sampled += file.read(SAMPLE_BLOCK)
+    return sampled
 
 
 # -----------------------------------------------------------------------------
 # What a run checks before it trains
 
 
-def check_size(folder, train_loader, tokens_per_step):
-    """Raise UserError if the training shards have fewer tokens than one step takes."""
-    num_tokens = train_loader.num_windows * train_loader.T
-    if num_tokens < tokens_per_step:
+def check_size(loader, folder, split, num_tokens):
+    """Raise UserError if the loader's windows have fewer than `num_tokens` tokens."""
+    found = loader.num_windows * loader.T
+    if found < num_tokens:
         raise UserError(
-            f"{folder} has {num_tokens:,} training tokens, but one step takes {tokens_per_step:,}. "
-            "Lower --total-batch-size, or add shards."
-        )
-
-
-def check_same_data(then, now):
-    """Raise UserError unless a loader's state in a checkpoint, `then`, has the same data and T as its state `now`."""
-    if (then["num_windows"], then["T"]) != (now["num_windows"], now["T"]):
-        raise UserError(
-            f"The run was started on {then['num_windows']:,} sequences of {then['T']} tokens, but the data now gives "
-            f"{now['num_windows']:,} of {now['T']}. Give the original shards with --data, or start over with "
-            "--no-resume."
-        )
-
-
-def check_not_empty(num_windows, folder, split, T):
-    """Raise UserError if a split has no window of T + 1 tokens, inputs and targets."""
-    if not num_windows:
-        raise UserError(
-            f"Every {split} shard in {folder} is shorter than the {T + 1} tokens that one sequence needs. "
-            "Lower --sequence-length, or make the shards from more text."
+            f"The {split} shards in {folder} have {found:,} tokens in sequences of {loader.T} and one more, but "
+            f"{num_tokens:,} are needed. Add shards, or lower --sequence-length or --total-batch-size."
         )
 
 
@@ -246,25 +180,28 @@ def check_folder(folder, train_loader, val_loader, enc):
     """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks."""
     shards = train_loader.shards + val_loader.shards
     check_token_ids(shards, enc.name, enc.n_vocab)
-    check_meta(folder, [shard.path for shard in shards])
+    check_meta(folder, shards)
     check_masks(train_loader.masks)
     check_masks(val_loader.masks)
 
 
+def find_largest(arrays, count=sys.maxsize):
+    """(largest entry, path) of the array with the largest one among its first `count` entries."""
+    return max((int(array.read(0, count).max(initial=0)), array.path) for array in arrays)
+
+
 def check_token_ids(shards, tokenizer, n_vocab):
     """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
-    largest = {shard.path: int(shard.read(0, 2**27 // len(shards)).max(initial=0)) for shard in shards}
-    for path, token in largest.items():
-        if token >= n_vocab:
-            raise UserError(
-                f"Shard {path} contains token id {token}, but tokenizer {tokenizer} has only {n_vocab} ids. "
-                "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
-            )
-    is_nanogpts = all(path.name in NANOGPT_NAMES for path in largest)
-    if is_nanogpts and max(largest.values()) < 1000 <= n_vocab and cli.is_rank_0():
+    largest, path = find_largest(shards, 2**27 // len(shards))
+    if largest >= n_vocab:
+        raise UserError(
+            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. "
+            "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
+        )
+    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and cli.is_rank_0():
         print(
-            f"note: All ids in {shards[0].path.parent} are below 1,000, as in nanoGPT's shards of characters, but they "
-            f"are read as {tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
+            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters, but they are read "
+            f"as {tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
         )
 
 
@@ -273,26 +210,16 @@ def check_masks(masks):
 
     Reads all of them, because a wrong value would go unnoticed: SmolTalk's 0.8 GB take about half a second.
     """
-    num_targets = 0
-    for mask in masks:
-        for start in range(0, len(mask), MASK_BLOCK):
-            entries = mask.read(start, MASK_BLOCK).view(np.uint8)
-            largest = int(entries.max(initial=0))
-            if largest > 1:
-                raise UserError(
-                    f"Loss mask {mask.path} has the value {largest}, but every value must be 0 or 1. Delete it and "
-                    "its shard, and run smoltalk.py again."
-                )
-            num_targets += int(np.count_nonzero(entries))
-    if masks and not num_targets:
+    largest, path = find_largest(masks) if masks else (1, None)
+    if largest != 1:
         raise UserError(
-            f"The loss masks in {masks[0].path.parent} are 0 everywhere, so no token counts as a target and nothing "
-            "can be learned. Make the shards again with smoltalk.py."
+            f"The largest value in loss mask {path} is {largest}, but a mask is 1 where a token is a target and 0 "
+            "elsewhere. Move its folder away and make the shards again with smoltalk.py."
         )
 
 
-def check_meta(folder, paths):
-    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards `paths`.
+def check_meta(folder, shards):
+    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards.
 
     A folder without one, as written by other programs, is accepted.
     """
@@ -301,22 +228,17 @@ def check_meta(folder, paths):
             f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
             "Make shards of the text with fineweb.py --input."
         )
-    metas = {path: read_meta(path) for path in sorted(Path(folder).glob("meta*.json"))}
-    for path, meta in metas.items():
-        if not is_finished(meta):
-            raise UserError(
-                f"The shards in {folder} are not complete, as {path.name} says. Run the command that makes them "
-                "again; it continues where it stopped."
-            )
-    listed = {name: length for meta in metas.values() for name, length in meta["shards"].items()}
-    found = {Path(path).name: len(open_shard(path)) for path in paths if listed}
-    for name in sorted(listed.keys() | found.keys()):
-        if listed.get(name) != found.get(name):
-            said, there = (f"{each[name]:,} tokens" if name in each else "no entry" for each in (listed, found))
-            raise UserError(
-                f"meta.json in {folder} does not describe its shards: {name} has {said} in meta.json and {there} on "
-                "disk. Rerun the command that made them."
-            )
+    metas = read_metas(folder).values()
+    if not all(meta["complete"] for meta in metas):
+        raise UserError(f"The shards in {folder} are not complete. Rerun the command that makes them: it continues.")
+    listed = {name: length for meta in metas for name, length in meta["shards"].items()}
+    found = {shard.path.name: len(shard) for shard in shards}
+    if listed and listed != found:
+        name = min(dict(listed.items() ^ found.items()))
+        raise UserError(
+            f"meta.json in {folder} does not describe its shards: {name} has {listed.get(name, 0):,} tokens in "
+            f"meta.json and {found.get(name, 0):,} on disk. Rerun the command that made them."
+        )
 
 
 # -----------------------------------------------------------------------------
@@ -353,7 +275,6 @@ def make_once(open_writer, make, lock_name=".lock"):
         with lock_folder(writer.folder, lock_name):
             writer = open_writer()  # another process may have worked on it until now
             if not writer.is_complete():
-                os.makedirs(writer.folder, exist_ok=True)  # the lock has made it, or the disk's error is raised here
                 make(writer)
                 return writer.folder
     print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
@@ -366,7 +287,8 @@ class ShardWriter:
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
         """`meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
-        self.meta = check_same_dataset(folder, meta_path(folder, part, num_parts), meta)
+        self.meta_path = meta_path(folder, part, num_parts)
+        self.meta = continue_meta(folder, self.meta_path, meta)
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
@@ -374,8 +296,9 @@ class ShardWriter:
         self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
     def is_complete(self):
-        files = self.meta["shards"]
-        return bool(files) and is_finished(self.meta) and all(self.is_whole(file) for file in files)
+        shards = self.meta["shards"]
+        adds_up = 0 < self.meta["tokens"] == sum(shards.values())
+        return self.meta["complete"] and adds_up and all(self.is_whole(file) for file in shards)
 
     def is_whole(self, file):
         """Whether a shard can be read and has as many tokens as meta.json says."""
@@ -387,20 +310,17 @@ class ShardWriter:
     def resume(self):
         """Keep the shards before the first damaged one; return the position in the input at which they end."""
         meta, kept = self.meta, {}
-        end, meta["documents"] = [0, 0, 0, 0], 0
-        for file, num_tokens in meta["shards"].items():
-            if file == self.validation_file:
-                kept[file] = 0
-                continue
-            if file not in meta["ends"] or not self.is_whole(file):
+        end, documents = [0, 0, 0, 0], 0
+        for file, (*file_end, num_documents) in meta["ends"].items():
+            if not self.is_whole(file):
                 break
-            kept[file] = num_tokens
-            *end, meta["documents"] = meta["ends"][file]
-        if self.validation_file in kept:
-            kept[self.validation_file] = end[3]
+            kept[file] = meta["shards"][file]
+            end, documents = file_end, num_documents
+        if self.validation_file in meta["shards"]:
+            kept = {self.validation_file: end[3]} | kept
             if len(self.read_validation(end[3])) < end[3]:  # damaged: nothing can be kept
-                kept, end, meta["documents"] = {}, [0, 0, 0, 0], 0
-        meta["shards"], meta["tokens"], meta["complete"] = kept, sum(kept.values()), False
+                kept, end, documents = {}, [0, 0, 0, 0], 0
+        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": documents, "complete": False}
         return end
 
     def read_validation(self, num_tokens):
@@ -420,27 +340,22 @@ class ShardWriter:
     def write(self, tokens, end):
         """Write a shard, then meta.json: if killed in between, the same shard is written again."""
         file = self.next_name()
-        write_shard(self.path(file), tokens)
-        self.meta["shards"][file] = len(tokens)
-        self.meta["tokens"] += len(tokens)
+        self.write_file(file, tokens)
         self.meta["documents"] += self.count_documents(tokens)
         if end:
             self.meta["ends"][file] = [*end, self.meta["documents"]]
             self.save()
 
-    def write_validation(self, tokens):
-        """Write the validation split that is sampled from all of the input, as far as it has been sampled."""
-        write_shard(self.path(self.validation_file), tokens)
-        self.meta["tokens"] += len(tokens) - self.meta["shards"].get(self.validation_file, 0)
-        self.meta["shards"][self.validation_file] = len(tokens)
+    def write_file(self, file, tokens):
+        write_shard(self.path(file), tokens)
+        self.meta["shards"][file] = len(tokens)
+        self.meta["tokens"] = sum(self.meta["shards"].values())
 
     def count_documents(self, tokens):
         return int(np.count_nonzero(tokens == self.eot_token))
 
     def save(self):
-        """Write meta.json, creating the folder."""
-        os.makedirs(self.folder, exist_ok=True)
-        with atomic_write(meta_path(self.folder, self.part, self.num_parts), "w", encoding="utf-8") as file:
+        with atomic_write(self.meta_path, "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self, noun="document"):
@@ -456,8 +371,11 @@ class ShardWriter:
 
 def split_lengths(metas):
     """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
-    shards = [item for meta in metas for item in meta["shards"].items()]
-    return {split: [length for name, length in shards if split_of(name) == split] for split in ("train", "val")}
+    lengths = {"train": [], "val": []}
+    for meta in metas:
+        for name, length in meta["shards"].items():
+            lengths[split_of(name)].append(length)
+    return lengths
 
 
 # -----------------------------------------------------------------------------
@@ -465,7 +383,7 @@ def split_lengths(metas):
 
 
 def meta_path(folder, part, num_parts):
-    return os.path.join(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
+    return Path(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
 
 
 def num_parts_of(path):
@@ -474,115 +392,77 @@ def num_parts_of(path):
     return int(match[1]) if match else 1
 
 
+# ends: for each shard, the position in the input at which it ends (source, piece, token; with a sampled validation
+# split, also the tokens sampled so far), and the number of documents so far
+META_TYPES = dict(dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards=dict, complete=bool)
+META_TYPES |= dict(made_from=dict, ends=dict)
+
+
 def new_meta(dataset, enc, made_from):
-    """The contents of a new meta.json.
-
-    `ends`: for each shard, the position in the input at which it ends (source, piece, token; with a sampled
-    validation split, also the tokens sampled so far), and the number of documents so far.
-    """
-    meta = {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "documents": 0, "tokens": 0}
-    return meta | {"shards": {}, "complete": False, "made_from": made_from, "ends": {}}
-
-
-META_TYPES = dict(dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, targets=int, shards=dict)
-META_TYPES |= dict(complete=bool, made_from=dict, ends=dict, validation_every=int)
-
-
-def read_meta(path):
-    """The contents of one meta.json; UserError unless they have the form that fineweb.py and smoltalk.py write.
-
-    People also write short ones by hand, with only the tokenizer's name.
-    """
-    try:
-        with open_regular(path, "r", encoding="utf-8") as file:
-            meta = json.load(file)
-        if type(meta) is not dict or "tokenizer" not in meta:
-            raise ValueError("it names no tokenizer")
-        for key, value in dict(dataset="unknown", shards={}, complete=True).items():
-            meta.setdefault(key, value)  # last, so that a resumed run writes the keys in the same order
-        for key, expected_type in META_TYPES.items():
-            if type(meta.get(key, expected_type())) is not expected_type:
-                raise ValueError(f"its {key} is not of type {expected_type.__name__}")
-        if not all(type(length) is int for length in meta["shards"].values()):
-            raise ValueError("its shards are not file names with numbers of tokens")
-        length = 5 if meta.get("validation_every") else 4
-        if any(len(end) != length for end in meta.get("ends", {}).values()):
-            raise ValueError(f"its ends do not have {length} numbers")
-    except (ValueError, TypeError, RecursionError) as error:  # RecursionError: brackets nested too deeply
-        raise UserError(
-            f"{path} is damaged, or was not written by fineweb.py or smoltalk.py: {cli.first_line(error)}. Move its "
-            "folder away, or make the shards again in another folder."
-        ) from None
-    return meta
-
-
-def is_finished(meta):
-    """Whether all shards were written: their lengths add up to the tokens, which a short meta.json does not give."""
-    total = sum(meta["shards"].values())
-    is_short = "tokens" not in meta
-    return meta["complete"] and (is_short or 0 < total == meta["tokens"])
+    """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
+    if enc.n_vocab > 2**16:
+        raise UserError(f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one.")
+    empty = {key: kind() for key, kind in META_TYPES.items()}
+    return empty | {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; refuses a folder written by other programs."""
-    files = os.listdir(folder) if os.path.lexists(folder) else []
-    paths = [os.path.join(folder, file) for file in fnmatch.filter(files, "meta*.json")]
-    metas = {path: read_meta(path) for path in paths}
-    is_ours = all("ends" in meta and "sources" in meta.get("made_from", {}) for meta in metas.values())
-    if not is_ours or (not metas and any(split_of(file) for file in files)):
-        raise UserError(
-            f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Move the folder away, "
-            "or choose another output folder."
-        )
+    """{path: contents} of the meta.json in `folder`, or of one per part.
+
+    People also write short ones by hand, with only the tokenizer's name.
+    """
+    metas = {}
+    remedy = "Move its folder away, or make the shards again in another folder."
+    defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
+    for path in sorted(Path(folder).glob("meta*.json")):
+        metas[path] = meta = defaults | read_json(path, remedy)
+        for key, kind in META_TYPES.items():
+            if type(meta[key]) is not kind:
+                raise UserError(f"{path} is damaged: its {key} is missing or not of type {kind.__name__}. {remedy}")
     return metas
 
 
-def check_same_dataset(folder, path, meta):
+def continue_meta(folder, path, meta):
     """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
     metas = read_metas(folder)
+    is_ours = all("sources" in old["made_from"] for old in metas.values())
+    if not is_ours or (not metas and any(split_of(file.name) for file in Path(folder).glob("*"))):
+        raise UserError(
+            f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Choose another output "
+            "folder."
+        )
     for other_path, old in metas.items():
-        if num_parts_of(other_path) != num_parts_of(path):
-            raise UserError(
-                f"{folder} has shards that were made in {num_parts_of(other_path)} part(s), and --part now asks for "
-                f"{num_parts_of(path)}: the file names would be the same. Choose another output folder."
-            )
-        was, now = settings(old), settings(meta)
-        changes = [(key, repr(was[key]), repr(now[key])) for key in now if key in was and was[key] != now[key]]
+        was, now = settings(other_path, old), settings(path, meta)
+        changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
         if other_path == path:  # the parts of a data set differ in their files
-            changes += changed_sources(old, meta)
+            changes += compare_sources(old, meta)
         for key, before, after in changes:
-            raise UserError(
-                f"{folder} has shards of other data: {key} was {cli.plain(before)} and is now {cli.plain(after)}. "
-                "Move the folder away, or choose another output folder."
-            )
+            if before != after:
+                raise UserError(
+                    f"{folder} has shards of other data: {key} was {cli.plain(repr(before))} and is now "
+                    f"{cli.plain(repr(after))}. Move the folder away, or choose another output folder."
+                )
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
 
 
-def settings(meta):
-    """The settings, besides the sources, that must be the same in meta.json if one run continues another."""
-    made_from = {key: value for key, value in meta["made_from"].items() if key != "sources"}
-    older = {"separator": ""}  # older runs did not record it
-    return {"dataset": meta["dataset"], "tokenizer": meta["tokenizer"]} | older | made_from
+def settings(path, meta):
+    """What must be the same in meta.json, besides the sources, if one run continues another."""
+    named = {"the number of parts": num_parts_of(path), "dataset": meta["dataset"], "tokenizer": meta["tokenizer"]}
+    return named | meta["made_from"] | {"sources": None}
 
 
-def changed_sources(old, meta):
-    """[("the input", before, now)] for each file that is no longer what it was when `old`'s run read it.
+def compare_sources(old, meta):
+    """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends.
 
     A file that was not read to its end may differ after its start: its bad lines may have been fixed.
     """
-    then, now = (m["made_from"]["sources"] for m in (old, meta))
-    ends = list(old["ends"].values())
-    num_read = len(then) if old["complete"] else ends[-1][0] if ends else -1
-    changes = []
+    then, now = old["made_from"]["sources"], meta["made_from"]["sources"]
+    last = max((end[0] for end in old["ends"].values()), default=-1)
+    num_read = len(then) if old["complete"] else last
+    pairs = []
     for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
-        (name, size, *old_hash), (new_name, new_size, *new_hash) = before, after
-        if old_hash and i == num_read and size != new_size:
-            is_same = old_hash[0][:8] == new_hash[0][:8]  # the hash of its start
-        else:  # older runs recorded no hash
-            is_same = i > num_read or (size == new_size and (not old_hash or old_hash == new_hash))
-        if name != new_name:
-            changes.append(("the input", name, new_name))
-        elif not is_same:
-            texts = (f"{name} ({source[1]:,} bytes, hash {' '.join(source[2:])})" for source in (before, after))
-            changes.append(("the input", *texts))
-    return changes
+        if i == num_read and before[1] != after[1]:
+            before, after = ([name, *(digest[:8] for digest in digests)] for name, _, *digests in (before, after))
+        length = 1 if i > num_read else len(before)  # older runs recorded no hash
+        pairs.append(("the input (name, bytes, hash)", before[:length], after[:length]))
+    return pairs

@@ -154,24 +154,9 @@ def with_pattern(pat_str):
     )
 
 
-@pytest.mark.parametrize(
-    "pattern, tail",
-    [("gpt2", "x"), ("gpt2", "\nx"), ("gpt2", "\x1cx"), ("gpt2", " \n\n  x y"), ("gpt4", "x"), ("gpt4", " \n\n  x y")],
-)
-def test_a_run_of_blanks_that_tiktoken_gives_up_on_is_cut_where_it_splits_anyway(pattern, tail):
-    enc = with_pattern({"gpt2": tokenizer.FAST_GPT2, "gpt4": tokenizer.PATTERNS["gpt4"]}[pattern])
-    text = "a b" + " " * 20_000 + tail  # short enough for tiktoken: it is the reference
-
-    class GivesUp:  # on anything longer than a run of blanks alone
-        _pat_str = enc._pat_str
-
-        def encode_to_numpy(self, part, disallowed_special):
-            if part == text:
-                raise ValueError("Regex error while tokenizing")
-            return enc.encode_to_numpy(part, disallowed_special=disallowed_special)
-
-    assert tokenizer.encode_text(GivesUp(), text).tolist() == enc.encode_ordinary(text)
-    million = "a" + " " * 1_000_000 + "x"
+@pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"]])
+def test_a_run_of_blanks_that_tiktoken_gives_up_on_loses_nothing(pattern):
+    million, enc = "a" + " " * 1_000_000 + "x", with_pattern(pattern)
     assert enc.decode(tokenizer.encode_text(enc, million)) == million
 
 
@@ -569,6 +554,10 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path
         damage(Path(folder) / "out_train_000002.npy")
         make(tmp_path, path, shard_size=5000)
         assert listing(folder) == before
+    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+    Path(folder, "meta.json").write_text(json.dumps(meta | {"shards": {}}), encoding="utf-8")
+    make(tmp_path, path, shard_size=5000)
+    assert listing(folder) == before
 
 
 def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
@@ -598,7 +587,9 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     # of the same size, with a change in the middle; of another size, with another start
     for other in (text[:middle] + text[middle:].replace(b"the", b"two", 1), text.replace(b"the", b"those")):
         path.write_bytes(other)
-        with pytest.raises(UserError, match=r"the input was a.jsonl \(.* bytes, hash .* and is now a.jsonl \("):
+        with pytest.raises(
+            UserError, match=r"the input \(name, bytes, hash\) was \['a.jsonl', .* and is now \['a.jsonl', "
+        ):
             make(tmp_path, str(path), shard_size=5000)
     path.write_bytes(text)
     meta["made_from"]["sources"] = [source[:2] for source in meta["made_from"]["sources"]]  # as older runs wrote it
@@ -624,8 +615,8 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
 
     def full(number):
         calls.append(number)
-        # meta.json, the tokenizer's two files (twice), then three files for each training shard
-        (full_disk if len(calls) > 11 else fsync)(number)
+        # meta.json, the tokenizer's two files (one twice), then three files for each training shard
+        (full_disk if len(calls) > 10 else fsync)(number)
 
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
@@ -672,7 +663,7 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
     write_jsonl(tmp_path / "5.jsonl", texts[:5])
     with pytest.raises(UserError, match="all_inputs was"):
         make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/3")
-    with pytest.raises(UserError, match="in 3 part.s., and --part now asks for 2"):
+    with pytest.raises(UserError, match="the number of parts was 3 and is now 2"):
         make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/2")
     assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
 

@@ -110,8 +110,8 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
     steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
     assert steps == MOMENTS[moment]
-    halves = [path.name for path in (tmp_path / "out").glob("model_*.part")]
-    assert halves == (["model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
+    halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
+    assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
     assert_same_run(tmp_path / "out", straight)
 
@@ -193,7 +193,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
 
 
 def test_leftovers_of_a_killed_process_are_swept_away(folder, straight, stopped):
-    (stopped / "model_00010.pt.part").write_bytes(b"half a checkpoint")
+    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / "hf.part").mkdir()
     (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0

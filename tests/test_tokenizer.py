@@ -69,15 +69,6 @@ def test_chat_markers_take_the_ids_after_the_tokenizers_own(trained):
     assert tokenizer.get_encoding("bytes+chat").encode("<|end|>", allowed_special="all") == [260]
 
 
-def test_gpt2_without_tables_and_network_says_what_works_without(monkeypatch):
-    def no_network(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(UserError, match="The GPT-2 tokenizer is not .* TIKTOKEN_CACHE_DIR .* --tokenizer bytes"):
-        tokenizer.get_encoding("gpt2")
-
-
 def test_the_first_merges_are_those_that_can_be_counted_by_hand():
     # the textbook example of byte-pair encoding: "aaabdaaabac" -> aa, then ab, then aaab
     enc = tokenizer.train(["aaabdaaabac"], 260, name="t")
@@ -99,17 +90,24 @@ def test_a_trained_tokenizer_loses_nothing_and_the_bytes_of_its_ids_add_up(train
         assert trained.decode(ids) == text and sizes[ids].sum() == len(text.encode())
 
 
+def train_huggingfaces(pre_tokenizer, vocab_size, special_tokens=()):
+    """A byte-level BPE made by Hugging Face's library alone; its special tokens come first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    theirs = Tokenizer(models.BPE())
+    theirs.pre_tokenizer, theirs.decoder = pre_tokenizer, decoders.ByteLevel()
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(special_tokens))
+    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options))
+    return theirs
+
+
 def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
-    """Trained here without tokenizer.py: the library's vocabulary and merges give the same ids."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Regex, pre_tokenizers
 
     plain = Regex(tokenizer.PATTERNS["gpt4" if "{1,3}" in trained._pat_str else "gpt2"])
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=998, initial_alphabet=alphabet, show_progress=False)
-    theirs.train_from_iterator(corpus(), trainer)
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
+    theirs = train_huggingfaces(split, 998)
     for text in odd_texts(2000) + corpus()[:5]:
         assert trained.encode_ordinary(text) == theirs.encode(text).ids
 
@@ -144,9 +142,9 @@ def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path, trained):
 def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monkeypatch):
     """GPT-2's, too: a node without a network and without tiktoken's cache has its tables from the shards."""
     gpt2 = tokenizer.copy_encoding(trained, "gpt2", trained._special_tokens)
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: gpt2)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gpt2)
     assert tokenizer.folder_encoding(tmp_path) is gpt2  # shards of others, which have neither of the two files
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: pytest.fail("it asked for the network"))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("it asked for the network"))
     for i, enc in enumerate((trained, tokenizer.with_chat(trained), tokenizer.get_encoding("bytes"), gpt2)):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -161,36 +159,27 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monk
         tokenizer.folder_encoding(folder)
 
 
-@pytest.mark.parametrize(
-    "old, new, reason",
-    [
-        ("{", "", "must be JSON"),
-        ("IQ== ", "I ", "in base64"),
-        ("IQ== ", "Ig== ", "must count up from 0"),  # a byte twice, another one missing
-        ("eg== 122", "eg== 123", "must count up from 0"),
-        ("(?s:.{1,64})", "[a-z]+", "skips a part"),
-    ],
-)
-def test_a_damaged_tokenizer_is_one_error(old, new, reason):
+def test_a_damaged_tokenizer_is_one_error():
     text = tokenizer.dumps(tokenizer.get_encoding("bytes"))
-    assert old in text
-    with pytest.raises(ValueError, match=reason) as caught:
-        tokenizer.loads(text.replace(old, new, 1))
-    assert "\n" not in str(caught.value)
+    # no JSON; no base64; a byte twice, another one missing; an id twice
+    for old, new in (("{", ""), ("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")):
+        assert old in text
+        with pytest.raises(ValueError):
+            tokenizer.loads(text.replace(old, new, 1))
 
 
 def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
     path, json_path = tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
-    with pytest.raises(UserError, match="There is no tokenizer called .*x.tiktoken"):
+    with pytest.raises(UserError, match="Tokenizer .*x.tiktoken is missing or damaged"):
         tokenizer.get_encoding(path)
     tokenizer.write_encoding(tokenizer.get_encoding("bytes"), path)
     fields = json_path.read_text(encoding="ascii")
     for content in (fields.replace('"sha256": "', '"sha256": "0'), "{", "[]", "\u00e9"):
         json_path.write_text(content, encoding="utf-8")
-        with pytest.raises(UserError, match="x.tiktoken is damaged"):
+        with pytest.raises(UserError, match="x.tiktoken is missing or damaged"):
             tokenizer.get_encoding(path)
     json_path.unlink()
-    with pytest.raises(UserError, match="x.tiktoken.json, which .* is not there"):
+    with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file .*x.tiktoken.json"):
         tokenizer.get_encoding(path)
 
 
@@ -203,10 +192,6 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     with patched(os, "fsync", lambda number: next(answers)(number)), pytest.raises((UserError, OSError)):
         tokenizer.write_encoding(tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken")
     assert not any(tmp_path.iterdir())
-
-
-# -----------------------------------------------------------------------------
-# Hugging Face's format
 
 
 def check_import(folder):
@@ -255,15 +240,9 @@ def test_openais_own_files_are_gpt2_and_so_are_those_that_are_exported(tmp_path)
 
 
 def save_huggingfaces(folder, special_tokens):
-    """Save a byte-level BPE made by Hugging Face's library alone; its special tokens come first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers.pre_tokenizers import ByteLevel
 
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.decoder = decoders.ByteLevel()
-    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special_tokens)
-    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=700, show_progress=False, **options))
-    theirs.save(str(folder / "tokenizer.json"))
+    train_huggingfaces(ByteLevel(add_prefix_space=False), 700, special_tokens).save(str(folder / "tokenizer.json"))
 
 
 def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
@@ -294,20 +273,19 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, reason, change):
     assert "\n" not in str(caught.value)
 
 
-# -----------------------------------------------------------------------------
-# Command line
-
-
 def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkeypatch):
-    monkeypatch.setattr(tokenizer, "gpt2_encoding", lambda: trained)  # stands for OpenAI's
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: trained)  # stands for OpenAI's
     text = "".join(corpus()[:-200])
     (tmp_path / "a.txt").write_bytes(text.encode())
     out = tmp_path / "my.tiktoken"
     args = ["--input", tmp_path / "a.txt", "--compare", tmp_path / "a.txt", "--vocab-size", 500, "--out", out]
-    tokenizer.main([str(word) for word in [*args, "--special-tokens", "<|a|>", "<|b|>", "--pattern", "gpt4"]])
+    # one twice, and one that is always there
+    args += ["--special-tokens", "<|a|>", "<|b|>", "<|a|>", tokenizer.EOT, "--pattern", "gpt4"]
+    tokenizer.main([str(word) for word in args])
     said = capsys.readouterr().out
     enc = tokenizer.get_encoding(out)
     assert enc.n_vocab == 500 and enc.name.startswith("my-")
+    assert enc._special_tokens == {tokenizer.EOT: 497, "<|a|>": 498, "<|b|>": 499}
     for other in (enc, trained):
         ratio = len(text.encode()) / len(other.encode_ordinary(text))
         assert f"{other.name}: {ratio:.3f} bytes per token" in said
@@ -326,8 +304,8 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
         ([], "--input is missing. Give the files to learn from. --out is ''"),
         ([*text, "--out", tmp_path / "old.tiktoken"], "exists already"),
         ([*text, "--out", tmp_path / "x.tiktoken"], "exists already"),
-        ([*text, "--out", tmp_path / "no" / "x.tiktoken"], "a folder that does not exist"),
-        ([*text, *new, "--special-tokens", "<|endoftext|>"], "must not have"),
+        ([*text, "--out", tmp_path / "no" / "x.tiktoken"], "a folder that can be written to"),
+        ([*text, *new, "--special-tokens", ""], "--special-tokens has an empty one"),
     ]
     before = listing(tmp_path)
     for args, words in cases:
