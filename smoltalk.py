@@ -80,8 +80,8 @@ def read_files(sources):
                 fault = find_fault(record.get("messages"))
                 if fault:
                     raise UserError(
-                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove that line; it "
-                        'should look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
+                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it; it should "
+                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
                     )
                 yield record["messages"]
 
@@ -245,10 +245,9 @@ def prepare(options):
         from plumbing.checkpoint import load_model_state  # imports torch
 
         shape, _, enc = load_model_state(options.init_from)
-        enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     else:
-        shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
-        enc = tokenizer.get_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
+        shape, enc = {"block_size": 1024, "n_embd": 768}, tokenizer.get_encoding(options.tokenizer or "gpt2")
+    enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     max_length = options.max_length or shape["block_size"]
 
     def open_writer():

@@ -234,6 +234,10 @@ def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
     assert found == texts
 
 
+def test_a_last_text_that_ends_as_the_separator_begins_is_whole():
+    assert list(documents.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
+
+
 def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path, capsys):
     stories = [f"Once upon a time there were {i} bears." for i in range(40)]
     path = tmp_path / "TinyStories-valid.txt"
