@@ -77,7 +77,7 @@ if __name__ == "__main__":
 import torch
 
 import tokenizer
-from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.checkpoint import newest_checkpoint
 from plumbing.distributed import choose_device, choose_dtype
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import load_model
@@ -237,7 +237,7 @@ def export(model, enc, options):
     source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
     if (run_folder / "run.txt").exists():
-        checkpoint = load_checkpoint(source) if source.is_file() else newest_checkpoint(source)
+        checkpoint = newest_checkpoint(source)
         prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
         sample = sample_for_card(model.eval(), enc, options, prompt)
         export_huggingface(model, enc, options.export, run_folder, checkpoint["step"], sample)

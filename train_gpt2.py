@@ -747,12 +747,11 @@ def load_data(config, world):
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc)
     shards.check_size(train_loader, config.data, "train", config.total_batch_size)
-    world.check_agreement(runs.facts_of_data(enc, train_loader, val_loader))
     return train_loader, val_loader, enc
 
 
 def load_or_make_model(config, enc, fingerprints, world):
-    """Return (GPT, the checkpoint's dict) for a run that resumes or branches off, (GPT, None) for a new one."""
+    """Return (GPT, the checkpoint's dict) for a run that resumes or branches off, (GPT, {}) for a new one."""
     start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
     if start:
         model = GPT.from_state(*checkpoint.model_state(start))
@@ -760,7 +759,7 @@ def load_or_make_model(config, enc, fingerprints, world):
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    return model, start if "optimizer" in start else None
+    return model, start if "optimizer" in start else {}
 
 
 def training_state(raw_model, optimizers, scaler, loader):
@@ -790,13 +789,13 @@ def train(config, world, lock):
 
     # everything is loaded and checked; nothing is written before the `with` below
     loader, val_loader, enc = load_data(config, world)
-    fingerprints = {"train": loader.fingerprint, "val": val_loader.fingerprint}
+    fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
+    world.check_agreement(fingerprints | {"the tokenizer": enc.name})
     raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
-    start_step = saved["step"] if saved else 0
-    if runs.is_finished(config, saved):  # it has printed a note
+    if saved and saved["finished"]:  # a note has been printed
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
-    asked = runs.dtype_of(config, saved)
+    asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
     dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)
@@ -821,14 +820,14 @@ def train(config, world, lock):
     token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
-    with runs.Run(config, world, lock, start_step, saved, metadata) as run:
+    with runs.Run(config, world, lock, saved, metadata) as run:
         signals, saved = run.signals, None  # dropping `saved` frees gigabytes
-        run.print_summary(raw_model, dtype, loader, num_val_windows, B, optimizers)
+        run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
         gc.collect()
         gc.freeze()  # objects allocated so far live to the end of the run: exclude them from garbage collection
 
         # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
-        for step in range(start_step, max_steps + 1):
+        for step in range(run.start_step, max_steps + 1):
             if not stopping and is_due(step, config.val_every, max_steps):
                 losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, signals, world)
                 stopping = losses is None

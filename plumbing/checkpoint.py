@@ -1,17 +1,17 @@
 """Find, read and write checkpoints, and read weights saved by other programs."""
 
 import contextlib
+import functools
 import json
 import math
-import os
 import pickle
 import re
-import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_with_path
 
 import tokenizer
 from plumbing.cli import UserError, first_line, flag_of, suggest
@@ -22,7 +22,18 @@ SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the field
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")
 BEST = "model_best.pt"  # the weights with the lowest validation loss
-NOT_OURS = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
+READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
+
+
+class PeerConfig:
+    """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints, and has only its fields."""
+
+
+# only tensors, plain data and that class under any of its names are read, so no file can run code
+torch.serialization.add_safe_globals(
+    [(PeerConfig, f"{name}.GPTConfig") for name in ("__main__", "train_gpt2", "model")]
+)
+unpickle = functools.partial(torch.load, map_location="cpu", weights_only=True)
 
 # ----------------------------------------------------------------------------------------------------------
 # Reading
@@ -39,17 +50,17 @@ def step_of(path):
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
-def newest_checkpoint(source, for_resume=True):
-    """Load the newest intact checkpoint in a folder, or the file `source` itself, as a dict. None if there are none.
+def newest_checkpoint(source):
+    """Load the newest intact checkpoint in a folder, or the file `source` itself, as a dict. None if there is none.
 
     Reports the damaged ones that it skips. Raises UserError if all are damaged.
     """
     if Path(source).is_file():
-        return load_checkpoint(source, for_resume)
+        return load_checkpoint(source)
     paths = list_checkpoints(source)
     for path in reversed(paths):
         try:
-            return load_checkpoint(path, for_resume)
+            return load_checkpoint(path)
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
@@ -60,22 +71,44 @@ def newest_checkpoint(source, for_resume=True):
     return None
 
 
-def load_checkpoint(path, for_resume=False):
-    """Load a checkpoint's dict onto the CPU. for_resume: require everything that resuming needs."""
-    return check_content(path, read_pickle(path), for_resume)
-
-
-def check_content(path, content, for_resume=False):
-    """Return the dict `content` of the file `path` if it is a whole checkpoint, with the shape of its weights."""
-    kinds = {"model": dict, "config": dict, "step": int, "tokenizer_file": str}
-    if for_resume:
-        kinds |= {"optimizer": list, "scaler": dict, "loader": dict}
-    missing = ", ".join(f"no {name}" for name, kind in kinds.items() if not isinstance(content.get(name), kind))
+def load_checkpoint(path):
+    """Load a checkpoint of this program, nanoGPT or build-nanogpt onto the CPU, as a dict of this program's form."""
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # the checksums, which torch.load does not check
+        if damaged:
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
+        content = unpickle(path)
+    except Exception as error:  # a damaged file can make the unpickler fail in any way
+        reason = first_line(error).rstrip(".")
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it contains more than tensors and plain data, perhaps code, which is never run"
+        raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
+    content = from_peer(content) if isinstance(content, dict) else {}
+    missing = [f"no {name}" for name in ("model", "config", "tokenizer_file") if content.get(name) is None]
     if missing:
-        remedy = "To start a new run from weights alone, use --init-from." if for_resume else NOT_OURS
-        raise UserError(f"{path} is not a whole checkpoint of train_gpt2.py: it has {missing}. {remedy}")
+        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {READABLE}")
     content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
-    return {"val_loss": None, "best_val_loss": None} | content  # older checkpoints may lack these
+    return content
+
+
+def from_peer(content):
+    """The dict of a checkpoint; one of nanoGPT or build-nanogpt, which use GPT-2's names, is changed to our form."""
+    if "model_args" in content:
+        config = content["model_args"]
+    elif isinstance(content.get("config"), PeerConfig):
+        config = vars(content["config"])
+    else:
+        return content
+    weights = {}
+    for name, weight in content["model"].items():
+        name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
+        if not name.endswith(".attn.bias"):  # the causal mask
+            weights[name] = weight
+        if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
+            # nanoGPT's bias=False is the same as biases of zero
+            weights.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
+    return {"model": weights, "config": config, "tokenizer_file": ""}  # the tokenizer is GPT-2's
 
 
 def peek_settings(*sources):
@@ -85,35 +118,11 @@ def peek_settings(*sources):
     """
     for path in map(Path, sources):
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
-            with contextlib.suppress(Exception), allow_peer_config():
-                content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
-                config = content.get("model_args") or content["config"]
-                return config if isinstance(config, dict) else vars(config)
+            with contextlib.suppress(Exception):
+                return from_peer(unpickle(checkpoint, mmap=True))["config"]
         with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
             return {"block_size": json.load(file)["n_positions"]}
     return {}
-
-
-def read_pickle(path):
-    """The dict in a file written by torch.save. Only tensors and plain data are read, so no file can run code."""
-    try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()  # the checksums, which torch.load does not check
-        if damaged:
-            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-        with warnings.catch_warnings(action="ignore"), allow_peer_config():
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except pickle.UnpicklingError:
-        reason = "it contains more than tensors and plain data, perhaps code, which is never run"
-    except Exception as error:  # a damaged file can make the unpickler fail in any way
-        reason = getattr(error, "strerror", None) or first_line(error).rstrip(".")
-    else:
-        if isinstance(content, dict):
-            return content
-        reason = f"it holds a value of type {type(content).__name__}"
-    raise UserError(f"Checkpoint {path} cannot be read: {reason}. {NOT_OURS}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -136,80 +145,28 @@ def model_state(checkpoint):
 
 
 def model_tokenizer(checkpoint):
-    """The tokenizer in a checkpoint's dict."""
-    try:
-        return tokenizer.loads(checkpoint["tokenizer_file"])
-    except ValueError as error:
-        raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
+    """The tokenizer in a checkpoint's dict, or GPT-2's if there is none."""
+    text = checkpoint["tokenizer_file"]
+    return tokenizer.loads(text) if text else tokenizer.get_encoding("gpt2")
 
 
 def load_model_state(source):
     """Load (shape, weights, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint or a run's newest one."""
     path = Path(source)
-    if path.exists() and not path.is_dir():
-        content = read_pickle(path)
-        if isinstance(content.get("model_args"), dict) or isinstance(content.get("config"), PeerConfig):
-            return peer_model_state(path, content)
-        checkpoint = check_content(path, content)
-        return *model_state(checkpoint), model_tokenizer(checkpoint)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         shape, weights = load_huggingface(source)
         return shape, weights, load_tokenizer(source, shape["vocab_size"])
-    checkpoint = newest_checkpoint(path, for_resume=False)
-    if checkpoint:
-        return *model_state(checkpoint), model_tokenizer(checkpoint)
-    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-    if runs:
-        names = ", ".join(str(run.parent) for run in runs)
-        raise UserError(f"The folder {source} is not a run, but it has runs in it. Give one of them: {names}.")
-    if path.is_dir():
+    checkpoint = newest_checkpoint(path)
+    if not checkpoint:
+        runs = [str(run.parent) for run in sorted(path.glob("*/run.txt"))]
+        hint = suggest(str(source), runs or OPENAI_MODELS)
         raise UserError(
-            f"The folder {source} has neither a checkpoint (model_*.pt) nor a config.json. "
-            "Give a run's folder, or one in Hugging Face format."
+            f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
+            f"format, nor the name of a GPT-2. {hint}"
         )
-    raise UserError(
-        f"There is no model called {str(source)!r}. Give a checkpoint, a run's folder, a folder in Hugging Face "
-        f"format, or the name of a GPT-2. {suggest(str(source), OPENAI_MODELS)}"
-    )
-
-
-class PeerConfig:
-    """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints, and has only its fields."""
-
-
-def allow_peer_config():
-    """Let torch.load read build-nanogpt's GPTConfig, under any of its names, as a PeerConfig, without running code."""
-    names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
-    return torch.serialization.safe_globals([(PeerConfig, name) for name in names])
-
-
-def peer_model_state(path, content):
-    """(shape, weights, tokenizer) of a checkpoint written by nanoGPT or build-nanogpt, which keep GPT-2's names."""
-    config = content["model_args"] if "model_args" in content else vars(content["config"])
-    weights = {
-        re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight.float()  # the prefixes of DDP and torch.compile
-        for name, weight in content["model"].items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias"))
-    }
-    weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
-    shape = shape_of(weights, config.get("n_head"), path)
-    if shape["vocab_size"] < 50257:
-        raise UserError(
-            f"{path} was trained with a tokenizer of {shape['vocab_size']} ids that is not in the file, so its text "
-            "cannot be read. Only checkpoints with GPT-2's tokenizer can be used."
-        )
-    for name in [name for name in weights if name.endswith(".weight")]:
-        is_linear_or_norm = not name.startswith(("lm_head", "transformer.wte", "transformer.wpe"))
-        bias = name.removesuffix("weight") + "bias"
-        if is_linear_or_norm and bias not in weights:  # nanoGPT's bias=False is the same as biases of zero
-            weights[bias] = weights[name].new_zeros(len(weights[name]))
-    if "model_args" in content:
-        print(
-            "note: nanoGPT computes the exact GELU and this program GPT-2's approximation of it, so this model's "
-            "losses are slightly different here.",
-            flush=True,
-        )
-    return shape, weights, tokenizer.get_encoding("gpt2")
+    enc = model_tokenizer(checkpoint)
+    check_vocab_size(checkpoint["config"]["vocab_size"], enc)
+    return *model_state(checkpoint), enc
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -229,8 +186,8 @@ def check_vocab_size(vocab_size, enc):
     """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
         raise UserError(
-            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. "
-            f"Leave --vocab-size out, or set it to {enc.n_vocab} or more."
+            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
+            f"model's own tokenizer; for a new model leave --vocab-size out, or set it to {enc.n_vocab} or more."
         )
 
 
@@ -285,67 +242,47 @@ class CheckpointWriter:
 
     def __init__(self, lock, keep, milestone_every, temporary):
         """temporary: the steps of the checkpoints in the folder that may be deleted when there are newer ones."""
-        self.lock, self.out_dir, self.keep, self.milestone_every = lock, lock.folder, keep, milestone_every
-        self.temporary, self.buffers = set(temporary), {}
-        self.executor, self.pending = ThreadPoolExecutor(1), []
+        self.lock, self.keep, self.milestone_every, self.temporary = lock, keep, milestone_every, temporary
+        self.executor, self.pending, self.buffers = ThreadPoolExecutor(1), [], {}
 
     def write(self, checkpoint):
-        """Copy the checkpoint to the CPU and write it in the background, after the previous one has finished."""
-        self.wait()
+        """Write the checkpoint of a step. It is temporary, unless it is a milestone."""
         step = checkpoint["step"]
-        if self.milestone_every and step % self.milestone_every == 0:
-            self.temporary.discard(step)
-        else:
-            self.temporary.add(step)
-        copied = self.copy(checkpoint | {"temporary": sorted(self.temporary)})
-        path = self.out_dir / f"model_{step:05d}.pt"
-        self.pending.append(self.executor.submit(self.write_and_delete, path, copied))
+        if not self.milestone_every or step % self.milestone_every:
+            self.temporary.append(step)
+        self.submit(f"model_{step:05d}.pt", checkpoint | {"temporary": self.temporary})
 
-    def write_best(self, checkpoint):
-        """Write the weights with the lowest validation loss so far, in the same way."""
+    def submit(self, name, checkpoint):
+        """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
         self.wait()
-        self.pending.append(self.executor.submit(self.write_one, self.out_dir / BEST, self.copy(checkpoint)))
-
-    def copy(self, checkpoint):
-        """Copy a checkpoint to the CPU, where further training cannot change it; tied weights are copied once."""
-        model = {name: weight for name, weight in checkpoint["model"].items() if name != "lm_head.weight"}
-        copied = self.copy_to_cpu(checkpoint | {"model": model})
+        model = checkpoint["model"] | {"lm_head.weight": None}  # tied weights are copied once
+        copied = tree_map_with_path(self.copy, checkpoint | {"model": model})
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         copied["model"]["lm_head.weight"] = copied["model"]["transformer.wte.weight"]
-        return copied
+        self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
 
-    def copy_to_cpu(self, state, place=()):
-        """Copy the tensors in nested dicts and lists to buffers that are kept for the next checkpoint."""
-        if isinstance(state, torch.Tensor):
-            if place not in self.buffers:  # the GPU copies to pinned memory several times as fast
-                self.buffers[place] = torch.empty_like(state, device="cpu", pin_memory=state.is_cuda)
-            return self.buffers[place].copy_(state.detach(), non_blocking=state.is_cuda)
-        if isinstance(state, dict):
-            return {name: self.copy_to_cpu(value, (*place, name)) for name, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return [self.copy_to_cpu(value, (*place, i)) for i, value in enumerate(state)]
-        return state
+    def copy(self, place, value):
+        """Copy a tensor to a buffer, which is kept for the next checkpoint's tensor in the same place."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if place not in self.buffers:  # the GPU copies to pinned memory several times as fast
+            self.buffers[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return self.buffers[place].copy_(value, non_blocking=value.is_cuda)
 
-    def write_one(self, path, checkpoint):
+    def write_file(self, path, checkpoint):
+        """Write a checkpoint; then delete all temporary ones but the newest `keep` checkpoints."""
         self.lock.check()
         with atomic_write(path) as file:
             try:
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # torch's writer hides why the file could not be written
                 raise error.__context__ or error from None
-
-    def write_and_delete(self, path, checkpoint):
-        """Write a checkpoint; then delete older temporary ones, so that `keep` checkpoints remain."""
-        self.write_one(path, checkpoint)
-        paths = list_checkpoints(self.out_dir)
-        older = paths[: paths.index(path)]
-        for old in older[: max(0, len(older) + 1 - self.keep)]:
+        for old in list_checkpoints(path.parent)[: -self.keep]:
             if step_of(old) in self.temporary:
-                with contextlib.suppress(FileNotFoundError):
-                    old.unlink()
+                old.unlink(missing_ok=True)
 
     def wait(self):
-        """Wait until the pending checkpoints are on disk; re-raise any error from writing them."""
+        """Wait until the pending checkpoint is on disk; re-raise any error from writing it."""
         while self.pending:
             self.pending.pop().result()

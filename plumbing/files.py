@@ -64,7 +64,7 @@ def atomic_write(path, mode="wb", **kwargs):
     file is replaced, and no link is followed. If anything fails, an existing file at `path` is left untouched.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.part")
+    part, file = path.with_name(f".{path.name}.part"), None
     check_replaceable(path)
     try:
         part.unlink(missing_ok=True)  # left by a process that was killed; a link is removed, and not what it points to
@@ -77,8 +77,9 @@ def atomic_write(path, mode="wb", **kwargs):
         check_replaceable(path)
         os.replace(part, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a read-only file system refuses this, too
-            part.unlink()
+        if file:  # and not one that another process has just opened
+            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
+                part.unlink()
         if isinstance(error, OSError):
             raise UserError(
                 f"Could not write {path}: {error.strerror or error}. Check that its folder exists, is writable "
@@ -156,7 +157,8 @@ def lock_folder(folder, name=".lock"):
     check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
     path.parent.mkdir(parents=True, exist_ok=True)
     is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can be locked and not written
-    descriptor = os.open(path, os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT, 0o666)
+    flags = os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         if fcntl is None:
             raise OSError("this system has no flock")

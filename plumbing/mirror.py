@@ -1,5 +1,6 @@
 """--wandb: a copy of the run's log at Weights & Biases, which can neither stop nor delay the training."""
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -26,36 +27,31 @@ def kept_id(folder):
     path = folder / "run_id.txt"
     if not path.exists():
         folder.mkdir(exist_ok=True)
-        with atomic_write(path, "w", encoding="ascii") as file:
+        with atomic_write(path, "w") as file:
             file.write(uuid.uuid4().hex[:12])
-    return path.read_text(encoding="ascii").strip()
+    return path.read_text()
 
 
-def start_wandb(project, out_dir, config):
+def start_wandb(config):
     """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
     import wandb  # optional, and slow to import
 
-    seconds = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
-    settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **seconds)
+    timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
+    settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
-    options = dict(project=project, name=str(out_dir), dir=str(out_dir), id=kept_id(out_dir / "wandb"), config=config)
-    options |= dict(resume="allow", allow_val_change=True, settings=settings)  # a resumed run may have another B
-    mode = os.environ.get("WANDB_MODE")
-    if not mode:
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, config=dataclasses.asdict(config))
+    # a resumed run may have another B
+    options |= dict(id=kept_id(Path(config.out_dir, "wandb")), resume="allow", allow_val_change=True, settings=settings)
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     try:
         run = wandb.init(mode=mode, **options)
     except wandb.errors.CommError:
         wandb.teardown()  # frees the id
         run = wandb.init(mode="offline", **options)
     if run.offline:
-        folder = Path(run.dir).parent
-        print(
-            f"note: Without a network or a login to Weights & Biases, --wandb writes to {folder}. "
-            f"To upload that later: wandb sync {folder}",
-            flush=True,
-        )
+        command = f"wandb sync {Path(run.dir).parent}"
+        print(f"note: --wandb has no network or no login. To upload the log later: {command}", flush=True)
     elif run.url:
         print(f"The log is mirrored at {run.url}.", flush=True)
     return run
@@ -64,37 +60,29 @@ def start_wandb(project, out_dir, config):
 class Mirror:
     """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
 
-    def __init__(self, project, out_dir, config, log_lines):
+    def __init__(self, config, log_lines):
         """log_lines: those already in log.txt, as read_log gives them, from before a resume or a branch's parent."""
-        self.status, self.given_up = 0, False
-        self.queue = queue.SimpleQueue()  # holds (step, {stream: value}), and None at the end
+        self.config, self.status, self.queue = config, 0, queue.SimpleQueue()
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
-            self.queue.put((step, {stream: value for _, stream, value in lines}))
+            self.log(step, {stream: value for _, stream, value in lines})
         # subtle: a daemon, because at exit Python would wait forever for any other thread that hangs
-        self.thread = threading.Thread(target=self.work, args=(project, Path(out_dir), config), daemon=True)
+        self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
 
-    def work(self, project, out_dir, config):
+    def work(self):
         try:
-            run = start_wandb(project, out_dir, config)
+            run = start_wandb(self.config)
             for step, values in iter(self.queue.get, None):
                 # After a resume the server may already have steps after the checkpoint, and it takes each step only
                 # once. An offline run gets the whole log: its upload replaces what the server has.
                 if step >= run.starting_step:
                     run.log(values, step=step)
             run.finish(exit_code=self.status)
-        except Exception as error:
-            # anything may fail in a large package that talks to a server, and none of it should end the run
-            if not self.given_up:
-                print(
-                    f"warning: The mirror at Weights & Biases has ended ({type(error).__name__}: {first_line(error)}). "
-                    "Training continues without it; log.txt has everything.",
-                    flush=True,
-                )
+        except Exception as error:  # of whatever kind, in a large package that talks to a server
+            warn(f"has failed ({type(error).__name__}: {first_line(error)})")
 
     def log(self, step, values):
-        if self.thread.is_alive():
-            self.queue.put((step, values))
+        self.queue.put((step, values))
 
     def finish(self, status):
         """End the mirror's run with an exit status, and wait a little for its last lines to arrive."""
@@ -102,9 +90,9 @@ class Mirror:
         self.queue.put(None)
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
-            self.given_up = True
-            print(
-                f"warning: Weights & Biases has not answered for {FINISH_SECONDS} seconds. The mirror may lack the "
-                "last lines; log.txt has everything.",
-                flush=True,
-            )
+            warn(f"has not answered for {FINISH_SECONDS} seconds")
+
+
+def warn(problem):
+    """Say why the mirror lacks lines of the log."""
+    print(f"warning: Weights & Biases {problem}. Training does without it; log.txt has everything.", flush=True)

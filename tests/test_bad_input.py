@@ -96,7 +96,7 @@ def error_of_run(folder, **changes):
         (dict(total_batch_size=10_240), ["train shards in data have 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="data"), ["The folder data has neither a checkpoint"]),
+        (dict(init_from="data"), ["'data' is neither a checkpoint"]),
         (dict(init_from="run", block_size=64, sequence_length=64, batch_size=2), ["the 32 tokens that run can read"]),
         (dict(out_dir="run", max_lr=0.1), ["run has a run with other settings (max_lr was 0.003, now 0.1)"]),
     ],
@@ -185,7 +185,7 @@ def with_another_tokenizer(content):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (lambda content: torch.zeros(3), "a value of type Tensor"),
+        (lambda content: torch.zeros(3), "it has no model"),
         (lambda content: content["model"], "it has no model, no config"),
         (lambda content: content | {"config": {"n_head": 3}}, "an n_head of 3"),
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
@@ -230,7 +230,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_or_hold_code(folder):
 def test_a_run_whose_data_has_changed(folder):
     (folder / "run" / "model_00004.pt").unlink()
     more = make_shards(folder / "more", lengths=(2000, 3000, 2700))
-    assert "The train shards in more are not those" in error_of_run(folder, out_dir="run", data=more.name)
+    assert "The shards in more are not those" in error_of_run(folder, out_dir="run", data=more.name)
 
 
 @pytest.mark.parametrize("script", ["sample", "hellaswag"])

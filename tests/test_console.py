@@ -6,7 +6,6 @@ import math
 import sys
 
 import pytest
-import torch
 import tqdm.std
 from conftest import tiny_model, train
 
@@ -20,7 +19,7 @@ def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val
     """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's."""
     assert train(data, tmp_path / "run", val_tokens=val_tokens) == 0
     printed = capsys.readouterr().out
-    assert "data: 4,688 training tokens in 2 shards, of which the run reads 33%\n" in printed
+    assert "data: 4,688 training tokens, which the run reads 0.328 times\n" in printed
     assert f"validation: {validated} tokens; tokenizer bytes\n" in printed
 
 
@@ -48,7 +47,7 @@ def step_lines(data, monkeypatch, device_peak, calls):
     run, said = object.__new__(runs.Run), []
     run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
     run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, calls[0]["step"], 20_000
-    run.print_summary(tiny_model(), torch.float32, DataLoaderLite(data, "train", 4, 16), 8, 4, [])
+    run.print_summary(tiny_model(), DataLoaderLite(data, "train", 4, 16), 8, 4, [])
     run.report = lambda step, text, **streams: said.append((f"step {step:5d} | {text}", streams))
     for call in calls:
         run.log_step(**call)

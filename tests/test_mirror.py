@@ -25,7 +25,7 @@ class CommError(Exception):
     pass
 
 
-errors = types.SimpleNamespace(CommError=CommError)
+errors, Settings, setup = types.SimpleNamespace(CommError=CommError), dict, dict
 
 
 def note(called, /, **options):
@@ -33,21 +33,11 @@ def note(called, /, **options):
         file.write(json.dumps([called, options]) + "\\n")
 
 
-class Settings:
-    def __init__(self, **options):
-        pass
-
-
-def setup(settings):
-    pass
-
-
 def teardown():
     note("teardown")
 
 
 def login(prompt, verify):
-    assert not prompt
     return TROUBLE != "no login"
 
 
@@ -106,12 +96,9 @@ def logged(options):
     return dict(pairs)
 
 
-def log_of(out_dir, streams=("train", "val", "val_bpb", "lr", "norm", "tok/s")):
+def log_of(out_dir):
+    streams = ("train", "val", "val_bpb", "lr", "norm", "tok/s")
     return {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
-
-
-def without_speed(pairs):
-    return {pair: value for pair, value in pairs.items() if pair[1] != "tok/s"}
 
 
 def test_the_log_and_the_settings_are_mirrored(data, tmp_path, wandb, capsys):
@@ -146,8 +133,7 @@ def test_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb):
     assert init["id"] == identity and init["resume"] == "allow" and init["allow_val_change"]
     again = calls(wandb, "log")
     assert {call["step"] for call in again} == {10, 11, 12}
-    assert without_speed(logged(sent + again)).keys() == without_speed(log_of(run)).keys()
-    assert {step for step, stream in logged(sent + again) if stream == "train"} == set(range(12))
+    assert logged(sent + again).keys() == log_of(run).keys()
 
 
 def test_an_offline_run_has_the_whole_curve_after_a_resume(data, tmp_path, wandb, monkeypatch, capsys):
@@ -180,25 +166,20 @@ def test_without_a_network_an_offline_run_is_written(data, tmp_path, wandb, monk
     assert len(calls(wandb, "teardown")) == 1
 
 
-def test_an_exception_in_wandb_is_one_warning(data, tmp_path, wandb, monkeypatch, capsys):
-    monkeypatch.setenv("FAKE_WANDB", "log fails")
-    assert train(data, tmp_path / "run", wandb="gpt2") == 0
-    out = capsys.readouterr().out
-    assert out.count("warning: ") == 1
-    assert "(RuntimeError: no more space). Training continues" in out
-    assert len(read_log(tmp_path / "run")) == 12
-
-
-def test_training_does_not_wait_for_a_wandb_that_hangs(data, tmp_path, wandb, monkeypatch, capsys):
-    monkeypatch.setenv("FAKE_WANDB", "log hangs")
+@pytest.mark.parametrize(
+    "trouble, words", [("log fails", "has failed (RuntimeError: no more space)."), ("log hangs", "has not answered")]
+)
+def test_training_neither_ends_nor_waits_with_wandb(trouble, words, data, tmp_path, wandb, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_WANDB", trouble)
     monkeypatch.setattr(mirror, "FINISH_SECONDS", 0.1)
     assert train(data, tmp_path / "run", wandb="gpt2") == 0
-    assert "has not answered" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("warning: ") == 1 and words in out
     assert len(read_log(tmp_path / "run")) == 12
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
-    assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e18, grad_clip=0) == 2
+    assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0) == 2
     assert calls(wandb, "finish") == [{"exit_code": 1}]
 
 

@@ -21,12 +21,14 @@ from conftest import (
     patched,
     read_log,
     run,
+    succeed,
     tiny_flags,
     train,
     wait_for_checkpoint,
     write_half,
 )
 from safetensors.torch import load_file, save_file
+from test_branch import assert_same_run, steps_of
 
 import train_gpt2
 from plumbing import checkpoint as checkpoints
@@ -50,20 +52,8 @@ def straight(folder):
     return folder.parent / "straight"
 
 
-def assert_same_run(out_dir, straight, val_loss=True):
-    """Every step once, every train and val value bit for bit, and the same weights in the end."""
-    for stream in ("train", "val", "lr", "norm"):
-        assert read_log(out_dir, stream) == read_log(straight, stream)
-    ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(straight)
-    assert ours["step"] == theirs["step"] and (not val_loss or ours["val_loss"] == theirs["val_loss"])
-    assert all(torch.equal(ours["model"][name], theirs["model"][name]) for name in theirs["model"])
-    exports = [Path(folder) / "hf" / "model.safetensors" for folder in (out_dir, straight)]
-    assert exports[0].read_bytes() == exports[1].read_bytes()
-    assert not list(Path(out_dir).glob("*.part"))
-
-
 # ----------------------------------------------------------------------------------------------------------
-# kill -9 at chosen moments
+# Killed with -9 at chosen moments, and torn files
 
 
 def train_until(moment, args):
@@ -82,7 +72,7 @@ def train_until(moment, args):
         "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
-            checkpoints, "list_checkpoints", lambda path: (path / "model_00008.pt").exists()
+            checkpoints, "list_checkpoints", lambda path: Path(path, "model_00008.pt").exists()
         ),
         "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
     }[moment]
@@ -108,16 +98,11 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
-    steps = [int(path.stem[6:]) for path in list_checkpoints(tmp_path / "out")]
-    assert steps == MOMENTS[moment]
+    assert steps_of(tmp_path / "out") == MOMENTS[moment]
     halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
     assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Torn files
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +110,7 @@ def killed(folder):
     """The folder of a run that was killed in step 9, with checkpoints 4 and 8."""
     args = tiny_flags(folder, folder.parent / "killed", **OPTIONS)
     assert run(train_until, "in step 9", args, output=folder.parent / "output") == [-signal.SIGKILL]
-    assert [path.name for path in list_checkpoints(folder.parent / "killed")] == ["model_00004.pt", "model_00008.pt"]
+    assert steps_of(folder.parent / "killed") == [4, 8]
     (folder.parent / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
     return folder.parent / "killed"
 
@@ -135,9 +120,12 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
-def test_a_torn_log_line_is_cut_off(folder, straight, stopped):
+def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
+    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
+    (stopped / "hf.part").mkdir()
+    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
 
@@ -163,7 +151,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert ("warning: " in printed and "model_00008.pt cannot be read" in printed) == (damage != "deleted")
     assert "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
-    assert [path.name for path in list_checkpoints(stopped)] == ["model_00009.pt", "model_00012.pt"][-keep_checkpoints:]
+    assert steps_of(stopped) == [9, 12][-keep_checkpoints:]
     aside = stopped.with_name(stopped.name + ".1") / "model_00008.pt"
     assert aside.exists() == (damage != "deleted")
 
@@ -188,28 +176,19 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
         for step in (99_998, 99_999, 100_000):
             writer.write(checkpoint | {"step": step})
         writer.wait()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["model_99999.pt", "model_100000.pt"]
+    assert steps_of(tmp_path) == [99_999, 100_000]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
 
-def test_leftovers_of_a_killed_process_are_swept_away(folder, straight, stopped):
-    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
-    (stopped / "hf.part").mkdir()
-    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
-    assert train(folder, stopped, **OPTIONS) == 0
-    assert_same_run(stopped, straight)
-
-
 # ----------------------------------------------------------------------------------------------------------
-# What the same command does in a folder that holds a run
+# What the same command does in a folder that holds a run, and after a signal
 
 
-def test_a_finished_run_says_so_and_changes_nothing(folder, straight, tmp_path, capsys):
-    shutil.copytree(straight, tmp_path / "out")
-    before = listing(tmp_path / "out")
-    assert train(folder, tmp_path / "out", **OPTIONS) == 0
+def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
+    before = listing(straight)
+    assert train(folder, straight, **OPTIONS) == 0
     assert "is finished" in capsys.readouterr().out
-    assert listing(tmp_path / "out") == before
+    assert listing(straight) == before
 
 
 @pytest.mark.parametrize("fate", ["missing", "empty", "another model", "truncated"])
@@ -230,29 +209,13 @@ def test_a_finished_run_is_exported_again_unless_hf_holds_its_weights(fate, fold
     assert (hf / "tokenizer.json").read_bytes() == (straight / "hf" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"max_lr": 1e-2, "seed": 7}, ["max_lr was 0.003, now 0.01", "seed was 1337, now 7"]),
-        ({"shuffle": False}, ["shuffle was True, now False"]),
-    ],
-)
-def test_a_folder_of_a_different_run_is_refused_with_what_differs(changes, named, folder, straight, tmp_path, capsys):
-    shutil.copytree(straight, tmp_path / "out")
-    before = listing(tmp_path)
-    assert train(folder, tmp_path / "out", **OPTIONS | changes) == 2
+def test_a_folder_of_a_different_run_is_refused_with_what_differs(folder, straight, capsys):
+    before = listing(straight)
+    assert train(folder, straight, **OPTIONS | dict(max_lr=1e-2, seed=7, shuffle=False)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and all(text in line for text in named) and "--no-resume" in line
-    assert listing(tmp_path) == before
-
-
-def test_a_folder_of_another_program_is_refused(folder, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "log.txt").write_text("0 train 10.9\n", encoding="utf-8")
-    before = listing(tmp_path)
-    assert train(folder, tmp_path / "out", **OPTIONS) == 2
-    assert f"error: {tmp_path / 'out'} has a log but no run.txt" in capsys.readouterr().err
-    assert listing(tmp_path) == before
+    differ = "(seed was 1337, now 7, shuffle was True, now False, max_lr was 0.003, now 0.01)"
+    assert line.startswith(f"error: {straight} has a run with other settings {differ}") and "--no-resume" in line
+    assert listing(straight) == before
 
 
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path, capsys):
@@ -264,10 +227,6 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     assert listing(tmp_path / "out.1") == before
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Signals
 
 
 def signalled(step, number, times, rank, args):
@@ -294,15 +253,15 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(number, status, folder, 
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
-    assert run(train_gpt2.main, args, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
 
 
 def test_a_signal_in_the_last_step_leaves_a_run_that_the_same_command_ends(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    assert run(signalled, 11, signal.SIGTERM, 1, 0, args, output=tmp_path / "output") == [0]
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
-    assert_same_run(tmp_path / "out", straight, val_loss=False)  # the checkpoint was there before the last validation
+    succeed(signalled, 11, signal.SIGTERM, 1, 0, args, output=tmp_path / "output")
+    succeed(train_gpt2.main, args, output=tmp_path / "output")
+    assert_same_run(tmp_path / "out", straight, ["model"])  # the checkpoint was there before the last validation
 
 
 def test_a_second_sigint_leaves_at_once(folder, tmp_path):
@@ -352,7 +311,7 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert run(killed_at, 22, out, 20, first, output=output) == [-signal.SIGKILL], output.read_text()
     statuses = run(killed_at, 41, out, 40, second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
-    assert run(train_gpt2.main, third, output=output) == [0], output.read_text()
+    succeed(train_gpt2.main, third, output=output)
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()
     assert largest_difference(tmp_path / "out", tmp_path / "straight", 30) < 1e-5
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
@@ -397,10 +356,6 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     agents = [subprocess.Popen(command) for _ in range(2)]
     assert [agent.wait(120) for agent in agents] == [0, 0]
     assert largest_difference(tmp_path / "two", straight) < 1e-5
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):

@@ -440,7 +440,7 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     assert len(half) == 24 and np.isfinite(half).all()
     assert half[0] == pytest.approx(full[0], abs=0.02) and (half != full).any()
     assert half[-1] < half[0] - 1
-    checkpoint = load_checkpoint(tmp_path / "half" / "model_00024.pt", for_resume=True)
+    checkpoint = load_checkpoint(tmp_path / "half" / "model_00024.pt")
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
 
@@ -462,7 +462,7 @@ def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path
     val = losses(tmp_path / "out", "val")
     assert val[0] != val[1] == val[2] != val[3]
     # the scaler begins at 65,536
-    assert load_checkpoint(tmp_path / "out" / "model_00003.pt", for_resume=True)["scaler"]["scale"] == 2.0**15
+    assert load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**15
 
 
 def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_path, capsys):
