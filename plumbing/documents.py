@@ -37,9 +37,7 @@ RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; a longer text without a token boundary, such as one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
-# bytes; a core reads a parquet row group of at most this size as a whole. datatrove, which wrote FineWeb-Edu,
-# puts 1,000 documents, some 5 MB, into one
-MAX_ROW_GROUP = 2**26
+MAX_ROW_GROUP = 2**26  # bytes; a core reads a smaller one as a whole. FineWeb-Edu's have 1,000 documents, some 5 MB
 MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
@@ -239,7 +237,7 @@ def read_txt(source, separator=""):
         for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
                 print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
-                print('      If they separate documents, add --separator "<|endoftext|>".')
+                print('If they separate documents, add --separator "<|endoftext|>".')
             yield piece
 
 
@@ -350,14 +348,13 @@ def run_in_background(function, *args):
     return future
 
 
-attempts = 3  # to download, so that a user without a network finds out soon; 9 as soon as one has succeeded
+# 3 attempts to download, so that a user without a network finds out soon; as soon as one has succeeded, 9, which
+# survive an outage of 4 minutes
+attempts = 3
 
 
 def retry(name, advice, function, *args, **kwargs):
-    """Call a function that downloads `name`; if it fails, again after 1, 2, 4 ... seconds.
-
-    9 attempts survive an outage of 4 minutes. `advice` is what to do if the last one fails, too.
-    """
+    """Call a function that downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user."""
     global attempts
     for attempt in range(attempts):
         time.sleep(RETRY_SECONDS * (2**attempt // 2))
