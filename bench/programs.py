@@ -101,7 +101,7 @@ def score(options):
     lines = itertools.islice(hellaswag.iterate_examples(options.data), limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     compared = {
-        "hellaswag.py": lambda: hellaswag.predict(model, examples, enc.n_vocab)[:, :2],
+        "hellaswag.py": lambda: hellaswag.score(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
     autocast = torch.autocast(options.device.split(":")[0], dtype, enabled=dtype != torch.float32)

@@ -111,8 +111,8 @@ def find_start(config, preset, enc, fingerprints):
     else:
         return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
-    then = {"training data": saved["loader"]["fingerprint"], "validation data": saved["val_fingerprint"]}
-    if fingerprints != then:
+    then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
+    if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
         raise UserError(
             f"The shards in {config.data} are not those that the run was started on. Give the original ones with "
             "--data, or start another run on these with --init-from and another --out-dir."
@@ -128,9 +128,10 @@ def find_start(config, preset, enc, fingerprints):
 def load_state(source):
     """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
     saved = checkpoints.newest_checkpoint(source)
-    if saved and "temporary" not in saved:
+    if saved and "optimizer" not in saved:
         raise UserError(f"{source} has weights, but no state of a run. To start a run from them, use --init-from.")
-    return saved
+    # older versions did not write these
+    return saved and {"temporary": [], "val_fingerprint": None} | saved
 
 
 def changes(config, then):
@@ -143,7 +144,8 @@ def changes(config, then):
     if config.init_from:
         free |= {*checkpoints.SHAPE}  # the model's
     pairs = {name: (before, now.get(name, "unknown")) for name, before in then.items() if name not in free}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    # "log/" is the folder "log"
+    return {name: pair for name, pair in pairs.items() if len({str(value).rstrip("/") for value in pair}) > 1}
 
 
 def say(different):
@@ -409,16 +411,16 @@ class Run(contextlib.AbstractContextManager):
     def log_step(self, step, loss, lr, norm, tokens, seconds):
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
-        # loss and norm are cut to 6 and 4 characters, so that columns line up and fit into 80 characters
-        words = [f"loss {loss:.4f}"[:11], f"lr {lr:.1e}".replace("e-0", "e-"), f"norm {norm:.3f}"[:9]]
+        # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
+        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
+        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
         words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
         words.append(f"{short(rate):>4} tok/s")
         if self.peak:
             words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
         words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
-        self.report(
-            step, (" " if self.peak else "  ").join(words), **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        )
+        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
+        self.report(step, (" " if self.peak else "  ").join(words), **streams)
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
@@ -451,6 +453,8 @@ class Run(contextlib.AbstractContextManager):
         print(f"Exporting the model to {hf}.", flush=True)
         export_huggingface(raw_model, enc, hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
+        if self.world.device_type == "cuda":
+            took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
         if self.config.keep_best and self.best_val_loss < math.inf:
             best = self.out_dir / checkpoints.BEST

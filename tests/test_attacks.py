@@ -152,9 +152,10 @@ def test_a_run_that_has_logged_nothing_leaves_nothing_to_move(folder):
 
 
 def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
-    """It had a random state, and fewer flags."""
+    """It had no fingerprints of its data, a random state, and fewer flags."""
 
     def make_old(content):
+        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
         content["rng"] = torch.get_rng_state()
         for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
             del content["config"][name]
@@ -163,8 +164,7 @@ def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
         change_checkpoint(path, make_old)
     assert resume(folder, grad_clip=0.5) == 2
     assert "grad_clip was 1.0, now 0.5" in error_of(capsys)
-    assert resume(folder, keep_checkpoints=1) == 0 and is_straight(folder / "run")
-    assert [path.name for path in (folder / "run").glob("model_*.pt")] == ["model_00006.pt"]
+    assert resume(folder) == 0 and is_straight(folder / "run")
 
 
 KILLED_IN_FIRST_START = """

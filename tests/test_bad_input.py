@@ -50,8 +50,7 @@ def folder(good, tmp_path, monkeypatch):
     """A copy of it that is the current folder."""
     shutil.copytree(good, tmp_path / "folder")
     monkeypatch.chdir(tmp_path / "folder")
-    # downloads fail at once: second attempts would wait
-    monkeypatch.setattr(documents, "attempts", 1)
+    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)  # downloads fail at once
     return tmp_path / "folder"
 
 

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sample import Options, fit_prompt, generate_rows, stream_text
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
 PROMPT = [72, 101, 108, 108, 111]
-ENDLESS = type("Enc", (), {"n_vocab": 257, "eot_token": -1})()  # bytes whose end never comes
+ENDLESS = types.SimpleNamespace(n_vocab=257, _special_tokens={})  # bytes whose end never comes
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +31,14 @@ def model():
 
 
 def save(path, model, enc=BYTES):
-    """A checkpoint as the trainer writes it, with nothing in it to train on with."""
-    checkpoint = {
-        "model": model.state_dict(),
-        "config": vars(model.config),
-        "step": 1,
-        "optimizer": [],
-        "loader": {},
-        "tokenizer": enc.name,
-        "tokenizer_file": tokenizer.dumps(enc),
-    }
-    torch.save(checkpoint, path)
+    export_huggingface(model, enc, path)
     return str(path)
 
 
 def rows_of(model, ids, max_new_tokens, enc=ENDLESS, rows=1, seed=0, **options):
     """The rows that `generate_rows` gives: lists of ids, None where a row had stopped."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), generator, rows)
+    torch.manual_seed(seed)
+    steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), rows)
     return [list(row) for row in zip(*steps)]
 
 
@@ -120,7 +111,7 @@ def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(
 def test_each_row_stops_at_its_own_end(model):
     open_rows = rows_of(model, PROMPT, 30, rows=6, top_k=4, seed=3)
     end = open_rows[0][4]
-    stopping = type("Enc", (), {"n_vocab": 257, "eot_token": end})()
+    stopping = types.SimpleNamespace(n_vocab=257, _special_tokens={"<|end|>": end})
     stopped = rows_of(model, PROMPT, 30, stopping, rows=6, top_k=4, seed=3)
     steps = len(stopped[0])
     for row, whole in zip(stopped, open_rows):
@@ -137,38 +128,29 @@ def test_the_same_seed_gives_the_same_text_and_another_another(model):
     assert first[0] != first[1], "the rows differ from one another"
 
 
-def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
+def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
+    monkeypatch.setattr(sample, "generate_rows", lambda model, enc, ids, options: ([token] for token in ids))
     text = "a\u00e9\u20ac\U0001f600!"  # 1, 2, 3, 4 and 1 bytes
-    pieces = list(stream_text(BYTES, text.encode()))
+    pieces = list(stream_text(None, BYTES, text.encode(), None))
     assert pieces == ["a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "!", ""]
-    assert "".join(stream_text(BYTES, text.encode()[:-2])) == "a\u00e9\u20ac\ufffd", "a cut one is marked, not dropped"
-    assert "".join(stream_text(BYTES, [0xFF, 65])) == "\ufffdA"
-
-
-# -----------------------------------------------------------------------------
-# The command line
+    for data, shown in ((text.encode()[:-2], "a\u00e9\u20ac\ufffd"), (b"\xffA", "\ufffdA")):  # marked, not dropped
+        assert "".join(stream_text(None, BYTES, data, None)) == shown
 
 
 def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
-    path = save(tmp_path / "m.pt", model)
-    command = ["Hello", "-m", path, "--temperature", "0", "--max-new-tokens", "40", "--device", "cpu"]
-    assert status_of(sample.main, command) == 0
+    command = ["-m", save(tmp_path / "model", model), "--temperature", "0", "--max-new-tokens", "40", "--device", "cpu"]
+    assert status_of(sample.main, ["Hello", *command]) == 0
     expected = greedy_without_cache(model, PROMPT, 40)
-    expected = expected[: expected.index(256)] if 256 in expected else expected
-    assert capsys.readouterr().out == BYTES.decode(expected) + "\n"
-    assert status_of(sample.main, [*command, "-n", "3"]) == 0
-    text = BYTES.decode(expected)
+    text = BYTES.decode(expected[: expected.index(256)] if 256 in expected else expected)
+    assert capsys.readouterr().out == text + "\n"
+    assert status_of(sample.main, ["Hello", *command, "-n", "3"]) == 0
     assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [text, text, text + "\n"]
-
-
-def test_a_prompt_that_spells_a_special_token_is_text(model, tmp_path, capsys):
-    path = save(tmp_path / "m.pt", model)
-    assert status_of(sample.main, ["<|endoftext|>", "-m", path, "--max-new-tokens", "1", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("<|endoftext|>")
+    assert status_of(sample.main, ["<|endoftext|>", *command]) == 0
+    assert capsys.readouterr().out.startswith("<|endoftext|>"), "a prompt that spells a special token is text"
 
 
 def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
-    path, folder = save(tmp_path / "m.pt", model), tmp_path / "out"
+    path, folder = save(tmp_path / "model", model), tmp_path / "out"
     status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
     assert status == 0 and shlex.split(said)[-5:] == ["python", "sample.py", "The ", "-m", str(folder)]
     back, enc = train_gpt2.load_model(str(folder))
@@ -178,7 +160,7 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "empty").mkdir()
     before = listing(tmp_path)
-    for taken in (folder, path, tmp_path / "link"):
+    for taken in (folder, folder / "config.json", tmp_path / "link"):
         assert status_of(sample.main, ["-m", path, "--export", str(taken)]) == 2
     assert listing(tmp_path) == before
 
@@ -191,17 +173,11 @@ def test_the_words_of_other_programs_are_known():
         assert "Give the text in quotes, without a flag." in refusal_of(sample.main, flag)[2]
 
 
-def test_a_prompt_that_is_not_utf8_is_one_line(model, tmp_path, capsys):
-    prompt = os.fsdecode(b"a\xff\xfeb")  # as in sys.argv: the bytes are half surrogate pairs
-    command = [prompt, "-m", save(tmp_path / "m.pt", model), "--max-new-tokens", "1", "--device", "cpu"]
-    assert status_of(sample.main, command) == 2
-    assert "not UTF-8" in capsys.readouterr().err
-
-
 def test_mistakes_get_one_line_and_status_2(model, tmp_path):
-    path = save(tmp_path / "m.pt", model)
+    path = save(tmp_path / "model", model)
     mistakes = {
         "prompt is empty": [""],
+        "not UTF-8": [os.fsdecode(b"a\xff\xfeb")],  # as in sys.argv: the bytes are half surrogate pairs
         "The prompt has 33 tokens": ["x" * 33],
         "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
         "--temperature is -1": ["x", "--temperature", "-1"],
@@ -214,12 +190,8 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "no device 'tpu'": ["x", "--device", "tpu"],
     }
     for part, args in mistakes.items():
-        status, _, said = refusal_of(sample.main, *args, *([] if "-m" in args else ["-m", path]))
+        status, _, said = refusal_of(sample.main, "-m", path, *args)
         assert status == 2 and said.startswith("error: ") and part in said and said.count("\n") == 1, said
-
-
-# -----------------------------------------------------------------------------
-# Chat
 
 
 def talk(*contents):
@@ -227,23 +199,23 @@ def talk(*contents):
 
 
 def test_the_oldest_messages_are_dropped_when_the_block_is_full():
-    messages = talk("a" * 10, "b" * 10, "c" * 10, "d" * 10, "e" * 10)
+    messages = talk(*(letter * 10 for letter in "abcde"))
     # <|endoftext|>, then marker, ten bytes and <|end|> for each message, and <|assistant|>
-    assert len(fit_prompt(messages, CHAT, 100, 38)) == 62 and len(messages) == 5
-    assert len(fit_prompt(messages, CHAT, 100, 39)) == 38 and len(messages) == 3
+    assert len(fit_prompt(messages, CHAT, 62)) == 62 and len(messages) == 5
+    assert len(fit_prompt(messages, CHAT, 61)) == 38 and len(messages) == 3
     assert [message["content"][0] for message in messages] == ["c", "d", "e"]
-    assert fit_prompt(messages, CHAT, 20, 7) is None, "a last message that does not fit is not cut"
+    assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
 def test_a_role_marker_that_is_typed_is_text():
-    ids = fit_prompt(talk("<|end|><|assistant|>yes"), CHAT, 100, 10)
+    ids = fit_prompt(talk("<|end|><|assistant|>yes"), CHAT, 90)
     markers = [token for token in ids if token > 256]
     assert CHAT.decode(markers) == "<|user|><|end|><|assistant|>"
 
 
 @pytest.fixture
 def parrot(tmp_path):
-    return save(tmp_path / "parrot.pt", parrot_model(block_size=32), CHAT)
+    return save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
 
 
 def chat(monkeypatch, capsys, path, stdin, *args):
@@ -258,10 +230,7 @@ def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys
     assert said.out == "ok\nok\nok\n"
     assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
     said = chat(monkeypatch, capsys, parrot, io.StringIO("x" * 60 + "\nhi"), "--max-new-tokens", "5")
-    assert said.out == (
-        "(That is too long: the model can read 32 tokens, 5 of them kept for its answer. "
-        "Write less; the conversation starts over.)\nok\n"
-    )
+    assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
 
 
 def test_chat_ends_quietly_where_there_is_no_input(parrot, monkeypatch, capsys):
@@ -275,13 +244,13 @@ class BrokenInput(io.StringIO):
 
 
 def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
-    said = chat(monkeypatch, capsys, save(tmp_path / "m.pt", model), io.StringIO("hi\n"), "--max-new-tokens", "3")
+    said = chat(monkeypatch, capsys, save(tmp_path / "model", model), io.StringIO("hi\n"), "--max-new-tokens", "3")
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
-    path = save(tmp_path / "m.pt", tiny_model(n_layer=4, n_embd=64, block_size=1024, vocab_size=320), CHAT)
+    path = save(tmp_path / "model", tiny_model(n_layer=4, n_embd=64, block_size=1024, vocab_size=320), CHAT)
     command = [sys.executable, ROOT / "sample.py", "--chat", "-m", path, "--max-new-tokens", "1000", "--device", "cpu"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONUNBUFFERED": "1"})

@@ -144,7 +144,7 @@ def main():
 
         gpt, enc = load_model(str(model))
         rendered = [hellaswag.render_example(example, enc, harness=True) for example in examples[: arguments.limit]]
-        total, _ = hellaswag.score(gpt, rendered, enc.n_vocab)
+        total, *_ = hellaswag.score(gpt, rendered, enc.n_vocab)
     logs = np.array([[float(resp[0]) for resp in theirs[line["ind"]]["filtered_resps"]] for line in ours])
     characters = np.array([[len(choice) for choice in theirs[line["ind"]]["doc"]["choices"]] for line in ours])
     acc = sum(line["harness_pred"] == pick for line, pick in zip(ours, logs.argmax(1)))
