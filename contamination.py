@@ -23,10 +23,8 @@ class Options:
 if __name__ == "__main__":
     cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
-import itertools
 import os
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -40,51 +38,39 @@ from plumbing.shards import num_parts_of, open_shard, split_of
 NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
 TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
-SEGMENT = 2**24  # tokens of a shard that a core reads at a time
-BLOCK = 2**16  # tokens of a segment that a core hashes at a time: few enough for its cache
+BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache
 
 
 def read_examples(path, enc):
-    """Read a HellaSwag file as [(line number, the tokens of the context with each ending)]."""
+    """[(line number, tokens)] of a HellaSwag file: the context with each ending."""
     if not os.path.exists(path):
         raise UserError(f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval.")
-    examples = []
+    texts = []
     for number, example in read_json_lines(path):
         context, endings = example.get("ctx"), example.get("endings")
         if not isinstance(context, str) or not isinstance(endings, list):
-            raise UserError(
-                f"Line {number} of {path} is not a HellaSwag example: it has no ctx, or no list of endings. Fix or "
-                "remove that line."
-            )
-        texts = [f"{context} {ending}" for ending in endings]
-        examples.append((number, [tokenizer.encode_text(enc, text).astype(np.uint16) for text in texts]))
-    return examples
+            raise UserError(f"Line {number} of {path} has no ctx or no list of endings. Fix or remove that line.")
+        texts += [(number, f"{context} {ending}") for ending in endings]
+    return [(number, tokenizer.encode_text(enc, text).astype(np.uint16)) for number, text in texts]
 
 
-def list_segments(folder):
-    """[(shard, start, stop, next shard)] over all the tokens of a folder; the next one only at a shard's end."""
+def open_shards(folder):
+    """All shards of a folder in the order of their text."""
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
-    step = max((num_parts_of(file) for file in files), default=1)
-    shards = {}
-    for file in filter(split_of, files):
-        # a shard without a number in its name has no next shard
-        match = re.search(r"_(\d+)\.(npy|bin)$", file)
-        number = int(match[1]) if match else -1 - len(shards)
-        shards[number] = open_shard(os.path.join(folder, file))
-    segments = []
-    for number, shard in sorted(shards.items()):
-        for start in range(0, len(shard), SEGMENT):
-            stop = min(start + SEGMENT, len(shard))
-            is_end = stop == len(shard) and number >= 0
-            segments.append((shard, start, stop, shards.get(number + step) if is_end else None))
-    return segments
+    step = max(map(num_parts_of, files), default=1)
+
+    def place(file):
+        number = int(re.search(r"(\d*)\.\w+$", file)[1] or 0)
+        return number % step, number
+
+    return [open_shard(os.path.join(folder, file)) for file in sorted(filter(split_of, files), key=place)]
 
 
 def ngram_hashes(tokens):
     """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
     tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
-    hashes = tokens[: len(tokens) - NGRAM + 1].copy()
+    hashes = tokens[: max(0, len(tokens) - NGRAM + 1)].copy()
     for i in range(1, NGRAM):
         hashes *= np.uint64(HASH_MULTIPLIER)  # wraps around
         hashes += tokens[i : i + len(hashes)]
@@ -105,94 +91,77 @@ class NgramIndex:
         self.table = np.zeros(2**TABLE_BITS, dtype=bool)
         self.table[self.hashes >> self.shift] = True
 
-    def search(self, segment):
-        """The n-grams found in a segment of a shard, and the first position of each."""
-        shard, start, stop, follower = segment
-        tokens = shard.read(start, stop - start + NGRAM - 1)
-        if follower:  # an n-gram may begin in one shard and end in the next
-            tokens = np.concatenate([tokens, follower.read(0, NGRAM - 1)])
-        found, all_positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for offset in range(0, len(tokens) - NGRAM + 1, BLOCK):
-            block = tokens[offset : offset + BLOCK + NGRAM - 1]
-            hashes = ngram_hashes(block)
-            # 1) the table of flags lets few positions pass
+    def search(self, shard, following):
+        """{n-gram: position} of the n-grams that begin in a shard; they may end in the `following` one."""
+        found = {}
+        for start in range(0, len(shard), BLOCK):
+            tokens = shard.read(start, BLOCK + NGRAM - 1)
+            if following and len(tokens) < BLOCK + NGRAM - 1:
+                tokens = np.concatenate([tokens, following.read(0, NGRAM - 1)])
+            hashes = ngram_hashes(tokens)
+            # the table of flags lets few positions pass; of these, the tokens are compared with the nearest hash's
             positions = np.flatnonzero(self.table[hashes >> self.shift])
-            # 2) of these, the ones whose whole hash is known
             ids = np.searchsorted(self.hashes, hashes[positions])
             ids = np.minimum(ids, len(self.hashes) - 1)
-            same_hash = self.hashes[ids] == hashes[positions]
-            positions, ids = positions[same_hash], ids[same_hash]
-            # 3) of these, the ones with the same tokens
-            candidates = block[positions[:, None] + np.arange(NGRAM)]
-            same_tokens = (candidates == self.ngrams[ids]).all(axis=1)
-            found.append(ids[same_tokens])
-            all_positions.append(start + offset + positions[same_tokens])
-        found, first = np.unique(np.concatenate(found), return_index=True)
-        return found, np.concatenate(all_positions)[first]
+            candidates = tokens[positions[:, None] + np.arange(NGRAM)]
+            same = (candidates == self.ngrams[ids]).all(axis=1)
+            for ngram, position in zip(ids[same].tolist(), positions[same].tolist()):
+                found.setdefault(ngram, start + position)
+        return found
 
 
 def longest_overlaps(examples, index, found):
     """{line number: (length, shard, position, tokens)} of each example's longest stretch of n-grams in `found`."""
-    longest, offset = {}, 0
-    for number, endings in examples:
-        for tokens in endings:
-            num_ngrams = max(0, len(tokens) - NGRAM + 1)
-            ids = index.ngram_ids[offset : offset + num_ngrams].tolist()
-            offset += num_ngrams
-            for is_found, stretch in itertools.groupby(range(num_ngrams), key=lambda i: ids[i] in found):
-                first, *rest = stretch
-                length = NGRAM + len(rest)
-                if is_found and (number not in longest or length > longest[number][0]):
-                    shard, position = found[ids[first]]
-                    longest[number] = length, shard, position, tokens[first : first + length]
+    longest, ngrams = {}, iter(index.ngram_ids.tolist())
+    for number, tokens in examples:
+        stretch = []  # the n-grams in `found` up to the present one
+        for end in range(NGRAM, len(tokens) + 1):
+            ngram = next(ngrams)
+            if ngram not in found:
+                stretch = []
+                continue
+            stretch.append(ngram)
+            length = NGRAM - 1 + len(stretch)
+            if number not in longest or length > longest[number][0]:
+                shard, position = found[stretch[0]]
+                longest[number] = length, shard, position, tokens[end - length : end]
     return longest
 
 
 def report(folder, path, num_proc=0):
-    """Print which examples in `path` occur in the shards in `folder`.
-
-    Returns {line number: longest overlap in tokens}.
-    """
-    segments = list_segments(folder)
-    if not segments:
+    """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
+    shards = open_shards(folder)
+    if not shards:
         raise UserError(
-            f"There are no shards in {folder}. Make them with fineweb.py, or give the folder that has them with --data."
+            f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
         )
     enc = tokenizer.folder_encoding(folder)
     examples = read_examples(path, enc)
-    texts = [tokens for _, endings in examples for tokens in endings if len(tokens) >= NGRAM]
+    texts = [tokens for _, tokens in examples if len(tokens) >= NGRAM]
     if not texts:
-        raise UserError(
-            f"No example in {path} has {NGRAM} tokens or more, so there is nothing to search for. Give HellaSwag's "
-            "validation file with --eval."
-        )
-    num_tokens = sum(stop - start for _, start, stop, _ in segments)
-    print(f"{path}: {cli.count(len(examples), 'example')}\n{folder}: {num_tokens:,} tokens of {enc.name}", flush=True)
+        raise UserError(f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval.")
+    num_examples = len({number for number, _ in examples})
+    print(f"{path}: {cli.count(num_examples, 'example')}")
+    print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
     index = NgramIndex(texts)
 
     found = {}  # n-gram: (shard, position)
-    start_time = time.perf_counter()
-    num_proc = num_proc or num_cores()
-    with ThreadPoolExecutor(num_proc) as executor, tqdm(unit="tok", unit_scale=True, desc=folder, delay=0.5) as bar:
-        for (shard, start, stop, _), (ids, positions) in zip(segments, executor.map(index.search, segments)):
-            for ngram, position in zip(ids.tolist(), positions.tolist()):
+    with ThreadPoolExecutor(num_proc or num_cores()) as executor:
+        results = executor.map(index.search, shards, [*shards[1:], None])
+        for shard, positions in tqdm(zip(shards, results), total=len(shards), unit="shard", desc=folder, delay=0.5):
+            for ngram, position in positions.items():
                 found.setdefault(ngram, (shard, position))
-            bar.update(stop - start)
-    seconds = time.perf_counter() - start_time
 
     longest = longest_overlaps(examples, index, found)
-    num_short = sum(all(len(tokens) < NGRAM for tokens in endings) for _, endings in examples)
-    share = f"{len(longest)} of {len(examples)} examples ({len(longest) / len(examples):.2%})"
-    print(f"{share} share {NGRAM} or more tokens in a row; {num_short} are shorter")
-    for number, overlap in sorted(longest.items(), key=lambda item: (-item[1][0], item[0]))[:10]:
-        length, shard, position, tokens = overlap
+    share = len(longest) / num_examples
+    print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
+    for number in sorted(longest, key=lambda number: (-longest[number][0], number))[:10]:
+        length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
         print(f"  line {number}: {length} tokens, {shard.path.name} at {position:,}: {text!r}")
-    rate, minutes = num_tokens / seconds, 1e10 * seconds / num_tokens / 60
-    print(f"{seconds:.1f} s, {rate / 1e6:.1f}M tokens/s on {num_proc} cores; 10B tokens would take {minutes:.0f} min")
-    return {number: length for number, (length, *_) in longest.items()}
+    return {number: overlap[0] for number, overlap in longest.items()}
 
 
 def main(args=None):

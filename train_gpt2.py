@@ -608,9 +608,8 @@ def wrap(raw_model, compiled, world):
     if world.size > 1:
         # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
         # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
-        gpus = [world.local_rank] if world.device_type == "cuda" else None
         # at the default of 25 MB, cuts between a LayerNorm and its matmul make a float32 copy of the norm's output
-        model = DDP(model, gpus, bucket_cap_mb=100, gradient_as_bucket_view=True)
+        model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 

@@ -5,8 +5,7 @@ import re
 import torch
 
 from bench.measure import machine, timed
-from plumbing.distributed import flops_per_token
-from plumbing.peaks import peak_flops
+from plumbing.distributed import flops_per_token, peak_flops
 
 # patterns that identify each family of kernels (on a CPU, operators) by their names; the first match counts
 KERNEL_FAMILIES = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from plumbing.cli import UserError, first_line, is_rank_0, refusal
+from plumbing.cli import UserError, first_line, is_rank_0
 
 # ----------------------------------------------------------------------------------------------------------
 # The device
@@ -21,38 +21,33 @@ from plumbing.cli import UserError, first_line, is_rank_0, refusal
 
 def choose_device(name):
     """The device called `name`, or for "auto" the best on this machine. Raises UserError if there is none."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    here = [device for device in available if available[device]]
+    known = ["cpu"]
+    if torch.backends.mps.is_available():
+        known = ["mps", *known]
+    if torch.cuda.is_available():
+        known = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *known]
     if name == "auto":
-        return here[0]
-    device_type, colon, index = name.partition(":")
-    if device_type not in here or (colon and not re.fullmatch("[0-9]{1,4}", index)):
-        raise UserError(
-            f"PyTorch finds no device {name!r} on this machine. Leave --device out, or choose {' or '.join(here)}."
-        )
-    gpus = torch.cuda.device_count()
-    if device_type == "cuda" and index and int(index) >= gpus:
-        raise UserError(f"There is no {name} on this machine. Choose from cuda:0 to cuda:{gpus - 1}.")
+        return known[0]
+    if name not in known:
+        raise UserError(f"There is no device {name!r} here. Leave --device out, or choose from {', '.join(known)}.")
     return name
 
 
 def choose_dtype(name, device, n_embd):
     """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
-    device_type = device.split(":")[0]
+    is_gpu = device.startswith("cuda")
     # NVIDIA's GPUs have it since Ampere; other devices can at least emulate it
-    has_bfloat16 = device_type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
-    if name == "auto" and device_type == "cuda":
+    has_bfloat16 = not is_gpu or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
+    if name == "auto" and is_gpu:
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
         # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
-        is_faster = device_type == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
+        is_faster = device == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if is_faster else "float32"
-    if name == "bfloat16" and not has_bfloat16:
-        raise UserError("This GPU has no bfloat16, which came with the Ampere generation. Use --dtype float16.")
-    if name == "fp8" and not has_float8(device):
+    if (name == "bfloat16" and not has_bfloat16) or (name == "fp8" and not has_float8(device)):
         raise UserError(
-            "This device does not support --dtype fp8, which needs an NVIDIA GPU of the Ada or Hopper generation or "
-            "newer, or a CPU with AVX-512. Leave --dtype out to use the best it has."
+            f"This device does not support --dtype {name}. NVIDIA's GPUs have bfloat16 since the Ampere generation and "
+            "fp8 since Ada and Hopper. Leave --dtype out to use the best it has."
         )
     # fp8: everything but the output layer is in bfloat16
     return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
@@ -60,7 +55,7 @@ def choose_dtype(name, device, n_embd):
 
 def has_float8(device):
     """Whether a device can multiply float8 matrices. On a CPU, this is found out by calling torch's kernel."""
-    if not device.startswith("cpu"):
+    if device != "cpu":
         return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= (8, 9)
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     try:
@@ -76,6 +71,43 @@ def flops_per_token(c, T):
     The convention of PaLM (Chowdhery et al. 2022, appendix B): attention counts the full square of scores.
     """
     return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
+
+
+# TFLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
+# accumulation, by PyTorch's names for the GPUs without the brand. Most are from NVIDIA's datasheet of that GPU, which
+# prints twice as much where it counts sparse matrices or, for GeForce cards, accumulation in float16
+PEAK_TFLOPS = {
+    "V100-SXM2-16GB, V100-SXM2-32GB": 125,
+    "V100-PCIE-16GB, V100-PCIE-32GB": 112,
+    "V100S-PCIE-32GB": 130,
+    "T4": 65,
+    "A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB, A100 80GB PCIe": 312,
+    "A10": 125,
+    "A10G": 70,
+    "A40": 149.7,
+    "RTX A6000": 154.8,  # this and the next: whitepaper "NVIDIA Ampere GA102 GPU Architecture"
+    "RTX 3090": 71,
+    "L4": 121,
+    "L40": 181.05,
+    "L40S": 362.05,
+    "RTX 4090": 165.2,  # whitepaper "NVIDIA Ada GPU Architecture", appendix A
+    "RTX 5090": 209.5,  # whitepaper "NVIDIA RTX Blackwell GPU Architecture", appendix A
+    "H20": 148,
+    "H100 80GB HBM3, H200, GH200 120GB, GH200 480GB, GH200 144G HBM3e": 989.4,
+    "H100 PCIe": 756,
+    "H100 NVL, H200 NVL": 835.5,
+    "B200": 2250,  # "NVIDIA HGX B200" datasheet: 36 PFLOP/s with sparsity for eight
+    "GB200": 2500,  # "NVIDIA GB200 NVL72" datasheet: 360 PFLOP/s with sparsity for 72
+}
+
+
+def peak_flops(device_name):
+    """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known.
+
+    Names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU.
+    """
+    name = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name)
+    return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
 
 
 @contextlib.contextmanager
@@ -105,9 +137,8 @@ class World:
     """This process's place among the ranks of the run, which torchrun puts in the environment."""
 
     rank: int = 0
-    local_rank: int = 0
     size: int = 1
-    device: str = "cpu"  # cpu, mps or cuda:<local_rank>
+    device: str = "cpu"  # cpu, mps or cuda:<local rank>
     dtype: torch.dtype = torch.float32  # the activations' dtype; the weights stay float32
 
     @property
@@ -141,75 +172,65 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, value):
+        """The values of all ranks, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def max_over_ranks(self, number):
         """The largest of the ranks' numbers, for decisions that all ranks must make alike."""
-        if self.size == 1:
-            return number
-        tensor = torch.tensor(number, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
+        return max(self.gather(number))
 
     def find_not_finite(self, losses):
         """The numbers, in the global order, of a step's micro-batches without a finite loss; if there are none, of all.
 
         losses: this rank's, one per micro-step. Each micro-step has a micro-batch from every rank in turn.
         """
-        table = torch.zeros(len(losses), self.size, device=self.device)
-        table[:, self.rank] = (~losses.isfinite()).float()
-        bad = self.all_reduce_sum(table).flatten().tolist()
-        return [number for number, is_bad in enumerate(bad) if is_bad] or range(len(bad))
+        finite = torch.tensor(self.gather(losses.isfinite().tolist())).T.flatten()
+        return (~finite).nonzero().flatten().tolist() or range(len(finite))
 
     def check_agreement(self, facts):
         """Raise UserError, on all ranks, unless they all call this with the same `facts`: {what: its value}."""
-        if self.size == 1:
-            return
-        facts_of_ranks = [None] * self.size
-        dist.all_gather_object(facts_of_ranks, facts)
-        expected, ranks = facts_of_ranks[0], {}
-        for rank, theirs in enumerate(facts_of_ranks):
-            for name in expected | theirs:
-                if theirs.get(name) != expected.get(name):
-                    difference = f"{name} is {theirs.get(name)} instead of {expected.get(name)}"
-                    ranks.setdefault(difference, []).append(str(rank))
-        if ranks:
-            differences = "; ".join(f"on rank {', '.join(numbers)} {what}" for what, numbers in ranks.items())
-            advice = "Start all of them with the same program, flags and data."
-            raise UserError(f"The ranks do not agree with rank 0: {differences}. {advice}")
+        gathered = self.gather(facts)
+        expected = gathered[0]
+        for rank, theirs in enumerate(gathered):
+            names = [name for name in expected if theirs.get(name) != expected[name]]
+            if names:
+                differences = "; ".join(f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names)
+                advice = "Start all ranks with the same program, flags and data."
+                raise UserError(f"Rank {rank} does not agree with rank 0: {differences}. {advice}")
 
     def broadcast_from_master(self, action, *args):
-        """Run action(*args) on rank 0 and return its result on every rank; its UserError is raised on every rank."""
+        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank."""
         if self.size == 1:
             return action(*args)
         result, error = None, None
         if self.is_master:
             try:
                 result = action(*args)
-            except UserError as user_error:
-                error = user_error
-            except OSError as os_error:
-                if not os_error.filename:
-                    raise
-                error = refusal(os_error)
-        # the tensors in a checkpoint's dict are broadcast one by one, and only the structure around them is pickled.
-        # HellaSwag's lists have none, and searching their million numbers for tensors would be slow
-        has_tensors = isinstance(result, dict)
-        skeleton = tree_map_only(torch.Tensor, lambda t: t.to("meta"), result) if has_tensors else result
-        message = [skeleton, has_tensors, error]
+            except (UserError, OSError) as caught:
+                error = caught
+        # a checkpoint's tensors are broadcast one by one, and only the dict around them is pickled. HellaSwag's lists
+        # have none, and searching their million numbers for tensors would be slow
+        message = [result, error]
+        if isinstance(result, dict):
+            message[0] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)
         dist.broadcast_object_list(message)
-        skeleton, has_tensors, error = message
-        if error:
-            raise error
-        result = result if self.is_master else skeleton
-        return tree_map_only(torch.Tensor, self.broadcast, result) if has_tensors else result
+        if message[1]:
+            raise message[1]
+        if not self.is_master:
+            result = message[0]
+        return tree_map_only(torch.Tensor, self.broadcast, result) if isinstance(result, dict) else result
 
     def broadcast(self, tensor):
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
+        shared = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if self.is_master:
-            dist.broadcast(tensor.to(self.device).contiguous(), 0)
-            return tensor
-        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        dist.broadcast(received, 0)
-        return received.cpu()
+            shared.copy_(tensor)
+        dist.broadcast(shared, 0)
+        return tensor if self.is_master else shared.cpu()
 
 
 CONNECT_SECONDS = 60  # how long a rank tries to reach the others
@@ -221,21 +242,20 @@ def create_store(rank, world_size):
 
     torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
     """
-    host = os.environ["MASTER_ADDR"]
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return shared  # not from torchrun's agent: rank 0 has just created this store
+    host, options = os.environ["MASTER_ADDR"], dict(world_size=world_size, wait_for_workers=False)
     if rank == 0:
-        store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, **options)
         shared.set("port", str(store.port))
         return store
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:  # until rank 0 has published its port: one from before a restart refuses the connection
-        port, attempt = int(shared.get("port")), datetime.timedelta(seconds=2)
         try:
-            store = dist.TCPStore(host, port, world_size, timeout=attempt, wait_for_workers=False)
+            store = dist.TCPStore(host, int(shared.get("port")), timeout=datetime.timedelta(seconds=2), **options)
             store.set_timeout(TIMEOUT)
             return store
         except dist.DistNetworkError:
@@ -254,39 +274,33 @@ def environment_number(name, default):
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < default:
         raise UserError(
             f"The environment variable {name} is {text!r}, but it must be a whole number, {default} or more. "
-            "Unset it, or start the ranks with torchrun, which sets it."
+            "Start the ranks with torchrun, which sets it, or unset it."
         )
     return int(text)
 
 
 def setup_distributed(device):
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
-    rank, local_rank = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
-    world_size = environment_number("WORLD_SIZE", 1)
+    rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = choose_device(device)
     if device == "cuda":
-        device = f"cuda:{local_rank}"
+        device = f"cuda:{environment_number('LOCAL_RANK', 0)}"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     if "RANK" in os.environ or world_size > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing or rank >= world_size:
-            problem = f"{missing[0]} is not set" if missing else "ranks count from 0"
-            raise UserError(
-                f"The environment says that this is rank {rank} of {world_size}, but {problem}. Start the ranks with "
-                "torchrun, or unset RANK and WORLD_SIZE for a single process."
-            )
-        place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
         try:
+            if rank >= world_size:
+                raise ValueError("ranks count from 0")
             store = create_store(rank, world_size)
-        except (RuntimeError, ValueError) as error:  # torch's errors for addresses, ports and time-outs
+        except (RuntimeError, ValueError) as error:  # torch's, for addresses, ports, time-outs and what is not set
             raise UserError(
-                f"Rank {rank} cannot reach the others at {place}: {first_line(error).rstrip('.')}. Start all ranks "
-                "within a minute, with one MASTER_ADDR that they can reach and a free MASTER_PORT, or with torchrun."
+                f"Rank {rank} of {world_size} cannot join the others: {first_line(error).rstrip('.')}. Start all ranks "
+                "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
+                "unset RANK and WORLD_SIZE for a single process."
             ) from None
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    return World(rank, local_rank, world_size, device)
+    return World(rank, world_size, device)
 
 
 def cleanup_distributed():

@@ -1,12 +1,10 @@
 """Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
 
-GPT has the parameter names of transformers' GPT2LMHeadModel. Two things differ: its Conv1D stores a block's four
-matrices as (in, out), nn.Linear as (out, in); and GPT's vocabulary is padded. llama.cpp reads the format, too, but
-only converts models with GPT-2's own tokenizer, as it recognizes tokenizers by a list.
+GPT has the parameter names of transformers' GPT2LMHeadModel, but pads its vocabulary, and its nn.Linear stores a
+block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's own
+tokenizer, as it recognizes tokenizers by a list.
 """
 
-import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -14,13 +12,13 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import read_json
-from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
+from plumbing.files import atomic_write, read_json
+from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
 # the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# the values in config.json that GPT supports; transformers assumes the first one if the key is missing
+# the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -29,13 +27,12 @@ SUPPORTED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
 }
 COPY_AGAIN = "Copy or export the model again."
 
 
 def transposed(weights):
-    """Return a state dict with the blocks' matrices transposed, which converts it between the two formats."""
+    """Convert a state dict between the two formats."""
     return {name: weight.T if name.endswith(MATRICES) else weight for name, weight in weights.items()}
 
 
@@ -44,15 +41,12 @@ def transposed(weights):
 
 
 def load_huggingface(name_or_directory):
-    """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT.
-
-    Raises UserError if there is none, or if it is a variant that GPT does not implement.
-    """
+    """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory))
     path = directory / "config.json"
-    config = {"model_type": None} | read_json(path, COPY_AGAIN)
+    config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             raise UserError(
@@ -65,13 +59,10 @@ def load_huggingface(name_or_directory):
 
 def download(name):
     """Download a model from the hub, unless it is in the cache; return its folder."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
     try:
-        if not isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-            get_hf_file_metadata(hf_hub_url(name, "model.safetensors"))  # without a network, an error at once
-        hf_hub_download(name, "model.safetensors")  # retries and resumes
-        return Path(hf_hub_download(name, "config.json")).parent
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         raise UserError(
             f"Could not download {name}: {first_line(error).rstrip('.')}. "
@@ -84,11 +75,9 @@ def read_weights(directory):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    single = directory / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(directory.glob("model-*-of-*.safetensors"))
-    if not paths or not all(path.is_file() for path in paths):
-        pickles = " Its weights in *.bin are pickles, which can run code." if any(directory.glob("*.bin")) else ""
-        raise UserError(f"{directory} has no model.safetensors.{pickles} Convert, copy or export the model again.")
+    paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
+    if not paths:
+        raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
     found, weights = {}, {}
     try:
         for path in paths:
@@ -128,120 +117,99 @@ def shape_of(weights, n_head, source):
 
 
 def load_tokenizer(name_or_directory, vocab_size):
-    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
-
-    Raises UserError if it is of a kind that tiktoken does not support, or has more ids than the model.
-    """
+    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format."""
     directory = Path(name_or_directory)
-    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if "tokenizer.tiktoken" in names:
+    if (directory / "tokenizer.tiktoken").exists():
         enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    elif "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names:
+    elif (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
         enc = import_tokenizer(directory)
-    elif not names or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
+    elif not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
         enc = tokenizer.get_encoding("gpt2")
     else:
         raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
     if enc.n_vocab > vocab_size:
-        raise UserError(
-            f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}. "
-            "Give the model its own tokenizer."
-        )
+        problem = f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}."
+        raise UserError(f"{problem} Give the model its own tokenizer.")
     return enc
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Export
 
-JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-EXPORTED_FILES = {*JSON_FILES, "model.safetensors", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
-
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
+    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
+    dropped; every other weight is exported bit for bit. A chat model also has a chat template and stops after its turn.
+
     run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
     after all of them) and with `sample`, a text written by the model.
-
-    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
-    dropped; every other weight is exported bit for bit. With a chat tokenizer, it also has a chat template and
-    stops at the end of a turn.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
-    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: enc.n_vocab]
-    weights = {name: weight.contiguous() for name, weight in transposed(weights).items()}
-    remove_part(part)
+    contents = export_files(model.state_dict(), vars(model.config), enc)
+    names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
+    remove_part(part, names)
+    make_way(part)
     try:
-        make_way(part)
         part.mkdir(parents=True)
-        for name, fields in config_files(vars(model.config), enc).items():
-            (part / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        export_tokenizer(enc, part, max_length=model.config.block_size)
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        shutil.copymode(part / "config.json", part / "model.safetensors")  # safetensors lets only the owner read
+        for name, content in contents.items():
+            with atomic_write(part / name) as file:
+                file.write(content)
+        tokenizer.write_encoding(enc, part / "tokenizer.tiktoken")
         make_way(directory)
         part.rename(directory)
-    except SafetensorError as error:
-        reason = str(error).split("error: ")[-1].split(" (os error")[0]
-        raise UserError(f"Could not write {part}: {reason}. Make room there and run the same command again.") from None
     finally:
-        remove_part(part)
+        remove_part(part, names)
     if run_folder:
         write_model_card(directory, run_folder, step, sample)
 
 
-def remove_part(part):
-    """Delete an export that was not finished, unless it contains a file that no export has."""
-    names = EXPORTED_FILES | {f".{name}.part" for name in EXPORTED_FILES}
-    is_folder = part.is_dir() and not part.is_symlink()
-    if is_folder and all(path.name in names and path.is_file() for path in part.iterdir()):
-        shutil.rmtree(part)
+def export_files(weights, shape, enc):
+    """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
+    from safetensors.torch import save
 
-
-def make_way(path):
-    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on; an empty folder is deleted."""
-    with contextlib.suppress(OSError):
-        path.rmdir()
-    if os.path.lexists(path):
-        others = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-        aside = next(other for other in others if not os.path.lexists(other))
-        path.rename(aside)
-        print(f"Moved what was at {path} to {aside}.", flush=True)
+    eot, special_tokens = enc.eot_token, enc._special_tokens
+    ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
+    config = {name: values[0] for name, values in SUPPORTED.items()}
+    config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    config |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
+    config |= dict(architectures=["GPT2LMHeadModel"], dtype="float32", bos_token_id=eot, eos_token_id=eot)
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    generation = dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot)
+    exported = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
+    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
+    return tokenizer_files(enc, shape["block_size"]) | {
+        "config.json": json.dumps(config, indent=2).encode(),
+        "generation_config.json": json.dumps(generation, indent=2).encode(),
+        "model.safetensors": save(exported, {"format": "pt"}),
+    }
 
 
 def is_export_of(directory, weights, n_head, enc):
     """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
-    import torch
-
     directory = Path(directory)
+    files = export_files(weights, shape_of(weights, n_head, directory), enc)
     try:
-        found = {name: read_json(directory / name, COPY_AGAIN) for name in JSON_FILES}
-        shape, theirs = load_huggingface(directory)
-        their_enc = load_tokenizer(directory, shape["vocab_size"])
+        found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
+        is_whole = all((directory / name).read_bytes() == content for name, content in files.items())
     except (UserError, OSError):
         return False
-    expected = config_files(shape | {"n_head": n_head}, enc)
-    is_whole = found | expected == found and (directory / "model.safetensors").is_file()
-    if not is_whole or tokenizer.digest(their_enc) != tokenizer.digest(enc) or theirs.keys() != weights.keys():
-        return False
-    return all(torch.equal(theirs[name], weight[: len(theirs[name])].float()) for name, weight in weights.items())
+    return is_whole and tokenizer.digest(found) == tokenizer.digest(enc)
 
 
-def config_files(shape, enc):
-    """Return the contents of config.json and generation_config.json for a GPT with these fields of a GPTConfig."""
-    eot, ends = enc.eot_token, enc.eot_token
-    if tokenizer.has_chat_tokens(enc):
-        ends = [eot, enc.encode_single_token("<|end|>")]
-    model = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new", dtype="float32")
-    model |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    model |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
-    model |= dict(tie_word_embeddings=True, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, layer_norm_epsilon=1e-5)
-    return {
-        "config.json": model | dict(bos_token_id=eot, eos_token_id=eot),
-        "generation_config.json": dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot),
-    }
+def remove_part(part, names):
+    """Delete an export that was not finished, unless it contains a file that no export has."""
+    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
+        shutil.rmtree(part, ignore_errors=True)  # neither files nor links
+
+
+def make_way(path):
+    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on."""
+    if os.path.lexists(path):
+        number = 1
+        while os.path.lexists(f"{path}.{number}"):
+            number += 1
+        path.rename(f"{path}.{number}")
+        print(f"Moved what was at {path} to {path}.{number}.", flush=True)

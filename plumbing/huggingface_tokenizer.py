@@ -25,50 +25,34 @@ CHAT_TEMPLATE = (
 )
 
 
-def export_tokenizer(enc, directory, max_length=None):
-    """Write `enc` so that `transformers.AutoTokenizer.from_pretrained(directory)` gives the same ids.
-
-    max_length: how many tokens the model reads.
-    """
-    from tokenizers import AddedToken
-
-    directory = Path(directory)
+def tokenizer_files(enc, max_length=None):
+    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
-    tokens = sorted(ranks, key=ranks.get)
-    spelled = {token: "".join(chars[byte] for byte in token) for token in tokens}
-    merges = []
-    for token in tokens:
-        parts = tokenizer.last_merge(token, ranks) if len(token) > 1 else ()
-        if not all(part in ranks for part in parts):
-            raise UserError(
-                f"Tokenizer {enc.name} cannot be exported: its token {token!r} is not made of two shorter ones."
-            )
-        if parts:
-            merges.append(tuple(spelled[part] for part in parts))
-    vocab = {spelled[token]: ranks[token] for token in tokens}
-    both = vocab.keys() & enc._special_tokens.keys()
-    if both:
-        raise UserError(f"Tokenizer {enc.name} cannot be exported: {min(both)!r} is both a special token and a word.")
+
+    def spell(token):
+        return "".join(chars[byte] for byte in token)
+
+    vocab, merges = {}, []
+    for token in sorted(ranks, key=ranks.get):
+        parts = tokenizer.last_merge(token, ranks)
+        if spell(token) in enc._special_tokens or not all(part in ranks for part in parts):
+            problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
+            raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
+        vocab[spell(token)] = ranks[token]
+        if len(token) > 1:
+            merges.append(tuple(spell(part) for part in parts))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
-    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
-    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
     config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-    if max_length:
-        config["model_max_length"] = max_length
+    config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(model.to_str(), encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    tokenizer.write_encoding(enc, directory / "tokenizer.tiktoken")
+    return {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
 def import_tokenizer(directory):
-    """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt.
-
-    Raises UserError if it is of another kind, or if tiktoken gives other ids.
-    """
+    """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     directory = Path(directory)
@@ -78,22 +62,16 @@ def import_tokenizer(directory):
         else:
             theirs = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
             theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fields = json.loads(theirs.to_str())
-    except Exception as error:  # the library raises nothing more specific
-        raise UserError(
-            f"Could not read the tokenizer in {directory}: {first_line(error)}. "
-            "Its tokenizer.json, or its vocab.json and merges.txt, must be whole; copy them again."
-        ) from None
-    try:
-        enc = encoding_from_fields(fields)
+        enc = encoding_from_fields(json.loads(theirs.to_str()))
         tokens = list(enc._mergeable_ranks)
         sample = b"".join(tokens[:: len(tokens) // 5000 + 1])
         text = PROBE + sample.decode("utf-8", "replace")
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
             raise ValueError("tiktoken gives the same text other ids")
-    except ValueError as error:
+    except Exception as error:  # the library raises nothing more specific
         raise UserError(
-            f"The tokenizer in {directory} is not supported: {error}. Use a model with a tokenizer like GPT-2's."
+            f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}. Copy its tokenizer.json, "
+            "or its vocab.json and merges.txt, again, or use a model with a tokenizer like GPT-2's."
         ) from None
     return enc
 
@@ -103,44 +81,30 @@ def encoding_from_fields(fields):
     model = fields["model"]
     if model["type"] != "BPE":
         raise ValueError(f"it is of type {model['type']}, not BPE")
-    pat_str = pattern_from_fields(fields["pre_tokenizer"])
-    if pat_str == tokenizer.BYTES and model["merges"]:
-        raise ValueError("it merges without splitting the text first")
+    vocab = model["vocab"]
     merged = dict.fromkeys(left + right for left, right in model["merges"])  # in order, each token once
-    merged_ids = [model["vocab"][token] for token in merged]
-    if merged_ids != sorted(merged_ids):  # tiktoken merges in the order of the ids
+    pat_str = pattern_from_fields(fields["pre_tokenizer"] or {}, merged)
+    if list(merged) != sorted(merged, key=vocab.get):  # tiktoken merges in the order of the ids
         raise ValueError("its ids are not in the order of its merges")
     special_tokens = {token["content"]: token["id"] for token in fields["added_tokens"]}
-    ranks = {}
+    # no text ever becomes a token that is longer than a byte and not merged
+    special_tokens |= {token: i for token, i in vocab.items() if len(token) > 1 and token not in merged}
     char_bytes = {char: byte for byte, char in tokenizer.byte_chars().items()}
-    for token, i in sorted(model["vocab"].items(), key=lambda item: item[1]):
-        if token in special_tokens:
-            continue
-        if len(token) > 1 and token not in merged:  # no text ever becomes this token
-            special_tokens[token] = i
-            continue
-        if not all(char in char_bytes for char in token):
-            raise ValueError(f"its token {token!r} is not spelled in bytes")
-        ranks[bytes(char_bytes[char] for char in token)] = i
+    words = sorted(vocab.keys() - special_tokens.keys(), key=vocab.get)
+    ranks = {bytes(char_bytes[char] for char in word): vocab[word] for word in words}
     tokenizer.check_ids(ranks, special_tokens)
     enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
-    name = "gpt2" if tokenizer.digest(enc) == GPT2_DIGEST else f"hf-{tokenizer.digest(enc)[:8]}"
-    return tokenizer.copy_encoding(enc, name, special_tokens)
+    digest = tokenizer.digest(enc)
+    return tokenizer.copy_encoding(enc, "gpt2" if digest == GPT2_DIGEST else f"hf-{digest[:8]}", special_tokens)
 
 
-def pattern_from_fields(pre_tokenizer):
-    """Return the pattern by which a tokenizer.json's pre_tokenizer splits text."""
-    steps = [pre_tokenizer]
-    if pre_tokenizer and pre_tokenizer["type"] == "Sequence":
-        steps = pre_tokenizer["pretokenizers"]
-    *splits, last = steps or [None]
-    if last is None or last["type"] != "ByteLevel":
-        raise ValueError("it is not byte-level")
-    if last["use_regex"] and not splits:
-        return tokenizer.FAST_GPT2
-    if not last["use_regex"] and not splits:
-        return tokenizer.BYTES
-    pattern = splits[0].get("pattern", {}).get("Regex")
-    if last["use_regex"] or len(splits) > 1 or pattern is None or splits[0]["behavior"] != "Isolated":
-        raise ValueError("it splits text in another way")
-    return tokenizer.FAST_GPT2 if pattern == tokenizer.PATTERNS["gpt2"] else pattern
+def pattern_from_fields(pre_tokenizer, merged):
+    """Return the pattern by which a tokenizer.json's pre_tokenizer splits text before anything is `merged`."""
+    match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
+        case [{"type": "ByteLevel", "use_regex": True}]:
+            return tokenizer.FAST_GPT2
+        case [{"type": "ByteLevel"}] if not merged:
+            return tokenizer.BYTES
+        case [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}, {"use_regex": False}]:
+            return tokenizer.FAST_GPT2 if pattern == tokenizer.PATTERNS["gpt2"] else pattern
+    raise ValueError("it is not byte-level, or does not split text by one pattern")

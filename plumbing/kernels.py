@@ -1,8 +1,7 @@
 """Attention for CPUs, and the output layer with its loss as one function in float8, for --dtype fp8.
 
 A step of GPT-2 124M spends a third of its time in that layer. Its logits take 100 KB per token, so what counts is how
-often they are read and written. Their gradient, softmax - one_hot, can be computed as soon as they are: the forward
-pass computes it together with the loss, and leaves only matmuls to the backward pass.
+often they are read and written: the forward pass computes their gradient, softmax - one_hot, together with the loss.
 """
 
 import torch
@@ -22,7 +21,7 @@ def attention_on_cpu(q, k, v, **options):
 def to_float8(tensor):
     """The tensor in e4m3 (4 bits of exponent, 3 of mantissa), and the scale to multiply it with.
 
-    The scale moves its largest value to the end of the range (Micikevicius et al. 2022).
+    Divided by the scale, the largest value is the end of the range (Micikevicius et al. 2022).
     """
     scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (tensor / scale).to(torch.float8_e4m3fn), scale
@@ -43,9 +42,9 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-100, cross_entropy=cr
     """The sum of the cross-entropy losses of the logits x @ weight.T, in float32, with matmuls in float8.
 
     x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
-    softmax is over all V ids, padding included. The logits are bfloat16. float8 matmuls run at twice the rate of
-    bfloat16 (Ada, Hopper and newer; N, C and V must be multiples of 16). Part of that gain is lost again: Hopper only
-    multiplies rows by rows, so the large gradient is also needed transposed, byte by byte.
+    softmax is over all V ids, padding included. float8 matmuls run at twice the rate of bfloat16 (Ada, Hopper and
+    newer; N, C and V must be multiples of 16). Part of that is lost again: Hopper only multiplies rows by rows, so the
+    large gradient is also needed transposed, byte by byte.
     """
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index, cross_entropy)
 
@@ -55,7 +54,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, cross_entropy):
-        ctx.dtypes = x.dtype, weight.dtype
         x, x_scale = to_float8(x)
         weight, weight_scale = to_float8(weight)
         logits = torch._scaled_mm(x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -72,5 +70,4 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight, x = weight.T.contiguous().T, x.T.contiguous().T
         grad_x = torch._scaled_mm(gradient, weight, scale, weight_scale, out_dtype=torch.bfloat16)
         grad_weight = torch._scaled_mm(gradient.T.contiguous(), x, scale, x_scale, out_dtype=torch.float32)
-        x_dtype, weight_dtype = ctx.dtypes
-        return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None, None, None
+        return grad_x, grad_weight, None, None, None  # autograd converts them to the dtypes of x and weight

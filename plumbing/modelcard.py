@@ -4,15 +4,11 @@ Everything in it comes from the files that the run wrote: run.txt, log.txt, the 
 its shards. Anything that the run did not measure is left out.
 """
 
-import datetime
 import json
-import math
-import re
-import statistics
 from pathlib import Path
 
-from plumbing.cli import count, first_line, plain
-from plumbing.files import atomic_write, open_regular, read_json
+from plumbing.cli import first_line, plain
+from plumbing.files import atomic_write, read_json
 from plumbing.log import read_log
 
 # a data set's name in meta.json: its name on the card; those with a slash are on the hub, and in English
@@ -34,18 +30,30 @@ TEMPLATE = """\
 
 <!-- Add a license to the lines above, one that the training data allow. -->
 
-# A GPT-2 with {{ num_parameters }} parameters
+{%- macro row(what, stream) -%}
+{% if stream in last %}
+| {{ what }} | {{ "%.4f" % last[stream][1] }} | {{ number(last[stream][0]) }} |
+{%- endif %}
+{%- endmacro %}
+{%- set batch, limit = config.total_batch_size, config.hellaswag_limit %}
+{%- set examples = "the first " + number(limit) + " examples" if limit else "all examples" %}
 
-A model of GPT-2's architecture, {{ origin }} with train_gpt2{{ " on " + dataset if dataset }}. It has
+# A GPT-2 with {{ number(num_parameters) }} parameters
+
+A model of GPT-2's architecture,
+{%- if base_model %} fine-tuned from OpenAI's {{ config.init_from }}
+{%- elif config.init_from %} trained from the weights of another model
+{%- else %} trained from scratch
+{%- endif %} with train_gpt2{{ " on " + dataset if dataset }}. It has
 {{ shape.n_layer }} layers, {{ shape.n_head }} attention heads and {{ shape.n_embd }} channels, and reads up to
-{{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}, without the
-unused ids that pad it during training.
-{% if rows %}
+{{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}.
+{% if last %}
 | measured | value | after updates |
 |---|---|---|
-{%- for what, value, step in rows %}
-| {{ what }} | {{ value }} | {{ step }} |
-{%- endfor %}
+{{- row("validation loss on " + number(config.val_tokens) + " unseen tokens, nats per token", "val") }}
+{{- row("the same in bits per byte, which can be compared between tokenizers", "val_bpb") }}
+{{- row("training loss of the last update, nats per token", "train") }}
+{{- row("HellaSwag, " + examples + " of the validation split, acc_norm (chance: 0.25)", "hella") }}
 {% endif %}
 {%- if has_curve %}
 ![The loss during training](curve.png)
@@ -53,9 +61,7 @@ unused ids that pad it during training.
 {%- if sample %}
 ## A sample
 
-{{ fence }}text
-{{ sample }}
-{{ fence }}
+{{ sample | indent(4, first=True) }}
 {% endif %}
 ## How to load it
 
@@ -75,28 +81,28 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 ```
 
 ## How it was trained
-{% if dataset %}
-- **Data**: {{ dataset }}{{ tokens }}.
-{%- endif %}
-{%- if updates %}
-- **Training**: {{ updates }}.
-{%- endif %}
-{%- if branched %}
-- **Branched** from another run after {{ branched.step }} updates.
-{%- endif %}
-{%- for start in starts %}
-- **{{ "Resumed" if loop.index0 else "Started" }}**: {{ start.started }}; ranks {{ start.ranks }}; machine
-  {{ start.machine }}; software {{ start.versions }}{{ "; train_gpt2's commit " ~ start.commit if start.commit }}.
-{%- endfor %}
 
-<details>
-<summary>All settings of the run</summary>
+{% if dataset %}Data: {{ dataset }}
+{%- if meta.tokens %}, {{ number(meta.tokens) }} tokens of the tokenizer {{ meta.tokenizer }}{% endif %}.
+{% endif %}
+{%- if last.train %}Training: {{ number(last.train[0]) }} updates
+{%- if not config.batch_ramp and not starts[0].branched %} of {{ number(batch) }} tokens,
+{{ number(batch * last.train[0]) }} in all
+{%- endif %}.
+{% endif %}
+{%- if starts[0].branched %}Branched from another run after {{ starts[0].branched.step }} updates.
+{% endif %}
+{%- for start in starts %}
+{{ "Resumed" if loop.index0 else "Started" }}:
+{% for name in ("started", "ranks", "machine", "versions", "commit") if start[name] %}
+    {{ name }}: {{ start[name] }}
+{%- endfor %}
+{% endfor %}
+Settings:
 
 ```json
 {{ settings }}
 ```
-
-</details>
 """
 
 
@@ -113,140 +119,82 @@ def write_model_card(directory, run_folder, step=None, sample=""):
     except (Exception, SystemExit) as error:  # matplotlib fails in many ways
         print(f"note: {directory} has no curve.png: {plain(first_line(error))}", flush=True)
     try:
-        text = card_text(directory, read_starts(run_folder / "run.txt"), streams, step, sample)
-        with atomic_write(directory / "README.md", "w", encoding="utf-8") as file:
-            file.write(text)
+        text = card_text(directory, read_starts(run_folder / "run.txt"), streams, sample)
+        with atomic_write(directory / "README.md") as file:
+            file.write(text.encode())
     except Exception as error:  # people may have edited run.txt
         print(f"note: {directory} has no README.md: {plain(first_line(error))}", flush=True)
 
 
 def read_streams(path, step):
-    """Return {stream: {step: value}} of log.txt, up to the state after `step` updates."""
+    """Return {stream: {updates made: value}} of log.txt, up to the state after `step` updates."""
     streams = {}
     for at, stream, value in read_log(path):
-        # an evaluation at step N sees the weights after N updates; the training loss of step N precedes its update
-        is_evaluation = stream in ("val", "val_bpb", "hella")
-        if step is None or at < step or (at == step and is_evaluation):
-            streams.setdefault(stream, {})[at] = value
+        # an evaluation at step N sees the weights after N updates; all else at step N belongs to update N + 1
+        updates = at if stream in ("val", "val_bpb", "hella") else at + 1
+        if step is None or updates <= step:
+            streams.setdefault(stream, {})[updates] = value
     return streams
 
 
 def read_starts(path):
-    """Return the starts of a run that run.txt describes: dicts of Markdown, except that "config" is a dict."""
-    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-        blocks = file.read().strip().split("\n\n")
-    read = {"config": json.loads, "branched": json.loads}
-    starts = []
+    """Return the starts of a run that run.txt describes, each as a dict of texts and, for "config", a dict."""
+    blocks = path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n")
+    read, starts = {"config": json.loads, "branched": json.loads}, []
     for block in blocks:
         fields = [line.partition(":") for line in block.splitlines()]
-        starts.append({name: read.get(name, as_code)(text.strip()) for name, _, text in fields})
+        starts.append({name: read.get(name, plain)(text.strip()) for name, _, text in fields})
     return starts
 
 
-def as_code(text):
-    """Return text from a file as Markdown that shows it as it is."""
-    return f"`{plain(text).replace('`', chr(39))}`" if text else ""
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The page
-
-
-def card_text(directory, starts, streams, step, sample):
+def card_text(directory, starts, streams, sample):
     """Return README.md: the metadata that the hub reads, then the page."""
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    config, branched = starts[-1]["config"], starts[0].get("branched", {})
+    config = starts[-1]["config"]
     meta_path = Path(config["data"], "meta.json")
     meta = read_json(meta_path, "") if meta_path.is_file() else {}
-    dataset, parent = DATASETS.get(meta.get("dataset"), ""), config["init_from"]
-    data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
-    origin = "trained from the weights of another model" if parent else "trained from scratch"
-    if parent in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
-        origin = f"fine-tuned from OpenAI's {parent}"
-        data["base_model"] = f"openai-community/{parent}"
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        num_parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-    has_one_size = not config["batch_ramp"] and "total_batch_size" not in branched.get("changed", {})
-    tokens_per_step = config["total_batch_size"] if has_one_size else 0
+    dataset, data = DATASETS.get(meta.get("dataset"), ""), {}
+    if "/" in dataset:
+        data = dict(language="en", datasets=[dataset])
+    if config["init_from"] in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        data["base_model"] = f"openai-community/{config['init_from']}"
+    weights = load_file(directory / "model.safetensors")
     settings = {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
     card = ModelCard.from_template(
         ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"], **data),
         template_str=TEMPLATE,
-        num_parameters=f"{num_parameters:,}",
-        origin=origin,
-        dataset=dataset,
+        number="{:,}".format,
+        num_parameters=sum(weight.numel() for weight in weights.values()),
         shape=read_json(directory / "config.json", ""),
-        rows=table(streams, config),
+        tokenizer=read_json(directory / "tokenizer_config.json", ""),
+        dataset=dataset,
+        meta=meta,
+        config=config,
+        settings=json.dumps(settings, indent=2),
+        starts=starts,
+        last={stream: max(values.items()) for stream, values in streams.items()},
         has_curve=(directory / "curve.png").exists(),
         sample="\n".join(plain(line, 10**4) for line in sample.strip().splitlines()),
-        fence="`" * max(len(run) + 1 for run in ["``", *re.findall("`+", sample)]),
-        tokenizer=read_json(directory / "tokenizer_config.json", ""),
-        tokens=f", {meta['tokens']:,} tokens of the tokenizer {as_code(meta['tokenizer'])}" if "tokens" in meta else "",
-        updates=describe_updates(step, tokens_per_step, streams),
-        branched=branched,
-        starts=starts,
-        settings=json.dumps(settings, indent=2),
     )
     return f"{card}\n"
 
 
-def table(streams, config):
-    """Return the rows of the table of results: what was measured, its last value, after how many updates."""
-    limit = config["hellaswag_limit"]
-    examples = f"the first {limit:,} examples" if limit else "all examples"
-    names = {
-        "val": f"validation loss on {config['val_tokens']:,} tokens that were not trained on, nats per token",
-        "val_bpb": "the same in bits per byte, which can be compared between tokenizers",
-        "train": "training loss of the last update, nats per token",
-        "hella": f"HellaSwag, {examples} of the validation split, acc_norm (chance: 0.25)",
-    }
-    last = {name: max(streams[name].items()) for name in names if name in streams}
-    return [(names[name], f"{value:.4f}", f"{step + (name == 'train'):,}") for name, (step, value) in last.items()]
-
-
-def describe_updates(step, tokens_per_step, streams):
-    """Describe the updates: their number, their tokens, and their total time if the log has the speed of each."""
-    updates, rates = step or 1 + max(streams.get("train", [-1])), streams.get("tok/s", {})
-    tokens = updates * tokens_per_step
-    text = f"{updates:,} updates" if updates else ""
-    if tokens:
-        text += f" of {tokens_per_step:,} tokens, {tokens:,} in all"
-    if tokens and len(rates) == updates:
-        seconds = sum(tokens_per_step / rate for rate in rates.values())
-        text += f", in {datetime.timedelta(seconds=round(seconds))} ({tokens / seconds:,.0f} tokens per second)"
-    return text
-
-
 def write_curve(path, streams):
-    """Draw the losses and, if it was measured more than once, HellaSwag."""
+    """Draw the training and validation losses."""
     from matplotlib.figure import Figure
 
-    train, val, hella = (streams.get(name, {}) for name in ("train", "val", "hella"))
-    steps, losses = list(train), list(train.values())
-    if not losses:
+    if "train" not in streams:
         return
-    width = max(1, len(losses) // 100)  # updates per part; the averages of 100 parts make a smooth line
-    parts = [slice(first, first + width) for first in range(0, len(losses), width)]
-    averages = [[statistics.fmean(values[part]) for part in parts] for values in (steps, losses)]
-    num_panels = 2 if len(hella) > 1 else 1
-    figure = Figure(figsize=(9, 3.4 * num_panels), layout="constrained", dpi=120)
-    panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each update")
-    panels[0].plot(*averages, color="tab:blue", label=f"training, mean of {count(width, 'update')}")
-    panels[0].plot(list(val), list(val.values()), "o-", color="tab:orange", markersize=4, label="validation")
-    panels[0].set_ylabel("loss, nats per token")
-    # the first losses are far above the rest and would flatten the curve
-    shown = losses[len(losses) // 50 :] + list(val.values())[1:]
-    panels[0].set_ylim(min(shown) - 0.1, max(shown) + 0.1)
-    if num_panels == 2:
-        panels[1].plot(list(hella), list(hella.values()), "o-", color="tab:green", markersize=4, label="HellaSwag")
-        panels[1].axhline(0.25, color="gray", linewidth=1, linestyle=":", label="chance")
-        panels[1].set_ylabel("acc_norm")
-    for panel in panels:
-        panel.legend(frameon=False)
-        panel.grid(alpha=0.3)
-    panels[-1].set_xlabel("updates")
+    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=120)
+    panel = figure.subplots()
+    for name, label, style, width in (("train", "training", "-", 0.7), ("val", "validation", "o-", 1.5)):
+        values = streams.get(name, {})
+        panel.plot(list(values), list(values.values()), style, linewidth=width, markersize=4, label=label)
+    panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
+    panel.set(xlabel="updates", ylabel="loss, nats per token")
+    panel.legend(frameon=False)
+    panel.grid(alpha=0.3)
     with atomic_write(path) as file:
         figure.savefig(file, format="png")

@@ -22,12 +22,11 @@ import torch
 
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, print_next
-from plumbing.distributed import environment_number, flops_per_token, is_restart, print0
+from plumbing.distributed import environment_number, flops_per_token, is_restart, peak_flops, print0
 from plumbing.files import atomic_write, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
 from plumbing.mirror import Mirror
-from plumbing.peaks import peak_flops
 from tokenizer import has_chat_tokens
 
 # settings that may change when a run is resumed: none of them affects what the model learns

@@ -219,8 +219,8 @@ def train_alone_otherwise(args, changes, data, version):
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
     args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
     other = make_shards(tmp_path / "other", seed=1)
-    flags_differ = "on rank 1 max_lr is 0.01 instead of 0.003; on rank 1 the version of torch"
-    cases = [({"max_lr": 0.01}, None, "2.0", flags_differ), ({}, other, "", "on rank 1 training data is ")]
+    flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
+    cases = [({"max_lr": 0.01}, None, "2.0", flags_differ), ({}, other, "", "with rank 0: training data is ")]
     for number, (changes, data, version, words) in enumerate(cases):
         output = tmp_path / f"output{number}"
         assert run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2) == [2, 2]
@@ -320,9 +320,9 @@ def test_what_no_machine_has_is_refused(options, words, folder, capsys):
     "environment, words",
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        ({"RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 3 of 2"),
+        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
+        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "Rank 3 of 2"),
     ],
     ids=str,
 )

@@ -293,7 +293,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return distributed.choose_dtype(dtype, device, n_embd)
 
-    with pytest.raises(UserError, match="bfloat16.* Use --dtype float16"):
+    with pytest.raises(UserError, match="does not support --dtype bfloat16.* Leave --dtype out"):
         choose("bfloat16", "cuda", (7, 5))
     assert choose("auto", "cuda", (7, 5)) == (torch.float16, "float16")
     assert choose("auto", "cpu", None, n_embd=64) == (torch.float32, "float32")

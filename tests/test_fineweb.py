@@ -5,6 +5,7 @@ import functools
 import gzip
 import http.server
 import io
+import itertools
 import json
 import os
 import pickle
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from conftest import ROOT, listing, patched, refusal_of, run, status_of
+from conftest import ROOT, die_at, listing, patched, refusal_of, run, status_of
 from test_tokenizer import train_small
 from tqdm import tqdm
 
@@ -36,6 +37,7 @@ from fineweb import Options, prepare
 from plumbing import documents
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
+from plumbing.shards import new_meta
 
 TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
 WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
@@ -306,13 +308,9 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
 
 
 def test_shards_are_cut_as_the_docstring_says():
-    def stream(*texts):
-        for i, text in enumerate(texts):
-            tokens = np.array([ord(char) for char in text], dtype=np.uint16)
-            yield documents.Batch(0, i, None), tokens, np.array([len(text)])
-
     def cut(*texts, limit=99, skip=0):
-        limited = fineweb.limit_tokens(stream(*texts), limit + skip, tqdm(disable=True))
+        stream = ((0, i, np.array([*map(ord, text)], dtype=np.uint16)) for i, text in enumerate(texts))
+        limited = fineweb.limit_tokens(stream, limit + skip, tqdm(disable=True))
         return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(limited, 4, skip)]
 
     assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
@@ -358,16 +356,11 @@ def lengths_of(folder):
     return list(json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))["shards"].values())
 
 
-@pytest.mark.parametrize("kind", ["documents", "one text"])
-def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, kind, capsys):
+def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
     """It was the first shard: of a corpus of 338,000 tokens, 286,000 became validation."""
-    texts = [f"{i} " * random.Random(i).randrange(1, 1600) for i in range(400)]
-    if kind == "documents":
-        path = write_jsonl(tmp_path / "a.jsonl", texts)
-    else:
-        path = str(tmp_path / "a.txt")
-        Path(path).write_text(" ".join(texts), encoding="utf-8")
-    folder = make(tmp_path, path, shard_size=150_000)
+    path = tmp_path / "a.txt"
+    path.write_text(" ".join(f"{i} " * random.Random(i).randrange(1, 1600) for i in range(400)), encoding="utf-8")
+    folder = make(tmp_path, str(path), shard_size=150_000)
     validation, training = read(folder, "*_val_*"), read(folder, "*_train_*")
     total = len(validation) + len(training)
     assert total // 20 < len(validation) <= total // 10
@@ -381,10 +374,7 @@ def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it
     texts = [f"{i:03d} " * 20 for i in range(1000)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, shard_size=2000)
-    assert is_split(folder, [texts], [path], shard_size=2000)
-    validation = read(folder, "*_val_*")
-    numbers = {int(n) for n in bytes(validation[validation < 256].astype(np.uint8)).split()}
-    assert len(validation) <= 2000 and min(numbers) < 100 and max(numbers) > 900
+    assert is_split(folder, [texts], [path], shard_size=2000) and len(read(folder, "*_val_*")) <= 2000
 
 
 def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
@@ -423,8 +413,10 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
-def row_groups(tmp_path, monkeypatch):
+@pytest.fixture(params=["threads", "processes"])
+def row_groups(tmp_path, monkeypatch, request):
     """A parquet file whose row groups are read by the cores that tokenize them, and its documents."""
+    monkeypatch.setattr(fineweb, "MAX_THREADS", 8 if request.param == "threads" else 0)
     monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
     texts = random_documents(200)
     path = write_parquet(tmp_path / "a.parquet", texts)
@@ -432,33 +424,26 @@ def row_groups(tmp_path, monkeypatch):
     return path, texts
 
 
-@pytest.mark.parametrize("max_threads", [8, 0])
-def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, monkeypatch, max_threads):
-    """By threads and by processes; also from the middle of a row group on, where a shard ended when it was killed."""
-    path, texts = row_groups(tmp_path, monkeypatch)
-    lines = write_jsonl(tmp_path / "b.jsonl", texts)
-    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
-    whole = listing(make(tmp_path, path, lines, name="whole/out", shard_size=9000, num_proc=2))
-    assert is_split(tmp_path / "whole" / "out", [texts, texts], [path, lines], shard_size=9000)
+def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, row_groups):
+    """Also from the middle of a row group on, where a shard ended when it was killed."""
+    path, texts = row_groups
+    paths = path, write_jsonl(tmp_path / "b.jsonl", texts)
+    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000, num_proc=2))
+    assert is_split(tmp_path / "whole" / "out", [texts, texts], paths, shard_size=9000)
     for renames in (9, 30):
-        options = Options(
-            input=(path, lines), out_dir=str(tmp_path / f"{renames}/out"), tokenizer="bytes", shard_size=9000
-        )
-        assert run(prepare_and_die, options, renames, True, output=tmp_path / "output") == [-signal.SIGKILL]
-        make(tmp_path, path, lines, name=f"{renames}/out", shard_size=9000, num_proc=2)
+        die(tmp_path, paths, f"{renames}/out", renames, True)
+        make(tmp_path, *paths, name=f"{renames}/out", shard_size=9000, num_proc=2)
         assert listing(tmp_path / f"{renames}" / "out") == whole
 
 
-@pytest.mark.parametrize("max_threads", [8, 0])
-def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, monkeypatch, max_threads):
-    path, _ = row_groups(tmp_path, monkeypatch)
-    monkeypatch.setattr(fineweb, "MAX_THREADS", max_threads)
-    content = bytearray(Path(path).read_bytes())
+def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, row_groups):
+    path = Path(row_groups[0])
+    content = bytearray(path.read_bytes())
     start = pq.ParquetFile(path).metadata.row_group(20).column(1).dictionary_page_offset
     content[start : start + 200] = bytes(200)
-    Path(path).write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match="a.parquet is damaged"):
-        make(tmp_path, path, shard_size=9000, num_proc=2)
+        make(tmp_path, str(path), shard_size=9000, num_proc=2)
 
 
 def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
@@ -509,22 +494,18 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, sa
     assert "".join(line for line in lines if "tok/s" not in line and line.strip()) == said
 
 
-def prepare_and_die(options, renames, after):
-    """Die by SIGKILL at the `renames`-th file that gets its name, before or after it has."""
+def make_and_die(tmp_path, paths, name, renames, after):
     documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
-    replace = os.replace
+    count = itertools.count(1)
+    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
+    with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
+        make(tmp_path, *paths, name=name, shard_size=9000)
 
-    def replace_or_die(*args):
-        nonlocal renames
-        renames -= 1
-        if renames == 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*args)
-        if renames == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    os.replace = replace_or_die
-    prepare(options)
+def die(tmp_path, *args):
+    """Make shards in a process that dies by SIGKILL at the N-th file that gets its name, before or after it has."""
+    output = tmp_path / "output"
+    assert run(make_and_die, tmp_path, *args, output=output) == [-signal.SIGKILL], output.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
@@ -541,9 +522,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
-        options = Options(input=paths, out_dir=str(tmp_path / f"{count}" / "out"), tokenizer="bytes", shard_size=9000)
-        status = run(prepare_and_die, options, count, count % 2 == 0, output=tmp_path / "output")
-        assert status == [-signal.SIGKILL], (tmp_path / "output").read_text(encoding="utf-8")
+        die(tmp_path, paths, f"{count}/out", count, count % 2 == 0)
         make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)
         assert listing(tmp_path / f"{count}" / "out") == whole
 
@@ -632,26 +611,17 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     assert all(after[name] == digest for name, digest in before.items() if "_train_" in name)
 
 
-def test_a_read_only_disk_is_called_so(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(5))
-
-    def read_only(folder, *args, **options):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
-
-    with patched(os, "makedirs", read_only), patched(Path, "mkdir", read_only):
-        status, _, stderr = refusal_of(
-            fineweb.main, "--input", path, "--tokenizer", "bytes", "--out-dir", tmp_path / "out"
-        )
-    assert status == 2 and os.strerror(errno.EROFS) in stderr and stderr.count("\n") == 1, stderr
-
-
 def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
     texts = random_documents(50)
     for i in range(5):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[10 * i : 10 * i + 10])
-    for part in ("1/3", "2/3", "3/3"):  # as `seq 3` counts; 0/3 is 3/3
-        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part=part)
-    make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/3")
+
+    def make_part(part):
+        return make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part=part, num_proc=1)
+
+    with ThreadPoolExecutor(3) as executor:  # at the same time
+        list(executor.map(make_part, ("1/3", "2/3", "3/3")))  # as `seq 3` counts; 0/3 is 3/3
+    make_part("0/3")
     folder = tmp_path / "out"
     metas = [json.loads((folder / f"meta.part-{i}-of-3.json").read_text(encoding="utf-8")) for i in range(3)]
     assert {file for meta in metas for file in meta["shards"]} == {file.name for file in folder.glob("*.npy")}
@@ -666,24 +636,10 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
             assert np.array_equal(tokens, as_bytes([text for texts in mine for text in texts]))
     write_jsonl(tmp_path / "5.jsonl", texts[:5])
     with pytest.raises(UserError, match="all_inputs was"):
-        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/3")
+        make_part("0/3")
     with pytest.raises(UserError, match="the number of parts was 3 and is now 2"):
-        make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part="0/2")
+        make_part("0/2")
     assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
-
-
-def test_parts_made_at_the_same_time_are_those_made_in_turn(tmp_path):
-    for i in range(4):
-        write_jsonl(tmp_path / f"{i}.jsonl", random_documents(20, seed=i))
-
-    def make_part(name, part):
-        make(tmp_path, str(tmp_path / "*.jsonl"), name=name, shard_size=3000, part=part, num_proc=1)
-
-    with ThreadPoolExecutor(2) as executor:
-        list(executor.map(make_part, ["a/out"] * 2, ["0/2", "1/2"]))
-    for part in ("0/2", "1/2"):
-        make_part("b/out", part)
-    assert listing(tmp_path / "a") == listing(tmp_path / "b")
 
 
 def test_importing_runs_nothing(tmp_path):
@@ -733,21 +689,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
+    """Also the hub, as `python fineweb.py` sees it with `server.env`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.asked, server.flaky = {}, [], ""
     server.url = f"http://127.0.0.1:{server.server_port}"
+    server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def hub(server):
-    """The server as the hub: what `python fineweb.py` sees when HF_ENDPOINT names it."""
-    server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return server
 
 
 @pytest.mark.parametrize("flaky", ["status", "short"])
@@ -791,33 +742,32 @@ def test_a_download_is_whole_or_not_there(tmp_path, server):
     assert server.asked == ["/a.bin"] * 3 + ["/missing"] and path.read_bytes() == server.files["/a.bin"]
 
 
-def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, hub):
+def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
     repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
     texts, tree = random_documents(60), []
     for i in range(3):
         write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
         path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
-        hub.files[f"/datasets/{repo}/resolve/{commit}/{path}"] = content
+        server.files[f"/datasets/{repo}/resolve/{commit}/{path}"] = content
         tree.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
-    hub.files[f"/api/datasets/{repo}"] = json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
-    hub.files[f"/api/datasets/{repo}/tree/{commit}/sample/10BT"] = json.dumps(tree[::-1]).encode()
-    hub.flaky = "status"
+    server.files[f"/api/datasets/{repo}"] = json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
+    server.files[f"/api/datasets/{repo}/tree/{commit}/sample/10BT"] = json.dumps(tree[::-1]).encode()
+    server.flaky = "status"
     tokens = as_bytes(texts)
     args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
-    done = script(*args, cwd=tmp_path, environment=hub.env)
+    done = script(*args, cwd=tmp_path, environment=server.env)
     assert done.returncode == 0, done.stderr
-    assert "minutes" in done.stdout  # how long it will take
     folder = tmp_path / "edu_fineweb10B"
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
     shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
     assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TOKENIZER])  # and no parquet
     # what is complete needs no network
-    asked = len(hub.asked)
-    assert "is complete" in script(*args, cwd=tmp_path, environment=hub.env).stdout and len(hub.asked) == asked
+    asked = len(server.asked)
+    assert "is complete" in script(*args, cwd=tmp_path, environment=server.env).stdout and len(server.asked) == asked
 
 
-def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
+def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     rng = np.random.default_rng(0)
     shards = {}
     for file in ["val_000000", "train_000001", "train_000002"]:
@@ -827,9 +777,9 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
         header[:3] = 20240520, 1, len(tokens)
         shards[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
     prefix = "/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
-    hub.files = {prefix + file: content for file, content in shards.items()}
-    hub.flaky = "short"
-    done = script("--pretokenized", 2, cwd=tmp_path, environment=hub.env)
+    server.files = {prefix + file: content for file, content in shards.items()}
+    server.flaky = "short"
+    done = script("--pretokenized", 2, cwd=tmp_path, environment=server.env)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
@@ -839,7 +789,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, hub):
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays
-    done = script("--pretokenized", 3, cwd=tmp_path, environment=hub.env)
+    done = script("--pretokenized", 3, cwd=tmp_path, environment=server.env)
     assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
 
@@ -853,7 +803,7 @@ def bad_inputs(tmp_path):
     texts = random_documents(5)
     good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
-    lists = pa.array([["a"]], pa.list_(pa.string()))
+    lists, enc = pa.array([["a"]], pa.list_(pa.string())), tokenizer.get_encoding("bytes")
     pq.write_table(pa.table({"lists": lists, "good": ["c"]}), tmp_path / "nested.parquet")
     contents = {
         "broken.jsonl": b'{"text": "a"}\n\n{"text": \n',
@@ -869,6 +819,7 @@ def bad_inputs(tmp_path):
         "foreign/x_train_000001.npy": b"",
         "trained/tokenizer.tiktoken": b"by the user",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
+        "ready/meta.json": json.dumps(new_meta("finewebedu10B-gpt2", enc, {"sources": []})).encode(),
     }
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -888,7 +839,6 @@ def bad_inputs(tmp_path):
         ("cut.parquet", "is damaged"),
         ("cut.jsonl.gz", "is damaged"),
         ("a.csv", ".parquet"),
-        ("none*.txt", "No file matches"),
         ("foreign", "No file matches"),
     ]
     if hasattr(os, "mkfifo"):
@@ -904,8 +854,7 @@ def bad_inputs(tmp_path):
             (["--tokenizer", tmp_path / "a.tiktoken"], "a.tiktoken"),
             (["--tokenizer", "gpt3"], "gpt2"),
             (["--tokenizer", tmp_path / "big.tiktoken"], "65,537 & 65,536"),
-            (["--shard-sizes", 3], "--shard-size"),
-            (["--part", "5/4"], "5/4 & 0/4"),
+            (["--part", "5/4", "--shard-size", 0], "5/4 & 0/4 & --shard-size is 0"),
             (["--part", "1/" + "4" * 5000], "is not of the form"),
             (["--part", "0/4"], "only 1 input files"),
             (["--tokenizer", "bytes+chat", *taken], "+chat"),
@@ -921,8 +870,8 @@ def bad_inputs(tmp_path):
         (["--input", tmp_path / "nested.parquet", "--text-column", "lists"], ["list<", "--text-column: good."]),
         (["--input", other, *taken], ["good.jsonl", "other.jsonl"]),
         (["--dataset", "python-docs", *taken], ["input", "python-docs"]),
+        (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
         (["--dataset", "python-doc"], ["Did you mean python-docs?"]),
-        (["--shard-size", 0, "--max-tokens", -1], ["--shard-size is 0", "--max-tokens is -1"]),
         ([], ["--dataset python-docs", "--input"]),  # no network
         (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
         (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),

@@ -52,7 +52,6 @@ VARIANTS = [
     dict(activation_function="relu"),
     dict(add_cross_attention=True),
     dict(tie_word_embeddings=False),
-    dict(quantization_config={"load_in_8bit": True}),
     dict(model_type="llama"),
     dict(n_head=3),  # does not divide n_embd
     dict(n_head=[2]),
@@ -113,17 +112,10 @@ def test_a_truncated_file_is_refused(hf, length):
     assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
-def test_a_pipe_in_the_place_of_a_part_is_refused(hf):
-    (hf / "model.safetensors").unlink()
-    os.mkfifo(hf / "model-00001-of-00001.safetensors")
-    assert "no model.safetensors" in refusal(load_huggingface, hf)
-
-
-def test_pickles_are_refused_in_one_line(hf):
+def test_pickles_and_pipes_are_not_read(hf):
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
-    assert "pickles" in refusal(load_huggingface, hf)
-    (hf / "pytorch_model.bin").unlink()
-    assert "no model.safetensors. Convert" in refusal(load_huggingface, hf)
+    os.mkfifo(hf / "model-00001-of-00001.safetensors")
+    assert "no model.safetensors, and pickles such as *.bin are not read" in refusal(load_huggingface, hf)
 
 
 def test_openais_names_parts_and_half_precision_are_read(hf):
@@ -143,16 +135,6 @@ def test_openais_names_parts_and_half_precision_are_read(hf):
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
 
 
-def test_a_model_of_transformers_gives_the_same_logits(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=2, n_head=4)).eval()
-    theirs.save_pretrained(tmp_path)
-    idx = torch.randint(300, (2, 16))
-    with torch.no_grad():
-        assert torch.allclose(GPT.from_pretrained(tmp_path)(idx)[0], theirs(idx).logits, atol=1e-4)
-
-
 # ----------------------------------------------------------------------------------------------------------
 # A folder's tokenizer
 
@@ -165,7 +147,7 @@ def test_a_folder_is_read_with_its_own_tokenizer(hf):
     (hf / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refusal(load_tokenizer, hf, 257)
     (hf / "tokenizer.json").write_text("{", encoding="utf-8")
-    assert "Could not read the tokenizer" in refusal(load_tokenizer, hf, 257)
+    assert "is damaged or not supported" in refusal(load_tokenizer, hf, 257)
 
 
 def give_tokenizer(hf, enc):
@@ -254,12 +236,6 @@ def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name
     assert is_export_of(hf, weights, 2, BYTES) == (name is None)
 
 
-def test_the_length_that_the_model_reads_is_known(hf):
-    from transformers import AutoTokenizer
-
-    assert AutoTokenizer.from_pretrained(hf).model_max_length == 32
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Chat
 
@@ -318,8 +294,9 @@ def test_generate_stops_at_the_end_of_a_turn(parrot):
     assert theirs.decode(out) == "ok<|end|>" and theirs.decode(out, skip_special_tokens=True) == "ok"
 
 
-def test_a_model_that_does_not_chat_has_no_template(hf):
+def test_a_model_that_does_not_chat_has_no_template_and_the_length_that_it_reads_is_known(hf):
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(hf).chat_template is None
-    assert json.loads((hf / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"] == 256
+    theirs = AutoTokenizer.from_pretrained(hf)
+    assert theirs.chat_template is None and theirs.model_max_length == 32
+    assert json.loads((hf / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"] == [256]

@@ -1,11 +1,11 @@
-"""plumbing/kernels.py: the output layer and its loss in float8, compared with F.cross_entropy in float64."""
+"""The machine: the output layer and its loss in float8, compared with F.cross_entropy in float64; memory; GPUs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from plumbing import kernels
-from plumbing.distributed import has_float8
+from plumbing.distributed import has_float8, peak_flops
 from plumbing.fit import is_out_of_memory
 from plumbing.kernels import cross_entropy, linear_cross_entropy, to_float8
 
@@ -115,3 +115,24 @@ def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
         RuntimeError("CUDA error: an illegal memory access was encountered"),
     ]:
         assert not is_out_of_memory(error), error
+
+
+# names as torch.cuda.get_device_name gives them, dense TFLOP/s of their datasheets; near misses have none
+PEAKS = {
+    "Tesla V100-SXM2-16GB": 125,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "A100-SXM4-40GB": 312,  # what drivers before 2021 said
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA L4": 121,
+    "NVIDIA L40S": 362.05,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA RTX A600": None,
+    "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+    "NVIDIA": None,
+    "cpu": None,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_gpu_is_known_by_its_whole_name(name):
+    assert peak_flops(name) == (PEAKS[name] and pytest.approx(1e12 * PEAKS[name]))

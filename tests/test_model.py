@@ -113,47 +113,23 @@ def test_initial_weights_are_gpt2s():
 # Compared with transformers
 
 
-@pytest.fixture(scope="module")
-def hf_directory(tmp_path_factory):
-    """A random GPT-2 of transformers, saved by transformers."""
+def test_logits_loss_and_gradients_equal_transformers(tmp_path):
+    """On random weights, saved by transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(1)
-    config = GPT2Config(vocab_size=300, n_positions=48, n_embd=48, n_layer=3, n_head=4)
-    hf = GPT2LMHeadModel(config).eval()
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=48, n_embd=48, n_layer=3, n_head=4)).eval()
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    directory = tmp_path_factory.mktemp("hf")
-    hf.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def hf(hf_directory):
-    from transformers import GPT2LMHeadModel
-
-    return GPT2LMHeadModel.from_pretrained(hf_directory).eval()
-
-
-def test_logits_equal_transformers_on_random_weights(hf, hf_directory):
-    model = GPT.from_pretrained(hf_directory)
-    idx = torch.randint(300, (3, 48))
-    with torch.no_grad():
-        ours, theirs = model(idx)[0], hf(idx).logits
-    assert theirs.std() > 0.5  # the comparison means something
-    assert (ours - theirs).abs().max() < 2e-4
-
-
-def test_loss_and_gradients_equal_transformers(hf, hf_directory):
-    model = GPT.from_pretrained(hf_directory)
-    idx = torch.randint(300, (3, 33))
+    hf.save_pretrained(tmp_path)
+    model, idx = GPT.from_pretrained(tmp_path), torch.randint(300, (3, 48))
+    theirs = hf(idx, labels=idx)  # transformers shifts by itself
+    assert theirs.logits.std() > 0.5, "the comparison means something"
+    assert (model(idx)[0] - theirs.logits).abs().max() < 2e-4
     loss = model(idx[:, :-1], idx[:, 1:], return_logits=False)[1]
-    theirs = hf(idx, labels=idx).loss  # transformers shifts by itself
-    assert loss.item() == pytest.approx(theirs.item(), abs=1e-5)
+    assert loss.item() == pytest.approx(theirs.loss.item(), abs=1e-5)
     loss.backward()
-    hf.zero_grad()
-    theirs.backward()
+    theirs.loss.backward()
     gradients = dict(hf.named_parameters())
     assert len(dict(model.named_parameters())) == len(gradients)
     for name, parameter in model.named_parameters():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT, status_of, tiny_model, train, write_curve
+from conftest import status_of, tiny_model, train, write_curve
 
 import sample
 import tokenizer
@@ -84,13 +84,13 @@ def test_the_card_has_what_the_run_measured(card, exported):
     assert "license" not in header, "it is not ours to say"
     assert "\n# A GPT-2 with 34,720 parameters\n" in page  # 2 layers of 32 channels, 257 ids, 32 positions
     assert "trained from scratch" in page and "2 layers, 2 attention heads and 32 channels" in page
-    assert "| validation loss on 5,000 tokens that were not trained on, nats per token | 1.2500 | 4 |" in page
+    assert "| validation loss on 5,000 unseen tokens, nats per token | 1.2500 | 4 |" in page
     assert "in bits per byte, which can be compared between tokenizers | 0.8750 | 4 |" in page
     assert "| training loss of the last update, nats per token | 2.0000 | 4 |" in page
     assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
-    assert "4 updates of 1,000 tokens, 4,000 in all, in 0:00:08 (500 tokens per second)." in page
-    assert "ranks `8`; machine\n  `Linux, 2 cores, NVIDIA H100`" in page and "`fd912143f159`" in page
-    assert "````text\nTo be,\n```or```\n````" in page
+    assert "Training: 4 updates of 1,000 tokens,\n4,000 in all." in page
+    assert "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page and "    commit: fd912143f159\n" in page
+    assert "\n\n    To be,\n    ```or```\n\n" in page
     assert "AutoModelForCausalLM.from_pretrained" in page and '"max_lr": 0.0006' in page
     assert "/home/somebody" not in text
     assert "![" in page and (exported / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -102,23 +102,20 @@ def test_what_was_not_measured_is_left_out(card, exported):
     assert not (exported / "curve.png").exists()
     page = card(log=LOG)
     assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
-    page = card(log=LOG.replace("2 tok/s 500\n", ""))
-    assert "4,000 in all." in page and "tokens per second" not in page
     page = card(start_text(CONFIG | {"batch_ramp": 10**9}, commit=""))  # git is not everywhere
-    assert "commit" not in page
-    assert "4 updates." in page and "in all" not in page
+    assert "commit" not in page and "Training: 4 updates." in page
 
 
 def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later(card):
     page = card(log=LOG + "2 val 3.5\n" + EVALUATIONS, step=2)
     assert "nats per token | 3.5000 | 2 |" in page and "nats per token | 4.0000 | 2 |" in page and "1.25" not in page
-    assert "2 updates of 1,000 tokens, 2,000 in all, in 0:00:04" in page and "0.2400 | 0 |" in page
+    assert "2 updates of 1,000 tokens,\n2,000 in all" in page and "0.2400 | 0 |" in page
 
 
 def test_a_run_in_parts_and_a_branch_say_so(card):
     page = card(RUN + start_text(started="2026-11-21T10:00:00+00:00", machine="Linux, 8 cores"))
-    assert "- **Started**: `2026-11-20T13:42:34+00:00`" in page and "NVIDIA H100`" in page
-    assert "- **Resumed**: `2026-11-21T10:00:00+00:00`" in page and "8 cores`" in page
+    assert "Started:\n\n    started: 2026-11-20T13:42:34+00:00\n" in page and "NVIDIA H100\n" in page
+    assert "Resumed:\n\n    started: 2026-11-21T10:00:00+00:00\n" in page and "8 cores\n" in page
     branched = json.dumps({"parent": "/home/somebody/log", "step": 2, "changed": {"total_batch_size": [500, 1000]}})
     page = card(start_text(branched=branched))
     assert "from another run after 2 updates" in page and "in all" not in page and "somebody" not in page
@@ -133,7 +130,7 @@ def test_known_data_and_weights_are_named(card, tmp_path):
     header = yaml.safe_load(text.split("---")[1])
     assert header["datasets"] == ["HuggingFaceFW/fineweb-edu"] and header["language"] == "en"
     assert header["base_model"] == "openai-community/gpt2-medium" and "fine-tuned from OpenAI's gpt2-medium" in text
-    assert "- **Data**: HuggingFaceFW/fineweb-edu, 123,456 tokens of the tokenizer `gpt2`." in text
+    assert "Data: HuggingFaceFW/fineweb-edu, 123,456 tokens of the tokenizer gpt2." in text
 
 
 @pytest.mark.parametrize("name", ["bytes", "bytes+chat"])
@@ -151,8 +148,9 @@ def test_the_lines_that_load_the_model_work(tmp_path, name, capsys):
 def test_text_from_files_is_shown_as_it_is(card):
     odd = "x`<b>[a](http://b)\x1b[31m" + "y" * 1000
     page = card(start_text(machine=odd, versions="# a title"), sample="a\x1b[2J\r\n<script>\u2028b")
-    assert "`x'<b>[a](http://b)\\x1b[31m" in page and "y" * 201 not in page and "; software `# a title`" in page
-    assert "```text\na\\x1b[2J\n<script>\nb\n```" in page and "\x1b" not in page
+    assert "    machine: x`<b>[a](http://b)\\x1b[31m" in page and "y" * 201 not in page
+    assert "    versions: # a title\n" in page and "\x1b" not in page
+    assert "\n    a\\x1b[2J\n    <script>\n    b\n" in page
 
 
 DAMAGES = {
@@ -194,14 +192,5 @@ def test_sample_exports_a_card_from_a_runs_folder_and_from_a_checkpoint_in_it(da
         out = tmp_path / f"out{number}"
         assert status_of(sample.main, ["-m", str(tmp_path / model), "--export", str(out), "--device", "cpu"]) == 0
         page = (out / "README.md").read_text(encoding="utf-8")
-        assert "```text\nabc" in page and f"**Training**: {8 if number else 12} updates of 128 tokens" in page
+        assert "\n    abc" in page and f"Training: {8 if number else 12} updates of 128 tokens" in page
         assert (out / "curve.png").exists()
-
-
-def test_the_kept_run_has_a_card(exported):
-    run = sorted(ROOT.glob("records/*quickstart*/**/run.txt"))[-1].parent
-    write_model_card(exported, run)
-    page = (exported / "README.md").read_text(encoding="utf-8")
-    losses = [line.split() for line in (run / "log.txt").read_text(encoding="utf-8").splitlines() if " val " in line]
-    step, _, loss = losses[-1]
-    assert f"nats per token | {float(loss):.4f} | {int(step):,} |" in page and f"{int(step):,} updates of " in page

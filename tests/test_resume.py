@@ -30,9 +30,9 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from test_branch import assert_same_run, steps_of
 
+import tokenizer
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing import huggingface
 from plumbing.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
 from plumbing.files import lock_folder
 from plumbing.runs import Run
@@ -74,7 +74,7 @@ def train_until(moment, args):
         "checkpoint 8 there, nothing deleted": lambda: die_at(
             checkpoints, "list_checkpoints", lambda path: Path(path, "model_00008.pt").exists()
         ),
-        "in the export at the end": lambda: die_at(huggingface, "export_tokenizer", lambda *args: True),
+        "in the export at the end": lambda: die_at(tokenizer, "write_encoding", lambda *args: True),
     }[moment]
     with patch():
         train_gpt2.main(args)

@@ -15,7 +15,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 import tokenizer
 from plumbing.cli import UserError
-from plumbing.huggingface_tokenizer import export_tokenizer, import_tokenizer
+from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
@@ -194,6 +194,13 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     assert not any(tmp_path.iterdir())
 
 
+def export_tokenizer(enc, folder):
+    folder.mkdir(exist_ok=True)
+    for name, content in tokenizer_files(enc).items():
+        (folder / name).write_bytes(content)
+    tokenizer.write_encoding(enc, folder / "tokenizer.tiktoken")
+
+
 def check_import(folder):
     """(the tokenizer that is made of a folder's, transformers' own): the same ids."""
     from transformers import AutoTokenizer
@@ -222,7 +229,7 @@ def test_transformers_reads_an_export_and_so_do_we(tmp_path, name):
 
 def test_a_special_token_that_is_a_word_too_is_not_exported_as_one(tmp_path):
     enc = tokenizer.train(["aaabdaaabac"], 261, special_tokens=["aaab"])
-    with pytest.raises(UserError, match="'aaab' is both a special token and a word"):
+    with pytest.raises(UserError, match="its token b'aaab' is a special token, too"):
         export_tokenizer(enc, tmp_path)
 
 
