@@ -101,7 +101,7 @@ def check_options(options):
 
 
 def encode_pieces(enc, read):
-    """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the ids of the text."""
+    """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the text's ids."""
     arrays, eot = [], np.array([enc.eot_token], dtype=np.uint16)
     for text, starts in read():
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
