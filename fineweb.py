@@ -335,6 +335,8 @@ def make_shards(options, enc, sources, writer):
     )
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
     total = options.max_tokens or (EDU_TOKENS // writer.num_parts if sources[0].repo else None)
+    if sources[0].repo:  # three files may be on disk: one is finished, one is read, one is downloaded
+        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * max(source.size for source in sources))
     try:
         with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
             stream = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
@@ -347,6 +349,16 @@ def make_shards(options, enc, sources, writer):
         shutil.rmtree(downloads, ignore_errors=True)
     write_rest(writer, enc, tokens, sample)
     writer.finish()
+
+
+def check_disk_space(folder, size):
+    """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise UserError(
+            f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Free some "
+            "space, choose another --out-dir, or lower --max-tokens (or --pretokenized)."
+        )
 
 
 def write_shard(writer, enc, tokens, end, sample):
@@ -387,6 +399,7 @@ def fetch_pretokenized(options):
         writer = shards.ShardWriter(folder, shards.new_meta(READY_REPO, enc, {"sources": []}), enc)
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
+        check_disk_space(folder, 200_001_024 * len(missing))
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):

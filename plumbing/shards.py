@@ -366,7 +366,8 @@ class ShardWriter:
         lengths = split_lengths([meta])
         num_train = cli.count(sum(lengths["train"]), "token")
         print(f"{self.folder}: {num_train} to train on, {sum(lengths['val']):,} to validate on")
-        print(f"in {cli.count(len(meta['shards']), 'shard')}, from {cli.count(meta['documents'], noun)}")
+        num_shards = cli.count(len(meta["shards"]), "shard")
+        print(f"in {num_shards}, the last one with what was left, from {cli.count(meta['documents'], noun)}")
 
 
 def split_lengths(metas):

@@ -12,11 +12,13 @@ import pickle
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -590,6 +592,12 @@ def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
             make(tmp_path, path)
     with lock_folder(make(tmp_path, path)):  # what is complete can be used by several at once
         make(tmp_path, path)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
+    usage = types.SimpleNamespace(free=10**8)
+    with patched(shutil, "disk_usage", lambda folder: usage), pytest.raises(UserError, match="0.4 GB, .* 0.1 GB free"):
+        prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
