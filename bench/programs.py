@@ -35,7 +35,7 @@ def data(options):
     with tempfile.TemporaryDirectory() as folder:
         if options.input:
             sources, inputs = documents.list_inputs(options.input), options.input
-            texts = [p.text for s in sources for p in documents.read_pieces(s.name, s.name, "text", 0)]
+            texts = [p.text for s in sources for p in documents.read_pieces(s, "text")]
         else:
             # Python's own documentation, read beforehand, and often enough that each core has a second of work: so
             # neither reading Python's sources nor starting processes counts
