@@ -403,7 +403,8 @@ def fetch_pretokenized(options):
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                path = documents.fetch(documents.Source(file, repo=READY_REPO), downloads).path
+                attempts = 3 if file == missing[0] else 9
+                path = documents.fetch(documents.Source(file, repo=READY_REPO), downloads, attempts).path
                 tokens = shards.open_shard(path).read()
                 if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
                     meta["documents"] += writer.count_documents(tokens)

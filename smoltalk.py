@@ -39,6 +39,7 @@ class Options:
 if __name__ == "__main__":
     cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
+import functools
 import os
 import random
 import re
@@ -65,7 +66,8 @@ def read_hub():
     import datasets  # slow to import, and only needed here
 
     advice = "Check the network and run the same command again, or give conversations of your own with --input."
-    conversations = documents.retry(HUB_DATASET, advice, datasets.load_dataset, HUB_DATASET, "all", split="train")
+    load = functools.partial(datasets.load_dataset, HUB_DATASET, "all", split="train")
+    conversations = documents.retry(HUB_DATASET, advice, load)
     for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
         if not find_fault(row["messages"]):  # users cannot fix the hub's data: skip malformed conversations
             yield row["messages"]

@@ -233,12 +233,16 @@ def open_text(path):
 
 def read_txt(source, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+    num_documents = 0
     with open_text(source.path) as file:
         for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
                 print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, add --separator "<|endoftext|>".')
+            num_documents += piece.starts
             yield piece
+    if separator and num_documents == 1:
+        print(f"note: {source.name} does not contain --separator {separator!r}, so it is one document.")
 
 
 def split_text(blocks, separator=""):
@@ -348,20 +352,16 @@ def run_in_background(function, *args):
     return future
 
 
-# 3 attempts to download, so that a user without a network finds out soon; as soon as one has succeeded, 9, which
-# survive an outage of 4 minutes
-attempts = 3
+def retry(name, advice, function, attempts=3):
+    """Call `function()`, which downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user.
 
-
-def retry(name, advice, function, *args, **kwargs):
-    """Call a function that downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user."""
-    global attempts
+    The first download gives up after 3 seconds, so that a user without a network finds out soon; later ones make 9
+    attempts, which survives an outage of 4 minutes.
+    """
     for attempt in range(attempts):
         time.sleep(RETRY_SECONDS * (2**attempt // 2))
         try:
-            result = function(*args, **kwargs)
-            attempts = 9
-            return result
+            return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
             cause = error.__cause__ or error  # atomic_write turns the connection's errors, too, into a UserError
             if isinstance(cause, UserError):
@@ -376,7 +376,7 @@ def retry(name, advice, function, *args, **kwargs):
     raise UserError(f"Could not download {name}: {cli.plain(cli.first_line(cause))}. {advice}")
 
 
-def download(url, path, advice):
+def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
 
     def attempt():
@@ -389,7 +389,7 @@ def download(url, path, advice):
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    retry(url, advice, attempt)
+    retry(url, advice, attempt, attempts)
 
 
 HUB_ADVICE = "Check the network and try again. Without a network, use --dataset python-docs or --input."
@@ -408,18 +408,19 @@ def list_hub(repo, folder):
     return retry(repo, HUB_ADVICE, ask)
 
 
-def fetch(source, folder):
+def fetch(source, folder, attempts=3):
     """The source with the path of its file, which is downloaded into `folder` unless it is local."""
     name, path = source.name, source.path
     if source.repo:
         from huggingface_hub import hf_hub_download  # slow to import
 
         place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
-        path = retry(name, HUB_ADVICE, hf_hub_download, source.repo, name, **place)
+        path = retry(name, HUB_ADVICE, functools.partial(hf_hub_download, source.repo, name, **place), attempts)
     elif is_url(name):
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]  # two URLs may end in the same name
         path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(name).path))
-        download(name, path, "Check the network and run the same command again, or give a local file.")
+        advice = "Check the network and run the same command again, or give a local file."
+        download(name, path, advice, attempts)
     return source._replace(path=path)
 
 
@@ -433,7 +434,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
     for number in range(first_source, len(sources)):
         source = next_download.result() if next_download else fetch(sources[number], folder)
         if prefetch and number + 1 < len(sources):
-            next_download = run_in_background(fetch, sources[number + 1], folder)
+            next_download = run_in_background(fetch, sources[number + 1], folder, 9)
         batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
         for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
             yield Batch(number, first, read)

@@ -248,6 +248,8 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
     path.write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
     make(tmp_path, str(path), name="one")
     assert '--separator "<|endoftext|>"' in capsys.readouterr().out
+    make(tmp_path, str(path), name="two", separator="</s>")
+    assert "does not contain --separator '</s>'" in capsys.readouterr().out
     folder = make(tmp_path, str(path), name="out", separator="<|endoftext|>")
     assert is_split(folder, [stories], [path]) and "note" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"separator was '<\|endoftext\|>' and is now ''\."):
@@ -737,8 +739,8 @@ def test_a_download_is_whole_or_not_there(tmp_path, server):
 
     with patched(documents, "RETRY_SECONDS", 0), patched(documents, "tqdm", Bar):
         match = "ended after 3,500 of 7,000 bytes. Call a friend."
-        with patched(documents, "attempts", 1), pytest.raises(UserError, match=match):
-            documents.download(f"{server.url}/a.bin", str(path), "Call a friend.")
+        with pytest.raises(UserError, match=match):
+            documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
         assert not any(tmp_path.iterdir())
         documents.download(f"{server.url}/a.bin", str(path), "")
     assert path.read_bytes() == server.files["/a.bin"] and [(bar.total, bar.n) for bar in bars[1:]] == [(7000, 7000)]
