@@ -100,10 +100,10 @@ def check_options(options):
 # Tokens
 
 
-def encode_pieces(enc, pieces):
-    """Tokenize a batch's pieces to arrays of uint16: <|endoftext|> if a document starts, then the ids of the text."""
+def encode_pieces(enc, read):
+    """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the text's ids."""
     arrays, eot = [], np.array([enc.eot_token], dtype=np.uint16)
-    for text, starts in documents.load_pieces(pieces):
+    for text, starts in read():
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
         arrays.append(np.concatenate([eot, ids]) if starts else ids)
     return arrays
@@ -118,13 +118,13 @@ def encode_all(enc, batches, num_proc):
     """
     worker = threading.local()
 
-    def encode(pieces):
+    def encode(read):
         if not hasattr(worker, "encode"):
             # subtle: threads that share a tokenizer take a tenth more CPU time, and tiktoken pickles its own GPT-2
             # by name, which takes a process a second to load; a copy has neither fault
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
             worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
-        return worker.encode(pieces)
+        return worker.encode(read)
 
     def take(batch, future):
         arrays = future.result()
@@ -136,7 +136,7 @@ def encode_all(enc, batches, num_proc):
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
         for batch in batches:
-            pending.append((batch, executor.submit(encode, batch.pieces)))
+            pending.append((batch, executor.submit(encode, batch.read)))
             if len(pending) > QUEUE * num_proc:
                 yield from take(*pending.popleft())
         while pending:
@@ -155,7 +155,7 @@ def send(message, stream):
 
 
 def start_process(enc):
-    """Return a function that calls encode_pieces(enc, pieces) in a process of its own.
+    """Return a function that calls encode_pieces(enc, read) in a process of its own.
 
     multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever.
     """
@@ -186,9 +186,9 @@ def serve():
         enc = pickle.load(sys.stdin.buffer)
         send(None, answers)
         while True:
-            pieces = pickle.load(sys.stdin.buffer)
+            read = pickle.load(sys.stdin.buffer)
             try:
-                send(encode_pieces(enc, pieces), answers)
+                send(encode_pieces(enc, read), answers)
             except (UserError, OSError) as error:
                 send(error, answers)
     os._exit(0)  # another end would try once more to send what was left, and report a broken pipe
@@ -302,7 +302,7 @@ def plan(options, part, num_parts):
     if options.separator:
         made_from["separator"] = options.separator
     if not sources and options.dataset == "python-docs":
-        sources = [documents.Source(documents.PYTHON_DOCS, 0)]
+        sources = [documents.Source(documents.PYTHON_DOCS)]
     elif not sources:
         old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts), {}).get("made_from")
         if old:  # resume with the same files, without asking the hub
@@ -403,7 +403,8 @@ def fetch_pretokenized(options):
         downloads = os.path.join(folder, ".download")
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                path = documents.fetch_hub(READY_REPO, file, None, downloads, 3 if file == missing[0] else 9)
+                attempts = 3 if file == missing[0] else 9
+                path = documents.fetch(documents.Source(file, repo=READY_REPO), downloads, attempts).path
                 tokens = shards.open_shard(path).read()
                 if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
                     meta["documents"] += writer.count_documents(tokens)

@@ -107,7 +107,7 @@ def read_examples(path, limit=0):
     """The first `limit` examples (0: all) of a JSON lines file; if it is missing, HellaSwag's is downloaded there."""
     if not os.path.exists(path):
         advice = f"Check the network, or save the file as {path}. To train without it, add --hellaswag-every 0."
-        documents.download(URL, path, advice, attempts=4)
+        documents.download(URL, path, advice)
     return list(itertools.islice(iterate_examples(path), limit or None))
 
 

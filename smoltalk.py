@@ -28,7 +28,7 @@ from plumbing import cli
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # JSON lines of conversations: files (.jsonl, .gz, .zst), folders, globs; else SmolTalk
+    input: tuple[str, ...] = ()  # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
     init_from: str = ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
@@ -39,17 +39,19 @@ class Options:
 if __name__ == "__main__":
     cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
+import functools
 import os
 import random
 import re
+import sys
+import tempfile
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from plumbing import shards
+from plumbing import documents, shards
 from plumbing.cli import UserError
-from plumbing.documents import is_url, list_inputs, read_json_lines, retry
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
@@ -64,7 +66,8 @@ def read_hub():
     import datasets  # slow to import, and only needed here
 
     advice = "Check the network and run the same command again, or give conversations of your own with --input."
-    conversations = retry(HUB_DATASET, advice, lambda: datasets.load_dataset(HUB_DATASET, "all", split="train"))
+    load = functools.partial(datasets.load_dataset, HUB_DATASET, "all", split="train")
+    conversations = documents.retry(HUB_DATASET, advice, load)
     for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
         if not find_fault(row["messages"]):  # users cannot fix the hub's data: skip malformed conversations
             yield row["messages"]
@@ -72,17 +75,17 @@ def read_hub():
 
 def read_files(sources):
     """The conversations of JSON lines files; a UserError names the line that is wrong."""
-    with tqdm(unit=" conversations", delay=0.5) as bar:
+    with tempfile.TemporaryDirectory() as folder:
         for source in sources:
-            for number, record in read_json_lines(source.name):
+            lines = documents.read_json_lines(documents.fetch(source, folder).path, source.name)
+            for number, record in tqdm(lines, unit=" conversations", desc=source.name, delay=0.5):
                 fault = find_fault(record.get("messages"))
                 if fault:
                     raise UserError(
-                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove that line; it "
-                        'should look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
+                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it; it should "
+                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
                     )
                 yield record["messages"]
-                bar.update()
 
 
 def find_fault(messages):
@@ -90,46 +93,36 @@ def find_fault(messages):
     if not isinstance(messages, list) or not messages:
         return "it has no list of messages"
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            return f"message {number} is not a JSON object"
-        if message.get("role") not in ROLES:
-            return f"message {number} has the role {message.get('role')!r}, which is not one of {', '.join(ROLES)}"
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            return f"the content of message {number} is missing, empty or not a string"
+        is_message = isinstance(message, dict) and message.get("role") in ROLES
+        if not is_message or not isinstance(message.get("content"), str) or not message["content"].strip():
+            return f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
     return ""
 
 
-def render_conversation(messages, enc):
-    """(ids, mask) of a conversation; `enc` is a tokenizer with role markers, such as "gpt2+chat".
+def render_conversation(messages, enc, max_length=sys.maxsize):
+    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
 
-    The mask is 1 on the assistant's text and the <|end|> that closes it. A prompt for the next answer also needs
-    the id of <|assistant|> at its end.
+    `enc` is a tokenizer with role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|>
+    that closes it. A prompt for the next answer also needs the id of <|assistant|> at its end.
     """
-    ids, mask = [enc.eot_token], [0]
+    ids, mask, stop = [enc.eot_token], [0], 0
     end = enc.encode_single_token("<|end|>")
     for message in messages:
+        is_answer = message["role"] == "assistant"
         body = [*tokenizer.encode_text(enc, message["content"]).tolist(), end]
         ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
-        mask += [0] + [int(message["role"] == "assistant")] * len(body)
-    return ids, mask
-
-
-def truncate(max_length, ids, mask, enc):
-    """Truncate a rendered conversation after the last answer that fits; two empty lists if none does."""
-    if len(ids) > max_length:
-        end = enc.encode_single_token("<|end|>")
-        stop = max((i for i in range(max_length) if ids[i] == end and mask[i]), default=-1) + 1
-        ids, mask = ids[:stop], mask[:stop]
-    return (ids, mask) if any(mask) else ([], [])
+        mask += [0] + [int(is_answer)] * len(body)
+        if is_answer and len(ids) <= max_length:
+            stop = len(ids)
+    return ids, mask, stop
 
 
 # -----------------------------------------------------------------------------
 # Blocks and shards
 
 
-def pack(conversations, max_length):
-    """Pack rendered conversations into blocks of at most `max_length` tokens; yields (ids, mask).
+def pack(conversations, max_length, pad):
+    """Pack conversations, arrays (2, n) of ids and mask, into blocks (2, max_length), filled up with `pad` (2, 1).
 
     Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9:
     5 with 4, 6 with 3. Within a block the order is random (seeded): otherwise the long ones would always
@@ -140,13 +133,13 @@ def pack(conversations, max_length):
     blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
 
     def close(number):
-        free.pop(number)
         block = blocks.pop(number)
         rng.shuffle(block)
-        return [token for ids, _ in block for token in ids], [bit for _, mask in block for bit in mask]
+        return np.concatenate([*block, np.repeat(pad, free.pop(number), axis=1)], axis=1)
 
-    for ids, mask in conversations:
-        fitting = [number for number in range(len(blocks)) if free[number] >= len(ids)]
+    for conversation in conversations:
+        length = conversation.shape[1]
+        fitting = [number for number in range(len(blocks)) if free[number] >= length]
         if fitting:
             number = min(fitting, key=free.__getitem__)
         else:
@@ -155,74 +148,65 @@ def pack(conversations, max_length):
             blocks.append([])
             free.append(max_length)
             number = -1
-        blocks[number].append((ids, mask))
-        free[number] -= len(ids)
+        blocks[number].append(conversation)
+        free[number] -= length
     while blocks:
         yield close(0)
 
 
-def write_blocks(writer, blocks, max_length, enc):
+def write_blocks(writer, blocks, pad, enc):
     """Write a mask, then its shard: if the mask were missing, every token would count as a target."""
-    pad_id = enc.encode_single_token("<|end|>")
-    # one token more than the blocks: the target of the last position of the last block
-    tokens = np.full(len(blocks) * max_length + 1, pad_id, dtype=np.uint16)
-    mask = np.zeros(len(tokens), dtype=np.uint8)
-    for number, (ids, block_mask) in enumerate(blocks):
-        start = number * max_length
-        tokens[start : start + len(ids)] = ids
-        mask[start : start + len(ids)] = block_mask
     if not writer.meta["shards"]:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
-    shards.write_shard(writer.path(writer.next_name().removesuffix(".npy") + ".mask"), mask)
+    # one token more than the blocks: the target of the last position of the last block
+    tokens, mask = np.concatenate([*blocks, pad], axis=1)
+    shards.write_shard(writer.path(writer.next_name().replace(".npy", ".mask")), mask.astype(np.uint8))
     writer.write(tokens, None)
 
 
 def make_shards(writer, conversations, enc, shard_size, max_length):
     """Render, pack and write the conversations, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
-    if writer.meta_path.exists():  # shards and masks of an interrupted run
-        ours = re.compile(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)")
-        for file in filter(ours.fullmatch, os.listdir(writer.folder)):
+    for file in os.listdir(writer.folder):  # of an interrupted run
+        if re.fullmatch(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)", file):
             os.remove(writer.path(file))
-    counts = {"read": 0, "cut": 0, "left out": 0}
-    meta = writer.meta
+    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
     meta |= {"targets": 0, "conversations": counts}
 
     def render():
         for messages in conversations:
-            ids, mask = render_conversation(messages, enc)
-            fitting, mask = truncate(max_length, ids, mask, enc)
+            ids, mask, stop = render_conversation(messages, enc, max_length)
             counts["read"] += 1
-            counts["cut"] += 0 < len(fitting) < len(ids)
-            counts["left out"] += not fitting
-            meta["targets"] += sum(mask)
-            if fitting:
-                yield fitting, mask
+            counts["cut"] += 0 < stop < len(ids)
+            counts["left out"] += not stop
+            meta["targets"] += sum(mask[:stop])
+            if stop:
+                yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
+    pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
     blocks, per_shard = [], max(1, shard_size // max_length)
-    for block in pack(render(), max_length):
+    for block in pack(render(), max_length, pad):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
-            write_blocks(writer, blocks, max_length, enc)
+            write_blocks(writer, blocks, pad, enc)
             blocks = []
         blocks.append(block)
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
         if len(blocks) < 2:
             raise UserError(
-                f"The input has {cli.count(counts['read'], 'conversation')}, {counts['left out']:,} of them without an "
-                f"answer that fits in {max_length} tokens. The others fill {cli.count(len(blocks), 'block')} of that "
-                "length, but two are needed, one of them for validation. Add conversations, or change --max-length."
+                f"{cli.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
+                f"{len(blocks)} of the two blocks of {max_length} tokens that are needed, one of them for validation. "
+                "Add conversations, or change --max-length."
             )
-        write_blocks(writer, blocks[::10], max_length, enc)
+        write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]
-    write_blocks(writer, blocks, max_length, enc)
+    write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
-    print(f"{meta['targets']:,} tokens are targets")
-    if counts["cut"]:
-        print(f"{cli.count(counts['cut'], 'conversation')} cut after the last answer within {max_length} tokens")
-    if counts["left out"]:
-        print(f"{cli.count(counts['left out'], 'conversation')} left out: no answer within {max_length} tokens")
+    print(
+        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut after"
+    )
+    print(f"the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out")
 
 
 def training_command(init_from, folder, shape, max_length, lengths):
@@ -233,8 +217,8 @@ def training_command(init_from, folder, shape, max_length, lengths):
     name, least = ("chat", 1) if shape["n_embd"] >= 768 else ("quickstart", 400)
     preset = PRESETS[name]
     blocks = sum(length // max_length for length in lengths)
-    batch = 2 ** max(0, (blocks // 8).bit_length() - 1)  # 8 steps or more over the data
-    batch = max(1, min(preset.total_batch_size // max_length, batch))
+    batch = max(1, min(preset.total_batch_size // max_length, blocks // 8))  # 8 steps or more over the data
+    batch = 2 ** (batch.bit_length() - 1)
     steps = max(least, min(3000, 3 * blocks // batch))
     out_dir = "chat" if folder == "smoltalk" else os.path.basename(os.path.abspath(folder))
     wanted = dict(data=folder, out_dir=f"log/{out_dir}", block_size=shape["block_size"], sequence_length=max_length)
@@ -253,30 +237,24 @@ def training_command(init_from, folder, shape, max_length, lengths):
 def prepare(options):
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
-    if options.max_length == 1:
-        errors.append("--max-length is 1, but it must be 2 or more.")
     if options.init_from and options.tokenizer:
         errors.append("--init-from gives the tokenizer, so leave --tokenizer out.")
-    urls = [name for name in options.input if is_url(name)]
-    if urls:
-        errors.append(f"{urls[0]} is a URL, but --input takes only local files here. Download it first.")
     if errors:
         raise UserError(" ".join(errors))
-    sources = list_inputs(options.input, types=(".jsonl",))
+    sources = documents.list_inputs(options.input, types=(".jsonl",))
     folder = shards.output_folder(options.out_dir, sources, "smoltalk")
     if options.init_from:
         from plumbing.checkpoint import load_model_state  # imports torch
 
         shape, _, enc = load_model_state(options.init_from)
-        enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     else:
-        shape = {"block_size": 1024, "n_embd": 768}  # GPT-2's
-        enc = tokenizer.get_encoding((options.tokenizer or "gpt2").removesuffix("+chat") + "+chat")
+        shape, enc = {"block_size": 1024, "n_embd": 768}, tokenizer.get_encoding(options.tokenizer or "gpt2")
+    enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     max_length = options.max_length or shape["block_size"]
-    made_from = {"shard_size": options.shard_size, "max_length": max_length}
-    made_from["sources"] = [source.recorded() for source in sources]
 
     def open_writer():
+        made_from = {"shard_size": options.shard_size, "max_length": max_length}
+        made_from["sources"] = [source.recorded() for source in sources]
         meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
         return shards.ShardWriter(folder, meta, enc)
 

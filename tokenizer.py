@@ -305,7 +305,7 @@ def read_texts(patterns, text_column):
     num_texts = 0
     with tempfile.TemporaryDirectory() as folder:
         for batch in documents.read_batches(documents.list_inputs(patterns), text_column, folder):
-            texts = [piece.text for piece in documents.load_pieces(batch.pieces) if piece.text]
+            texts = [piece.text for piece in batch.read() if piece.text]
             yield from texts
             num_texts += len(texts)
             if batch.finished_download:

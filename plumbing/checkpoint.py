@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import pickle
 import re
 import zipfile
@@ -158,8 +159,8 @@ def load_model_state(source):
         return shape, weights, load_tokenizer(source, shape["vocab_size"])
     checkpoint = newest_checkpoint(path)
     if not checkpoint:
-        runs = [str(run.parent) for run in sorted(path.glob("*/run.txt"))]
-        hint = suggest(str(source), runs or OPENAI_MODELS)
+        runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
+        hint = f"It has runs: {', '.join(str(run.parent) for run in runs)}." if runs else suggest(source, OPENAI_MODELS)
         raise UserError(
             f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
             f"format, nor the name of a GPT-2. {hint}"

@@ -115,6 +115,8 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     positional = [field for name, (field, _) in flags.items() if not FLAG.match(name)]
     values |= zip(positional, arguments)
     for word in arguments[len(positional) :][:1]:
+        if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
+            meanings[word] = "--preset, which names a set of flags"
         errors.append(f"The argument {word!r} was not expected. {closest(word, meanings) or SEE_HELP}")
     if presets:
         default = presets[values.get("preset", config_class.preset)]

@@ -225,6 +225,8 @@ def test_a_command_that_is_printed_can_be_typed(capsys):
 def test_a_preset_without_its_flag_and_an_unknown_one_are_told_with_the_other_mistakes():
     said = error_of("quickstart", config_class=train_gpt2.TrainConfig, presets=train_gpt2.PRESETS)
     assert said == "The argument 'quickstart' was not expected. Use --preset quickstart."
+    with pytest.raises(UserError, match="Use --preset, which names a set of flags"):
+        train_gpt2.parse_args(["config/train_shakespeare_char.py"])
     with pytest.raises(UserError) as error:
         train_gpt2.parse_args(["--preset", "gpt2-medum", "--max-iters", "3"])
     assert str(error.value).startswith("--preset cannot be 'gpt2-medum'. Did you mean gpt2-medium?")

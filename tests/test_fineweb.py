@@ -1,6 +1,7 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
 import errno
+import functools
 import gzip
 import http.server
 import io
@@ -188,7 +189,9 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     num_pieces = 0
     for text in texts:
         for size in (1, 7, 50):
-            pieces = list(documents.split_between_tokens(text[i : i + size] for i in range(0, len(text), size)))
+            pieces = [
+                piece.text for piece in documents.split_text(text[i : i + size] for i in range(0, len(text), size))
+            ]
             num_pieces += len(pieces)
             assert "".join(pieces) == text
             for enc in encs:
@@ -216,10 +219,7 @@ def test_a_long_text_is_neither_held_in_memory_nor_searched_twice(unit, separato
     monkeypatch.setattr(documents, "find_token_boundary", count_searched)
     text = "x" + unit * (100_000 // len(unit)) + "x"
     blocks = (text[i : i + 1000] for i in range(0, len(text), 1000))
-    if separator:
-        pieces = [text for text, _ in documents.split_at_separator(blocks, separator)]
-    else:
-        pieces = list(documents.split_between_tokens(blocks))
+    pieces = [text for text, _ in documents.split_text(blocks, separator)]
     assert "".join(pieces) == text and max(map(len, pieces)) <= 12_000 and num_searched < 4 * len(text)
 
 
@@ -230,12 +230,16 @@ def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
     joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>"
     joined += "<|endoftext|>\n".join(texts[2:])
     (tmp_path / "stories.txt").write_bytes(joined.encode() + b"\n<|endoftext|>\n")
-    found = []
-    for text, starts in documents.read_txt(tmp_path / "stories.txt", "<|endoftext|>"):
+    source, found = documents.local_source(str(tmp_path / "stories.txt")), []
+    for text, starts in documents.read_txt(source, "<|endoftext|>"):
         found += [text] if starts else []
         if not starts:
             found[-1] += text
     assert found == texts
+
+
+def test_a_last_text_that_ends_as_the_separator_begins_is_whole():
+    assert list(documents.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
 
 
 def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path, capsys):
@@ -420,7 +424,7 @@ def row_groups(tmp_path, monkeypatch, request):
     monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
     texts = random_documents(200)
     path = write_parquet(tmp_path / "a.parquet", texts)
-    assert len(documents.list_row_groups(path, path, "text")) == 29
+    assert len(documents.list_row_groups(documents.local_source(path), "text")) == 29
     return path, texts
 
 
@@ -464,8 +468,8 @@ def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
 def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
     enc = tokenizer.get_encoding("bytes")
     start = pickle.dumps(tokenizer.copy_encoding(enc, enc.name, enc._special_tokens))
-    pieces = pickle.dumps([("x" * 100_000, True)])
-    for received in (start[: len(start) // 2], start + pieces[:1000]):
+    read = pickle.dumps(functools.partial(iter, [("x" * 100_000, True)]))
+    for received in (start[: len(start) // 2], start + read[:1000]):
         command = [sys.executable, "-c", "import fineweb; fineweb.serve()"]
         process = subprocess.run(command, cwd=ROOT, input=received, capture_output=True)
         assert (process.stderr, process.returncode) == (b"", 0)
@@ -734,7 +738,8 @@ def test_a_download_is_whole_or_not_there(tmp_path, server):
             bars.append(self)
 
     with patched(documents, "RETRY_SECONDS", 0), patched(documents, "tqdm", Bar):
-        with pytest.raises(UserError, match="ended after 3,500 of 7,000 bytes. Call a friend."):
+        match = "ended after 3,500 of 7,000 bytes. Call a friend."
+        with pytest.raises(UserError, match=match):
             documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
         assert not any(tmp_path.iterdir())
         documents.download(f"{server.url}/a.bin", str(path), "")

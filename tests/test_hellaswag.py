@@ -176,7 +176,7 @@ def test_text_of_the_harness(fields, expected):
 def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
     path, fetched = tmp_path / "val.jsonl", []
 
-    def fetch(url, path, advice, attempts):
+    def fetch(url, path, advice):
         fetched.append(url)
         path.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES), encoding="utf-8")
 

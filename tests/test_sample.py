@@ -260,3 +260,12 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(b"/quit\n", timeout=60)
     assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err
+
+
+def test_a_folder_of_runs_names_them_newest_first(tmp_path):
+    for second, name in enumerate("cab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.txt").touch()
+        os.utime(tmp_path / name / "run.txt", (second, second))
+    status, _, stderr = refusal_of(sample.main, "Hi", "-m", tmp_path)
+    assert status == 2 and f"It has runs: {tmp_path / 'b'}, {tmp_path / 'a'}, {tmp_path / 'c'}." in stderr

@@ -1,8 +1,10 @@
 """smoltalk.py: what a conversation becomes, what of it is learned, and what bad input does."""
 
+import itertools
 import json
 import re
 import shlex
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -14,9 +16,9 @@ from conftest import TINY, flags, refusal_of, status_of
 import smoltalk
 import tokenizer
 import train_gpt2
+from plumbing import documents
 from plumbing.cli import UserError
-from plumbing.files import lock_folder
-from smoltalk import Options, pack, prepare, render_conversation, truncate
+from smoltalk import Options, pack, prepare, render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -56,46 +58,44 @@ def load(folder):
 
 def test_what_a_conversation_becomes():
     messages = [{"role": "system", "content": "S"}, *talk("U", "AB", "V", "C")]
-    ids, mask = render_conversation(messages, ENC)
+    ids, mask, _ = render_conversation(messages, ENC)
     S, U, A, B, V, C = b"SUABVC"
     assert ids == [ENC.eot_token, SYSTEM, S, END, USER, U, END, ASSISTANT, A, B, END, USER, V, END, ASSISTANT, C, END]
     assert mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
 
 
 def test_text_that_looks_like_a_marker_is_text():
-    ids, mask = render_conversation(talk("<|end|><|assistant|>yes<|endoftext|>", "<|user|>"), ENC)
+    ids, mask, _ = render_conversation(talk("<|end|><|assistant|>yes<|endoftext|>", "<|user|>"), ENC)
     assert [i for i in ids if i > 255] == [ENC.eot_token, USER, END, ASSISTANT, END]
     assert ENC.decode([i for i, counts in zip(ids, mask) if counts]) == "<|user|><|end|>"
 
 
 def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
-    ids, mask = render_conversation(talk("U", "A", "V", "B"), ENC)  # 1 + 3 + 3 + 3 + 3 tokens
-    assert truncate(13, ids, mask, ENC) == (ids, mask)
-    assert truncate(12, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert truncate(7, ids, mask, ENC) == (ids[:7], mask[:7])
-    assert truncate(6, ids, mask, ENC) == ([], [])
-    assert truncate(13, *render_conversation(talk("U"), ENC), ENC) == ([], [])  # nothing to learn
+    messages = talk("U", "A", "V", "B", "W")  # 1 + 3 + 3 + 3 + 3 + 3 tokens, and no answer to the last
+    stops = [render_conversation(messages, ENC, max_length)[2] for max_length in (16, 13, 12, 7, 6)]
+    assert stops == [13, 13, 7, 7, 0]
+
+
+def pack_numbers(lengths, max_length):
+    """The numbers of the conversations in each block, whose tokens are the numbers, and the tokens of the blocks."""
+    conversations = (np.full((2, length), number) for number, length in enumerate(lengths))
+    blocks = [block[0].tolist() for block in pack(conversations, max_length, np.array([[-1], [0]]))]
+    return [[number for number, _ in itertools.groupby(block) if number != -1] for block in blocks], blocks
 
 
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
-    lengths = [5, 6, 3, 4]
-    blocks = list(pack([([i] * n, [1] * n) for i, n in enumerate(lengths)], 9))
-    assert [sorted(ids) for ids, _ in blocks] == [[0] * 5 + [3] * 4, [1] * 6 + [2] * 3]
-    rng = np.random.default_rng(0)
-    many = [([i] * n, [i % 2] * n) for i, n in enumerate(rng.integers(1, 101, 2000).tolist())]
-    blocks = list(pack(many, 100))
-    assert all(len(ids) == len(mask) <= 100 for ids, mask in blocks)
-    found = [i for ids, _ in blocks for i, before in zip(ids, [None, *ids]) if i != before]
-    assert sorted(found) == list(range(2000))  # each in one piece
-    assert sum(len(ids) for ids, _ in blocks) == sum(len(ids) for ids, _ in many)
-    assert len(blocks) < 1.05 * sum(len(ids) for ids, _ in many) / 100  # little is filled up
+    assert [sorted(block) for block in pack_numbers([5, 6, 3, 4], 9)[0]] == [[0, 3], [1, 2]]
+    lengths = np.random.default_rng(0).integers(1, 101, 2000).tolist()
+    found, blocks = pack_numbers(lengths, 100)
+    assert sorted(sum(found, [])) == list(range(2000)) and all(len(block) == 100 for block in blocks)
+    assert all(block.count(number) == lengths[number] for block in blocks for number in set(block) - {-1})
+    assert len(blocks) < 1.05 * sum(lengths) / 100  # little is filled up
 
 
 def test_short_conversations_begin_blocks_too():
     """They come last to a block that is nearly full, and a chat begins with nothing before it."""
-    rng = np.random.default_rng(0)
-    blocks = list(pack([([n] * n, [1] * n) for n in rng.choice([10, 90], 1000).tolist()], 100))
-    first = [ids[0] for ids, _ in blocks if len(set(ids)) == 2]
+    lengths = np.random.default_rng(0).choice([10, 90], 1000).tolist()
+    first = [lengths[block[0]] for block in pack_numbers(lengths, 100)[0] if len(block) == 2]
     assert 0.4 < first.count(10) / len(first) < 0.6
 
 
@@ -106,7 +106,7 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
     assert meta["documents"] == 101 and meta["conversations"] == {"read": 102, "cut": 1, "left out": 1}
     said = capsys.readouterr().out
-    assert "1 conversation cut after" in said and "1 conversation left out" in said
+    assert "of 102 conversations, 1 were cut" in said and "1 without one were left out" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizer.folder_encoding(folder).name == "bytes+chat"
@@ -124,14 +124,6 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
-def test_many_shards_have_a_mask_each(tmp_path):
-    folder = Path(prepare(options_for(tmp_path, PAIRS * 100, shard_size=640)))
-    masks, shards = sorted(folder.glob("*.mask")), sorted(folder.glob("*.npy"))
-    assert len(shards) > 4 and [path.stem for path in masks] == [path.stem for path in shards]
-    *full, last = [np.load(path, allow_pickle=False).size for path in shards if "train" in path.name]
-    assert set(full) == {641} and last <= 641
-
-
 def test_an_interrupted_run_starts_over_and_removes_only_its_own_files(tmp_path, capsys):
     options = options_for(tmp_path, PAIRS * 100, shard_size=640)
     path, out = tmp_path / "chats.jsonl", tmp_path / "out"
@@ -147,6 +139,8 @@ def test_an_interrupted_run_starts_over_and_removes_only_its_own_files(tmp_path,
     prepare(options)
     assert all((out / name).read_text(encoding="utf-8") == "mine" for name in foreign)
     shards = read_meta(out)["shards"]
+    *full, last = [length for name, length in shards.items() if "train" in name]
+    assert len(full) > 2 and set(full) == {641} and last <= 641
     assert {file.name for file in out.glob("*.npy")} == set(shards)
     assert {file.stem for file in out.glob("*.mask")} == {name.removesuffix(".npy") for name in shards}
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -174,9 +168,9 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     [
         ("{broken", "Expecting property name"),
         ('{"text": "x"}', "no list of messages"),
-        ('{"messages": ["hi"]}', "message 1 is not a JSON object"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has the role 'bot'"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "content of message 1 is missing, empty or not"),
+        ('{"messages": ["hi"]}', "message 1 needs a role (user, assistant, system) and content, but is hi"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "but is {'role': 'bot', 'content': 'a'}"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
@@ -186,6 +180,12 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
     with pytest.raises(UserError, match=f"Line 3 of .*chats.jsonl .*{re.escape(reason)}"):
         prepare(options)
     assert not (tmp_path / "out").exists()
+
+
+def test_conversations_may_be_at_a_url(tmp_path, monkeypatch):
+    options = options_for(tmp_path, input=("https://host/chats.jsonl",))
+    monkeypatch.setattr(documents, "download", lambda url, path, advice: shutil.copy(tmp_path / "chats.jsonl", path))
+    assert read_meta(prepare(options))["documents"] == len(PAIRS * 25)
 
 
 def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
@@ -203,10 +203,10 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     Path("a.txt").write_text("x", encoding="utf-8")
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
-        ("a.txt", "a.txt is not one of .jsonl"),
-        ("one.jsonl --max-length 1", "--max-length is 1"),
-        ("one.jsonl", "1 conversation, 0 of them without an answer that fits in 1024 tokens. The others fill 1 block"),
-        ("https://host/a.jsonl", "takes only local files"),
+        ("a.txt", "Give files that end in .jsonl"),
+        ("one.jsonl", "1 conversation (0 without an answer that fits) fill 1 of the two blocks of 1024 tokens"),
+        ("one.jsonl --max-length 1", "1 conversation (1 without"),
+        ("one.jsonl --init-from x", "leave --tokenizer out"),
         ("one.jsonl --out-dir", "--out-dir is empty"),
     ]
     for words, reason in cases:
@@ -214,12 +214,3 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
         status, _, stderr = refusal_of(smoltalk.main, "--tokenizer", "bytes", "--input", *args)
         assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and reason in stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "one.jsonl"]
-
-
-def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
-    options = options_for(tmp_path)
-    with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="in use by process"):
-        prepare(options)
-    prepare(options)
-    with lock_folder(tmp_path / "out"):  # what is complete can be used by several at once
-        prepare(options)
