@@ -184,7 +184,7 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
 
 def test_conversations_may_be_at_a_url(tmp_path, monkeypatch):
     options = options_for(tmp_path, input=("https://host/chats.jsonl",))
-    monkeypatch.setattr(documents, "download", lambda url, path, advice: shutil.copy(tmp_path / "chats.jsonl", path))
+    monkeypatch.setattr(documents, "download", lambda url, path, *rest: shutil.copy(tmp_path / "chats.jsonl", path))
     assert read_meta(prepare(options))["documents"] == len(PAIRS * 25)
 
 
