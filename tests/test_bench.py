@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, flags, refusal_of, status_of, tiny_model
+from conftest import ROOT, flags, refusal_of, status_of
 
-import hellaswag
-import tokenizer
 import train_gpt2
-from bench import gpu, programs, steps
+from bench import gpu, steps
 from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
@@ -109,12 +107,8 @@ def test_the_references_of_train_do_our_training(tmp_path):
         assert torch.allclose(model.state_dict()[name], weight, atol=1e-5), name
 
 
-def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(measure, tmp_path):
-    model, enc = tiny_model(block_size=256).eval(), tokenizer.get_encoding("bytes")
-    examples = [hellaswag.render_example(line, enc) for line in hellaswag.iterate_examples(tmp_path / "h.jsonl")]
-    chosen = hellaswag.score(model, examples, 257).argmax(2)[:2].T
-    assert np.array_equal(programs.four_rows(model, examples, 257), chosen)
-    numbers = measure("hellaswag")
+def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(measure):
+    numbers = measure("hellaswag", settings=f"{TINY},n_embd=64")
     assert numbers["examples"] == numbers["same_by_sum"] == numbers["same_by_mean"] == 12
     assert numbers["examples_per_s"] > 0
 
