@@ -105,7 +105,7 @@ class Ours(Side):
             raise UserError(f"Only {self.B} of {config.batch_size} sequences fit in memory. Try --batch-size {self.B}.")
         if not config.bfloat16_residual:
             self.raw_model.residual_dtype = torch.float32
-        layout = dict(B=self.B, T=config.sequence_length, device=config.device, shuffle=config.shuffle)
+        layout = dict(B=self.B, T=config.sequence_length, world=self.world, shuffle=config.shuffle)
         self.loader = train_gpt2.DataLoaderLite(folder, "train", **layout)
         self.optimizers = train_gpt2.configure_optimizers(self.raw_model, config)
         for group in () if config.fused_adamw else self.optimizers[-1].param_groups:

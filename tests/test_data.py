@@ -13,6 +13,7 @@ import torch
 from conftest import make_shards
 
 from plumbing.cli import UserError
+from plumbing.distributed import World
 from plumbing.shards import check_token_ids
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
@@ -40,7 +41,7 @@ def windows_by_hand(lengths, T):
 
 def read_steps(folder, T, S, B, world_size, steps, **options):
     """For each step of S windows, the windows' first tokens in the order (micro-step, rank, row)."""
-    loaders = [DataLoaderLite(folder, "train", B, T, rank, world_size, **options) for rank in range(world_size)]
+    loaders = [DataLoaderLite(folder, "train", B, T, World(rank, world_size), **options) for rank in range(world_size)]
     for _ in range(steps):
         seen = []
         for _ in range(S // (B * world_size)):
