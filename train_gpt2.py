@@ -124,7 +124,7 @@ def parse_args(args=None, **inherited):
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # --help and mistyped flags are answered before the imports below, which take seconds
+    cli.run(parse_args)  # answers --help and mistyped flags before the slow imports below
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -149,7 +149,7 @@ class GPTConfig:
     """The five numbers that define the shape of a GPT-2."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64, which makes the largest matmul faster
+    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # multiply by the output layer in float8 when only the loss is needed
+        self.float8_lm_head = False  # output layer in float8 when only the loss is needed
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -420,7 +420,7 @@ class DataLoaderLite:
         positions = position + self.world.rank * B + np.arange(B)
         sources = [self.shards, self.masks] if self.masks else [self.shards]
         batch = [torch.from_numpy(self.gather(arrays, positions)) for arrays in sources]
-        if self.world.device_type == "cuda":  # pinned memory lets the copy to the GPU overlap with computation
+        if self.world.device_type == "cuda":  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
@@ -793,8 +793,6 @@ def train(config, world, lock):
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
         restore_state(saved, optimizers, scaler, loader)
-
-    # what every checkpoint has, besides its state: all that the model needs, such as the tokenizer
     metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
@@ -806,7 +804,7 @@ def train(config, world, lock):
         signals, saved = run.signals, None  # dropping `saved` frees gigabytes
         run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
         gc.collect()
-        gc.freeze()  # objects allocated so far live to the end of the run: exclude them from garbage collection
+        gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
 
         # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
         for step in range(run.start_step, max_steps + 1):
@@ -836,7 +834,6 @@ def train(config, world, lock):
                 model, loader, num_windows, optimizers, scaler, step, config, signals, world
             )
             run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
-
         return run.finish(step, stopping, raw_model, enc)  # exports the model, unless the run was stopped
 
 
