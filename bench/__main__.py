@@ -62,11 +62,9 @@ class Options:
 def parse_args(args=None):
     """The checked Options of a command line. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
-    errors = cli.check_numbers(options, above_0=["max_new_tokens"])
-    if options.what not in BENCHMARKS:
-        errors.append(f"There is no benchmark called {options.what!r}. {cli.suggest(options.what, BENCHMARKS)}")
-    if errors:
-        raise cli.UserError(" ".join(errors))
+    suggestion = cli.suggest(options.what, BENCHMARKS)
+    complaint = (options.what not in BENCHMARKS, f"There is no benchmark called {options.what!r}. {suggestion}")
+    cli.check(options, [complaint], above_0="max_new_tokens")
     return options
 
 

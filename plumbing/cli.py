@@ -3,12 +3,9 @@
 A program declares its options as a dataclass, one line per field, and ends in `cli.run(main)`. Importing torch takes
 seconds: a program that needs it runs its parser once above that import, too.
 
---help prints the program's docstring and the flags. A flag's help text is the comment at the end of its field's
-line or, if there is none, the comment above it; any other comment is a heading. Annotated[str, "-m"] gives a field a
-second name, Annotated[str, "positional"] makes it an argument without a flag.
-
-A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and exits with
-status 2, also for an OSError about a file. Any other exception keeps its traceback.
+A flag's help text is the comment at the end of its field's line or, if there is none, the comment above it; any other
+comment is a heading. Annotated[str, "-m"] gives a field a second name, Annotated[str, "positional"] makes it an
+argument without a flag.
 """
 
 import contextlib
@@ -41,17 +38,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def report_interrupt():
-    if is_rank_0():
-        print("interrupted", file=sys.stderr, flush=True)
-
-
 def report_exception(kind, error, traceback):
     """Replace sys.excepthook: print a traceback, except for Ctrl-C."""
-    if kind is KeyboardInterrupt:
-        report_interrupt()
-    else:
+    if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
+    elif is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
 
 
 # `run` cannot catch Ctrl-C during the imports. Programs in other folders that import this one keep their tracebacks
@@ -264,15 +256,20 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def check_numbers(config, above_0, below_1=()):
-    """A sentence for each number of a dataclass that is negative, not finite or, if its field is named, 0 or 1."""
-    errors = []
-    for name, value in vars(config).items():
-        least = "greater than 0" if name in above_0 else "0 or more"
-        limit = 1 if name in below_1 else 1e18
-        if isinstance(value, (int, float)) and not (0 <= value < limit and (value or name not in above_0)):
+def check(options, complaints=(), above_0="", below_1=""):
+    """Raise one UserError with the sentences of the `complaints`, (whether it applies, sentence), that apply.
+
+    It also has one for each number that is negative, not finite or, if its field is named, 0 or 1 or more.
+    """
+    errors = [sentence for applies, sentence in complaints if applies]
+    for name, value in vars(options).items():
+        least = "greater than 0" if name in above_0.split() else "0 or more"
+        limit = 1 if name in below_1.split() else 1e18
+        is_low = name in above_0.split() and value == 0
+        if is_low or isinstance(value, (int, float)) and not 0 <= value < limit:
             errors.append(f"{flag_of(name)} is {value}, but it must be finite, {least} and below {limit}.")
-    return errors
+    if errors:
+        raise UserError(" ".join(errors))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -329,8 +326,8 @@ def run(main, output_is_product=False):
         sys.stdout.flush()  # the last line may have no newline
     except UserError as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        report_interrupt()
+    except KeyboardInterrupt as error:
+        report_exception(KeyboardInterrupt, error, None)
         leave(130)  # 128 + SIGINT
     except MemoryError as error:
         fail(f"There is not enough memory. {error}".strip())
