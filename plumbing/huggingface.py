@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import atomic_write, read_json
+from plumbing.files import atomic_write, free_name, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
@@ -206,10 +206,7 @@ def remove_part(part, names):
 
 
 def make_way(path):
-    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on."""
+    """Move anything at `path` aside."""
     if os.path.lexists(path):
-        number = 1
-        while os.path.lexists(f"{path}.{number}"):
-            number += 1
-        path.rename(f"{path}.{number}")
-        print(f"Moved what was at {path} to {path}.{number}.", flush=True)
+        aside = path.rename(free_name(path))
+        print(f"Moved what was at {path} to {aside}.", flush=True)

@@ -23,7 +23,7 @@ import torch
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, print_next
 from plumbing.distributed import environment_number, flops_per_token, is_restart, peak_flops, print0
-from plumbing.files import atomic_write, lock_folder, open_regular
+from plumbing.files import atomic_write, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
 from plumbing.mirror import Mirror
@@ -203,7 +203,12 @@ def start_run(config, start_step, saved):
         if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
             stale = []  # that run has no results
     if stale:
-        move_aside(stale, out_dir)
+        aside = free_name(out_dir.resolve())
+        aside.mkdir()
+        for path in stale:
+            path.rename(aside / path.name)
+        names = ", ".join(sorted(path.name for path in stale))
+        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
@@ -211,18 +216,6 @@ def start_run(config, start_step, saved):
     history = read_history(path)
     with atomic_write(path) as file:
         file.write(history + describe_run(config, start_step, saved).encode("utf-8", "surrogateescape"))
-
-
-def move_aside(paths, out_dir):
-    """Move files from out_dir to a new folder next to it."""
-    number = 1
-    while os.path.lexists(aside := f"{out_dir.resolve()}.{number}"):
-        number += 1
-    os.mkdir(aside)
-    for path in paths:
-        path.rename(Path(aside, path.name))
-    names = ", ".join(sorted(path.name for path in paths))
-    print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
 
 
 def read_history(path):
@@ -410,16 +403,17 @@ class Run(contextlib.AbstractContextManager):
     def log_step(self, step, loss, lr, norm, tokens, seconds):
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
+        lr_text = f"{lr:.1e}".replace("e-0", "e-")
+        took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
+        speed = f"{short(rate):>4} tok/s"
+        left = f"{duration(self.seconds_left(step, seconds)):>4} left"
         # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
-        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
-        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
-        words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
-        words.append(f"{short(rate):>4} tok/s")
         if self.peak:
-            words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
-        words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
-        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        self.report(step, (" " if self.peak else "  ").join(words), **streams)
+            mfu = rate * self.flops_per_token / self.peak
+            text = f"loss {loss:6.3f} lr {lr_text} norm {norm:4.1f} {took} {speed} {mfu:3.0%} MFU {left}"
+        else:
+            text = f"loss {loss:7.4f}  lr {lr_text}  norm {norm:5.2f}  {took}  {speed}  {left}"
+        self.report(step, text, **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
     def seconds_left(self, step, seconds):
         """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
