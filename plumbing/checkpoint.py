@@ -42,8 +42,9 @@ unpickle = functools.partial(torch.load, map_location="cpu", weights_only=True)
 
 def list_checkpoints(folder):
     """The paths of a folder's checkpoints, oldest first."""
-    paths = [path for path in Path(folder).glob("model_*.pt") if CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(filter(Path.is_file, paths), key=step_of)
+    paths = Path(folder).glob("model_*.pt")
+    found = [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=step_of)
 
 
 def step_of(path):
@@ -65,10 +66,7 @@ def newest_checkpoint(source):
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
-        raise UserError(
-            f"None of the checkpoints in {source} can be read, for the reasons above. "
-            "Restore one from a backup, or train again with train_gpt2.py --no-resume."
-        )
+        raise UserError(f"None of the checkpoints in {source} can be read. Restore one, or train with --no-resume.")
     return None
 
 
@@ -156,18 +154,20 @@ def load_model_state(source):
     path = Path(source)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         shape, weights = load_huggingface(source)
-        return shape, weights, load_tokenizer(source, shape["vocab_size"])
-    checkpoint = newest_checkpoint(path)
-    if not checkpoint:
+        enc = load_tokenizer(source, shape["vocab_size"])
+    elif checkpoint := newest_checkpoint(path):
+        shape, weights = model_state(checkpoint)
+        enc = model_tokenizer(checkpoint)
+    else:
         runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-        hint = f"It has runs: {', '.join(str(run.parent) for run in runs)}." if runs else suggest(source, OPENAI_MODELS)
+        names = ", ".join(str(run.parent) for run in runs)
+        hint = f"It has runs: {names}." if runs else suggest(source, OPENAI_MODELS)
         raise UserError(
             f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
             f"format, nor the name of a GPT-2. {hint}"
         )
-    enc = model_tokenizer(checkpoint)
-    check_vocab_size(checkpoint["config"]["vocab_size"], enc)
-    return *model_state(checkpoint), enc
+    check_vocab_size(shape["vocab_size"], enc)
+    return shape, weights, enc
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -198,12 +198,9 @@ def padded_vocab_size(enc):
 
 
 def resize(shape, weights, block_size, vocab_size):
-    """Truncate the positions of a model's state to block_size and pad its vocabulary to at least vocab_size rows.
-
-    New rows are the mean of the existing ones: a row of zeros would give logit 0, far above what a trained
-    model assigns to most tokens.
-    """
+    """Truncate the positions of a model's state to block_size and pad its vocabulary to at least vocab_size rows."""
     wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+    # not zeros, which would give logit 0, far above what a trained model assigns to most tokens
     new_rows = wte.mean(0).expand(max(0, vocab_size - len(wte)), -1)
     wte = torch.cat([wte, new_rows])
     wpe = wpe[:block_size].clone()
@@ -215,7 +212,7 @@ def resize(shape, weights, block_size, vocab_size):
 def load_initial_weights(config, preset, enc):
     """{"config": shape, "model": weights} of --init-from, fitted to the run's block size and tokenizer.
 
-    preset: the TrainConfig of --preset. Shape flags that differ from it are the user's, and must match the model.
+    preset: that of --preset. Shape flags that differ from it are the user's, and must match the model.
     """
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)

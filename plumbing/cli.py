@@ -61,7 +61,6 @@ class UserError(Exception):
 FLAG = re.compile("--?[A-Za-z]")  # the beginning of a flag; -1 is a value
 SEE_HELP = "Run with --help to see all flags."
 PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "STR", tuple: "..."}
-WANTED = {int: "a whole number", float: "a number"}
 SWITCH = {"true": True, "false": False}
 
 
@@ -69,7 +68,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     """Parse the command line into the dataclass `config_class`. Raises one UserError with all mistakes.
 
     default: an instance with the defaults; or presets: {name: an instance}, of which --preset chooses one.
-    synonyms: other names for the flags, as in OTHER_TRAINERS. --help prints the help and exits.
+    synonyms: other names for the flags, as in OTHER_TRAINERS.
     """
     words = list(sys.argv[1:] if args is None else args)
     flags = {}
@@ -86,7 +85,8 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
         flag, equals, text = word.partition("=")
         name = flag.replace("_", "-")
         if name not in flags:
-            errors.append(f"There is no flag called {flag}. {closest(name.strip('-'), meanings) or SEE_HELP}")
+            advice = closest(name.strip("-"), meanings) or SEE_HELP
+            errors.append(f"There is no flag called {flag}. {advice}")
             continue
         field, kind = flags[name]
         if equals:
@@ -122,11 +122,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
 
 
 def read_field(field):
-    """Return the kind of a field's values, and the words that give it.
-
-    The kind is int, float, str, tuple (of any number of texts) or {text: value} for the choices there are. The words
-    are ["--max-steps"], with an alias ["-m", "--model"], of a switch ["--compile", "--no-compile"], or ["PROMPT"].
-    """
+    """Return the kind of a field's values: int, float, str, tuple or {text: value}; and its flags, or ["PROMPT"]."""
     kind, aliases, flag = field.type, [], flag_of(field.name)
     if get_origin(kind) is Annotated:
         kind, *aliases = get_args(kind)
@@ -135,7 +131,7 @@ def read_field(field):
     if isinstance(kind, types.UnionType):  # bool | None
         kind = get_args(kind)[0]
     if kind is bool:
-        return SWITCH, [*aliases, flag, f"--no-{flag[2:]}"]
+        return SWITCH, [flag, f"--no-{flag[2:]}"]
     if get_origin(kind) is Literal:
         kind = {choice: choice for choice in get_args(kind)}
     return get_origin(kind) or kind, [*aliases, flag]
@@ -168,7 +164,8 @@ def read_value(kind, words):
     try:
         return kind(word)
     except ValueError:
-        raise ValueError(f"is {word!r}, but it must be {WANTED[kind]}.") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"is {word!r}, but it must be {wanted}.") from None
 
 
 def help_text(config_class, default):
@@ -277,7 +274,7 @@ def check(options, complaints=(), above_0="", below_1=""):
 
 
 def plain(text, limit=200):
-    """Make text from a file or a command line safe for one line of a terminal: escape control characters, cut it."""
+    """Make text safe for one line of a terminal: escape control characters, cut it."""
     text = str(text)
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
     return shown + "..." if len(text) > limit else shown
@@ -301,7 +298,7 @@ def print_next(*commands):
 
 
 def quote(word):
-    """Quote a word for a shell: in double quotes, which every shell has, if these protect all its characters."""
+    """Quote a word for a shell: in double quotes, which cmd.exe has too, if these protect all its characters."""
     if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
         return word
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
@@ -333,7 +330,8 @@ def run(main, output_is_product=False):
         fail(f"There is not enough memory. {error}".strip())
     except Exception as error:
         if isinstance(error, OSError) and error.filename:
-            fail(str(refusal(error)))
+            advice = ADVICE.get(error.errno, "Check that it is what you meant.")
+            fail(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
         if not has_other_ranks():
             raise
         traceback.print_exc()
@@ -350,12 +348,6 @@ ADVICE = {  # what to do about the operating system's errors
     errno.EMFILE: "Raise the limit on open files with ulimit -n.",
     errno.EIO: "Check that disk.",
 }
-
-
-def refusal(error):
-    """The UserError for an OSError about a file: what the operating system said, and what to do about it."""
-    advice = ADVICE.get(error.errno, "Check that it is what you meant.")
-    return UserError(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
 
 
 def has_other_ranks():

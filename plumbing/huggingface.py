@@ -96,7 +96,7 @@ def read_weights(directory):
 def shape_of(weights, n_head, source):
     """Return GPTConfig's fields for the GPT with this state dict, which has all of them but the number of heads.
 
-    Raises UserError, which names `source`, if these are not weights of a GPT; a strict load_state_dict finds the rest.
+    UserError if these are not weights of a GPT; a strict load_state_dict finds the rest.
     """
     import torch
 
@@ -120,17 +120,12 @@ def load_tokenizer(name_or_directory, vocab_size):
     """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format."""
     directory = Path(name_or_directory)
     if (directory / "tokenizer.tiktoken").exists():
-        enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    elif (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
-        enc = import_tokenizer(directory)
-    elif not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
-        enc = tokenizer.get_encoding("gpt2")
-    else:
-        raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
-    if enc.n_vocab > vocab_size:
-        problem = f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}."
-        raise UserError(f"{problem} Give the model its own tokenizer.")
-    return enc
+        return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
+    if (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
+        return import_tokenizer(directory)
+    if not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
+        return tokenizer.get_encoding("gpt2")
+    raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -140,11 +135,8 @@ def load_tokenizer(name_or_directory, vocab_size):
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
-    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
-    dropped; every other weight is exported bit for bit. A chat model also has a chat template and stops after its turn.
-
-    run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
-    after all of them) and with `sample`, a text written by the model.
+    The vocabulary padding is dropped; every other weight is exported bit for bit. A chat model also has a chat template
+    and stops after its turn. run_folder, step, sample: for a model card, see write_model_card.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
