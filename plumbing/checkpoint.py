@@ -53,10 +53,7 @@ def step_of(path):
 
 
 def newest_checkpoint(source):
-    """Load the newest intact checkpoint in a folder, or the file `source` itself, as a dict. None if there is none.
-
-    Reports the damaged ones that it skips. Raises UserError if all are damaged.
-    """
+    """Load the newest intact checkpoint in a folder, or the file `source` itself. None if there is none."""
     if Path(source).is_file():
         return load_checkpoint(source)
     paths = list_checkpoints(source)
@@ -111,13 +108,10 @@ def from_peer(content):
 
 
 def peek_settings(*sources):
-    """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
-
-    No weights are read; errors in a file are reported when it is loaded.
-    """
+    """The settings of the first of these files, runs or Hugging Face folders that can be read; {} if none can."""
     for path in map(Path, sources):
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # it is reported when the file is loaded
                 return from_peer(unpickle(checkpoint, mmap=True))["config"]
         with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
             return {"block_size": json.load(file)["n_positions"]}
@@ -162,10 +156,8 @@ def load_model_state(source):
         runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
         names = ", ".join(str(run.parent) for run in runs)
         hint = f"It has runs: {names}." if runs else suggest(source, OPENAI_MODELS)
-        raise UserError(
-            f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
-            f"format, nor the name of a GPT-2. {hint}"
-        )
+        places = "a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face format"
+        raise UserError(f"{str(source)!r} is neither {places}, nor the name of a GPT-2. {hint}")
     check_vocab_size(shape["vocab_size"], enc)
     return shape, weights, enc
 
@@ -177,19 +169,15 @@ def load_model_state(source):
 def check_tokenizer(model_enc, enc, data):
     """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own."""
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
-        raise UserError(
-            f"The shards in {data} were made with tokenizer {enc.name}, but the model uses {model_enc.name}. "
-            "Make shards with the model's tokenizer and give their folder with --data."
-        )
+        names = f"tokenizer {enc.name}, but the model uses {model_enc.name}"
+        raise UserError(f"The shards in {data} were made with {names}. Make and give shards with the model's.")
 
 
 def check_vocab_size(vocab_size, enc):
     """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
-        raise UserError(
-            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
-            f"model's own tokenizer; for a new model leave --vocab-size out, or set it to {enc.n_vocab} or more."
-        )
+        found = f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}"
+        raise UserError(f"{found}. Use the model's own, or set a new model's --vocab-size to {enc.n_vocab} or more.")
 
 
 def padded_vocab_size(enc):
@@ -217,17 +205,13 @@ def load_initial_weights(config, preset, enc):
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)
     for name in ("n_layer", "n_head", "n_embd"):
-        given = getattr(config, name)
+        given, flag = getattr(config, name), flag_of(name)
         if given not in (getattr(preset, name), shape[name]):
-            raise UserError(
-                f"{flag_of(name)} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out."
-            )
+            raise UserError(f"{flag} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out.")
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
-    if config.sequence_length > shape["block_size"]:
-        raise UserError(
-            f"--sequence-length {config.sequence_length} is longer than the {shape['block_size']} tokens that "
-            f"{config.init_from} can read. Lower it to that or less."
-        )
+    length, limit = config.sequence_length, shape["block_size"]
+    if length > limit:
+        raise UserError(f"--sequence-length {length} is above the {limit} tokens that {config.init_from} can read.")
     return {"config": shape, "model": weights}
 
 

@@ -254,10 +254,7 @@ def flag_of(name):
 
 
 def check(options, complaints=(), above_0="", below_1=""):
-    """Raise one UserError with the sentences of the `complaints`, (whether it applies, sentence), that apply.
-
-    It also has one for each number that is negative, not finite or, if its field is named, 0 or 1 or more.
-    """
+    """Raise one UserError of the `complaints`, (whether it applies, sentence), and of numbers that are out of range."""
     errors = [sentence for applies, sentence in complaints if applies]
     for name, value in vars(options).items():
         least = "greater than 0" if name in above_0.split() else "0 or more"

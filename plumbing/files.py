@@ -79,10 +79,8 @@ def atomic_write(path, mode="wb", **kwargs):
             with contextlib.suppress(OSError):  # a read-only file system refuses this, too
                 part.unlink()
         if isinstance(error, OSError):
-            raise UserError(
-                f"Could not write {path}: {error.strerror or error}. Check that its folder exists and can be written "
-                "to and that its disk has room, then run the same command again."
-            ) from error
+            reason = error.strerror or error
+            raise UserError(f"Could not write {path}: {reason}. Check its folder and the room on its disk.") from error
         raise
 
 
@@ -126,10 +124,7 @@ class FolderLock(contextlib.AbstractContextManager):
     def check(self):
         """Raise UserError if the locked folder is no longer the one at its path."""
         if not is_same_file(self.descriptor, self.path):
-            raise UserError(
-                f"{self.folder} has been moved or replaced since this program began, so nothing more is written. "
-                "Put it back and run the same command again."
-            )
+            raise UserError(f"{self.folder} has been moved or replaced. Put it back and run the same command again.")
 
     def __exit__(self, *exception):
         """Release the lock, and remove the folders that it created and that are still empty."""

@@ -49,10 +49,8 @@ def load_huggingface(name_or_directory):
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
-            raise UserError(
-                f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
-                f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
-            )
+            found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
+            raise UserError(f"{path} describes another model than GPT-2: {found}. Use a GPT-2.")
     weights = read_weights(directory)
     return shape_of(weights, config.get("n_head", 12), directory), weights
 
@@ -64,10 +62,8 @@ def download(name):
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
-        raise UserError(
-            f"Could not download {name}: {first_line(error).rstrip('.')}. "
-            "Check the network and run the same command again, or give a folder in Hugging Face format."
-        ) from None
+        advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
+        raise UserError(f"Could not download {name}: {first_line(error).rstrip('.')}. {advice}") from None
 
 
 def read_weights(directory):
@@ -94,10 +90,7 @@ def read_weights(directory):
 
 
 def shape_of(weights, n_head, source):
-    """Return GPTConfig's fields for the GPT with this state dict, which has all of them but the number of heads.
-
-    UserError if these are not weights of a GPT; a strict load_state_dict finds the rest.
-    """
+    """Return GPTConfig's fields for the GPT with this state dict; UserError if it cannot be one."""
     import torch
 
     wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")

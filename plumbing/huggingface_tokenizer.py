@@ -34,13 +34,13 @@ def tokenizer_files(enc, max_length=None):
 
     vocab, merges = {}, []
     for token in sorted(ranks, key=ranks.get):
-        parts = tokenizer.last_merge(token, ranks)
-        if spell(token) in enc._special_tokens or not all(part in ranks for part in parts):
+        parts, word = tokenizer.last_merge(token, ranks), spell(token)
+        if word in enc._special_tokens or not all(part in ranks for part in parts):
             problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
             raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
-        vocab[spell(token)] = ranks[token]
+        vocab[word] = ranks[token]
         if len(token) > 1:
-            merges.append(tuple(spell(part) for part in parts))
+            merges.append(tuple(map(spell, parts)))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
@@ -69,10 +69,8 @@ def import_tokenizer(directory):
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
             raise ValueError("tiktoken gives the same text other ids")
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(
-            f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}. Copy its tokenizer.json, "
-            "or its vocab.json and merges.txt, again, or use a model with a tokenizer like GPT-2's."
-        ) from None
+        problem = f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}"
+        raise UserError(f"{problem}. Copy its files again, or use a model with a tokenizer like GPT-2's.") from None
     return enc
 
 

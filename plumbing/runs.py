@@ -29,7 +29,7 @@ from plumbing.log import read_log
 from plumbing.mirror import Mirror
 from tokenizer import has_chat_tokens
 
-# settings that may change when a run is resumed: none of them affects what the model learns
+# settings that may change when a run is resumed, because they do not affect what the model learns
 MAY_CHANGE_ON_RESUME = set(
     "preset out_dir resume device compile activation_checkpointing batch_size data val_every hellaswag_every "
     "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
@@ -37,11 +37,11 @@ MAY_CHANGE_ON_RESUME = set(
 )
 # settings that are the run's if they have these values
 LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}
-# settings that may differ from node to node: the places of its files, and its devices
+# settings that may differ from node to node
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
-# settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
+# settings that a branch must share with its parent, because the state depends on them
 SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
-# settings that a branch does not take over from its parent: they say where it runs, and which run it is
+# settings that a branch does not take over from its parent
 OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
 # the names of what this program writes into a run's folder
 OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
@@ -60,9 +60,8 @@ def claim(config, world):
 
 
 def inherit(config, parse):
-    """The config of a branch or of a fine-tuning, with settings missing from the command taken from a model.
+    """The config of a branch, with its parent's settings, or of a fine-tuning, with a block size that is not longer.
 
-    A branch takes all of its parent's settings; a fine-tuning only the block size, and only if that is shorter.
     parse: parses the same command line once more, with these values in place of the presets' own.
     """
     source = config.branch_from or config.init_from
@@ -76,9 +75,7 @@ def inherit(config, parse):
     elif then:
         taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     else:
-        raise UserError(
-            f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt file."
-        )
+        raise UserError(f"No checkpoint in {source} can be read. Give a run's folder or a model_*.pt file.")
     changed = parse(taken)
     words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
     if words:
@@ -90,8 +87,8 @@ def find_start(config, preset, enc, fingerprints):
     """Find what the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
-    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
-    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
+    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from.
+    preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
     """
     saved = load_state(config.out_dir) if resumes(config) else None
     branched = None
@@ -112,12 +109,11 @@ def find_start(config, preset, enc, fingerprints):
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
     then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
-        raise UserError(
-            f"The shards in {config.data} are not those that the run was started on. Give the original ones with "
-            "--data, or start another run on these with --init-from and another --out-dir."
-        )
-    is_last, hf = saved["step"] == config.max_steps, Path(config.out_dir, "hf")
-    finished = is_last and is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
+        advice = "Give those with --data, or start another run with --init-from and another --out-dir."
+        raise UserError(f"The shards in {config.data} are not those that the run was started on. {advice}")
+    hf, finished = Path(config.out_dir, "hf"), False
+    if saved["step"] == config.max_steps:
+        finished = is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
     if finished:
         print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
         print_next(*next_commands(config, enc))
@@ -134,21 +130,22 @@ def load_state(source):
 
 
 def changes(config, then):
-    """{name: (then, now)} of the settings in which `config` differs from those of a run, of what affects the losses.
-
-    A setting that did not exist yet counts as TrainConfig's default.
-    """
+    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run."""
+    # a setting that did not exist yet counts as TrainConfig's default
     now, then = dataclasses.asdict(config), dataclasses.asdict(type(config)()) | then
     free = MAY_CHANGE_ON_RESUME | {name for name, value in LEFT_OPEN.items() if now[name] == value}
     if config.init_from:
         free |= {*checkpoints.SHAPE}  # the model's
-    pairs = {name: (before, now.get(name, "unknown")) for name, before in then.items() if name not in free}
-    # "log/" is the folder "log"
-    return {name: pair for name, pair in pairs.items() if len({str(value).rstrip("/") for value in pair}) > 1}
+    different = {}
+    for name, before in then.items():
+        after = now.get(name, "unknown")
+        if name not in free and str(before).rstrip("/") != str(after).rstrip("/"):  # "log/" is the folder "log"
+            different[name] = (before, after)
+    return different
 
 
 def say(different):
-    """The result of `changes` in words: "seed was 1, now 7, schedule was 'cosine', now 'wsd'"."""
+    """The result of `changes` in words."""
     return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in different.items())
 
 
@@ -162,13 +159,11 @@ def check_branch(config, saved):
     changed.pop("branch_from", None)
     fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
     if fixed:
-        raise UserError(
-            f"A branch takes over the state of {parent}, so these settings must be the same: {say(fixed)}. Leave the "
-            "flags out, or start a new run with --init-from."
-        )
+        advice = "Leave these flags out, or start a new run with --init-from."
+        raise UserError(f"A branch of {parent} must have the same settings: {say(fixed)}. {advice}")
     if saved["step"] >= config.max_steps:
-        done = f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already."
-        raise UserError(f"{done} Give a branch more steps than that, or an earlier checkpoint.")
+        done = f"{parent} has done {saved['step']} steps already"
+        raise UserError(f"--max-steps is {config.max_steps}, but {done}. Give more, or an earlier checkpoint.")
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
@@ -180,7 +175,7 @@ def resumes(config):
 
 
 def launch():
-    """An identifier of the torchrun that started this process; it stays the same when torchrun restarts the ranks."""
+    """An identifier of the torchrun that started this process, which is the same after a restart."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
 
@@ -190,11 +185,7 @@ def launch():
 
 
 def start_run(config, start_step, saved):
-    """Describe the start in out_dir's run.txt, and move leftovers aside.
-
-    These are the files of an old run with --no-resume, those of a run that was stopped before its first checkpoint,
-    and otherwise unreadable checkpoints later than the one that the run continues from.
-    """
+    """Describe the start in out_dir's run.txt, and move aside an old run, or checkpoints that cannot be read."""
     out_dir = Path(config.out_dir)
     if saved and not saved["branched"]:
         stale = [path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step]
@@ -219,7 +210,7 @@ def start_run(config, start_step, saved):
 
 
 def read_history(path):
-    """The bytes of a run.txt, or none if there is none."""
+    """The bytes of a run.txt; none if it does not exist."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -300,11 +291,9 @@ def install_signal_handlers():
 
 def diverged(step, loss, norm, where, out_dir):
     """The UserError for a loss or gradient norm that is not finite; `where` names windows of the batch."""
-    return UserError(
-        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm}. The batch contains, among "
-        f"others, {where}. Continue from an earlier checkpoint with a lower rate: "
-        f"--branch-from {out_dir} --max-lr LOWER --out-dir NEW."
-    )
+    found = f"the loss is {loss} and the gradient norm {norm}. The batch contains, among others, {where}"
+    advice = f"Continue with a lower rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+    return UserError(f"Training diverged in step {step}: {found}. {advice}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -319,7 +308,7 @@ class Run(contextlib.AbstractContextManager):
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
         self.start_step, self.max_steps = saved.get("step", 0), config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
-        self.best_val_loss = saved.get("best_val_loss", math.inf)  # the loss of model_best.pt
+        self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.branched, self.sample = saved.get("branched"), ""
         self.signals = install_signal_handlers()  # the signals received so far
         self.started = self.first_step_ended = time.perf_counter()
@@ -416,7 +405,7 @@ class Run(contextlib.AbstractContextManager):
         self.report(step, text, **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
     def seconds_left(self, step, seconds):
-        """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
+        """How long the remaining steps take at the average since the first one, which compiles."""
         if step == self.start_step:
             self.first_step_ended = time.perf_counter()
         else:
@@ -430,10 +419,7 @@ class Run(contextlib.AbstractContextManager):
             self.writer.write({"step": step, **losses, **state, **self.metadata})
 
     def finish(self, step, stopped, raw_model, enc):
-        """End the run after `step` steps: wait for the checkpoint and, unless the run was stopped, export the model.
-
-        Returns the exit status. A run that was stopped in its last step is not exported: it lacks its evaluations.
-        """
+        """End the run after `step` steps: export the model, unless the run was stopped. Returns the exit status."""
         status = 128 + signal.SIGINT if stopped and signal.SIGINT in self.signals else 0
         if not self.world.is_master:
             return status
@@ -449,9 +435,8 @@ class Run(contextlib.AbstractContextManager):
         if self.world.device_type == "cuda":
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
-        if self.config.keep_best and self.best_val_loss < math.inf:
-            best = self.out_dir / checkpoints.BEST
-            print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
+        if self.best_val_loss < math.inf:
+            print(f"The lowest validation loss was {self.best_val_loss:.4f}; model_best.pt has its weights.")
         print_next(*next_commands(self.config, enc))
         return status
 
