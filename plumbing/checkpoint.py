@@ -76,7 +76,7 @@ def load_checkpoint(path):
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         content = unpickle(path)
     except Exception as error:  # a damaged file can make the unpickler fail in any way
-        reason = first_line(error).rstrip(".")
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it contains more than tensors and plain data, perhaps code, which is never run"
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
@@ -223,7 +223,7 @@ class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
     def __init__(self, lock, keep, milestone_every, temporary):
-        """temporary: the steps of the checkpoints in the folder that may be deleted when there are newer ones."""
+        """temporary: the steps of the checkpoints in the folder that may be deleted."""
         self.lock, self.keep, self.milestone_every, self.temporary = lock, keep, milestone_every, temporary
         self.executor, self.pending, self.buffers = ThreadPoolExecutor(1), [], {}
 

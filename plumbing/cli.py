@@ -39,7 +39,7 @@ def is_rank_0():
 
 
 def report_exception(kind, error, traceback):
-    """Replace sys.excepthook: print a traceback, except for Ctrl-C."""
+    """Print a traceback, except for Ctrl-C."""
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
     elif is_rank_0():
@@ -179,8 +179,7 @@ def help_text(config_class, default):
     usage = f"usage: python -m {program.parent.name}" if program.name == "__main__.py" else f"usage: {program.name}"
     entries, column = [], " " * 25
     source = inspect.getsource(config_class)
-    for above, field, declared in re.findall(r"((?: +# .+\n)*)    (\w+): (.+)", source):
-        comment = declared.partition("  # ")[2]
+    for above, field, comment in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", source):
         above = " ".join(re.findall("# (.+)", above))
         if comment and above:
             entries.append("\n" + fill(above, initial_indent=" "))
@@ -193,7 +192,9 @@ def help_text(config_class, default):
         value = getattr(default, field)
         if isinstance(value, bool):
             value = "on" if value else "off"
-        text = (comment or above) + (f" (default: {value})" if value not in ("", None, ()) else "")
+        text = comment or above
+        if value not in ("", None, ()):
+            text += f" (default: {value})"
         text = fill(text, initial_indent=column, subsequent_indent=column)
         # a long flag has a line of its own
         entries.append(f"  {flag:23}{text[25:]}" if len(flag) <= 21 else f"  {flag}\n{text}")
@@ -278,8 +279,9 @@ def plain(text, limit=200):
 
 
 def first_line(error):
-    """The first line of an exception's text, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's text, without its full stop, or its type if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
 def count(number, noun):
@@ -288,7 +290,7 @@ def count(number, noun):
 
 
 def print_next(*commands):
-    """Print the next commands, given as lists of words, so that they work as printed."""
+    """Print the next commands, lists of words, so that they work as printed."""
     print("\nNext:", flush=True)
     for words in commands:
         print("    " + plain(" ".join(quote(str(word)) for word in words), limit=2000), flush=True)

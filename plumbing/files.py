@@ -14,9 +14,6 @@ except ImportError:  # Windows
 
 from plumbing.cli import UserError
 
-# ----------------------------------------------------------------------------------------------------------
-# Reading and writing
-
 STREAM = "a pipe or a device"
 
 
@@ -111,10 +108,6 @@ def free_name(path):
     return Path(f"{path}.{number}")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Locks
-
-
 class FolderLock(contextlib.AbstractContextManager):
     """A lock on a folder, which this process holds until it leaves the `with` statement or ends."""
 
@@ -176,7 +169,6 @@ def lock_folder(folder, name=".lock"):
 
 
 def is_same_file(descriptor, path):
-    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -36,10 +36,6 @@ def transposed(weights):
     return {name: weight.T if name.endswith(MATRICES) else weight for name, weight in weights.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Import
-
-
 def load_huggingface(name_or_directory):
     """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
     directory = Path(name_or_directory)
@@ -63,7 +59,7 @@ def download(name):
         return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
-        raise UserError(f"Could not download {name}: {first_line(error).rstrip('.')}. {advice}") from None
+        raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
 
 
 def read_weights(directory):
@@ -71,7 +67,7 @@ def read_weights(directory):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
+    paths = list(filter(Path.is_file, directory.glob("model*.safetensors")))
     if not paths:
         raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
     found, weights = {}, {}
@@ -121,10 +117,6 @@ def load_tokenizer(name_or_directory, vocab_size):
     raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Export
-
-
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
@@ -155,17 +147,17 @@ def export_files(weights, shape, enc):
     """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
     from safetensors.torch import save
 
-    eot, special_tokens = enc.eot_token, enc._special_tokens
+    eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
     config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    config |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
+    config |= dict(n_positions=length, n_ctx=length, vocab_size=enc.n_vocab)
     config |= dict(architectures=["GPT2LMHeadModel"], dtype="float32", bos_token_id=eot, eos_token_id=eot)
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     generation = dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot)
     exported = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
     exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
-    return tokenizer_files(enc, shape["block_size"]) | {
+    return tokenizer_files(enc, length) | {
         "config.json": json.dumps(config, indent=2).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
         "model.safetensors": save(exported, {"format": "pt"}),

@@ -30,7 +30,7 @@ def tokenizer_files(enc, max_length=None):
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
 
     def spell(token):
-        return "".join(chars[byte] for byte in token)
+        return "".join(map(chars.get, token))
 
     vocab, merges = {}, []
     for token in sorted(ranks, key=ranks.get):
@@ -58,9 +58,9 @@ def import_tokenizer(directory):
     directory = Path(directory)
     try:
         if (directory / "tokenizer.json").exists():
-            theirs = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            theirs = Tokenizer.from_file(f"{directory}/tokenizer.json")
         else:
-            theirs = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
+            theirs = Tokenizer(models.BPE.from_file(f"{directory}/vocab.json", f"{directory}/merges.txt"))
             theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         enc = encoding_from_fields(json.loads(theirs.to_str()))
         tokens = list(enc._mergeable_ranks)

@@ -1,6 +1,5 @@
 """--wandb: a copy of the run's log at Weights & Biases, which can neither stop nor delay the training."""
 
-import dataclasses
 import importlib.util
 import itertools
 import os
@@ -35,9 +34,9 @@ def start_wandb(config):
     timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
-    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, config=dataclasses.asdict(config))
+    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=id_file.read_text())
     # a resumed run may have another B
-    options |= dict(id=id_file.read_text(), resume="allow", allow_val_change=True, settings=settings)
+    options |= dict(config=vars(config), resume="allow", allow_val_change=True, settings=settings)
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     try:
         run = wandb.init(mode=mode, **options)
@@ -89,5 +88,4 @@ class Mirror:
 
 
 def warn(problem):
-    """Say why the mirror lacks lines of the log."""
     print(f"warning: Weights & Biases {problem}. Training does without it; log.txt has everything.", flush=True)

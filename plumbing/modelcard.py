@@ -179,7 +179,6 @@ def card_text(directory, starts, streams, sample):
 
 
 def write_curve(path, streams):
-    """Draw the training and validation losses."""
     from matplotlib.figure import Figure
 
     if "train" not in streams:

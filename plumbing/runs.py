@@ -210,7 +210,6 @@ def start_run(config, start_step, saved):
 
 
 def read_history(path):
-    """The bytes of a run.txt; none if it does not exist."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -222,7 +221,6 @@ def describe_run(config, start_step, saved):
     """The entry for a start in run.txt: command, configuration, versions, machine, commit."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    branched = saved.get("branched")
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(command_words()),
@@ -233,7 +231,7 @@ def describe_run(config, start_step, saved):
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
         "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
-        "branched": branched and json.dumps(branched),
+        "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
     }
     return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
 
@@ -244,8 +242,9 @@ def facts_for_all_ranks(config):
     for name in MAY_DIFFER_BETWEEN_RANKS:
         del facts[name]
     source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
-    version = hashlib.sha256(source).hexdigest()[:12]
-    return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
+    facts["the version of train_gpt2.py"] = hashlib.sha256(source).hexdigest()[:12]
+    facts["the version of torch"] = str(torch.__version__)
+    return facts
 
 
 def command_words():
@@ -258,7 +257,7 @@ def command_words():
 
 
 def next_commands(config, enc):
-    """The commands to run after a finished run: one to see what it has learned, one to train it for longer."""
+    """The commands to run after a run: one to see what it has learned, one to train it for longer."""
     words = ["--chat"] if has_chat_tokens(enc) else [config.sample_prompt]
     launcher = command_words()[: -len(sys.argv)]
     branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
@@ -269,9 +268,9 @@ def next_commands(config, enc):
 def open_log(out_dir, parent, step):
     """Open log.txt, which begins with the intact lines of the parent's (or its own) for steps below `step`."""
     path, source = Path(out_dir, "log.txt"), Path(parent, "log.txt")
-    lines = read_log(source, step) if source.exists() else ()
     with atomic_write(path, "w", encoding="utf-8") as file:
-        file.writelines(f"{at} {stream} {value:.9g}\n" for at, stream, value in lines)
+        for at, stream, value in read_log(source, step) if source.exists() else ():
+            file.write(f"{at} {stream} {value:.9g}\n")
     return open(path, "a", encoding="utf-8")
 
 
@@ -315,7 +314,6 @@ class Run(contextlib.AbstractContextManager):
         world.broadcast_from_master(self.open, lock, saved)
 
     def open(self, lock, saved):
-        """Start the run in its folder."""
         c = self.config
         start_run(c, self.start_step, saved)
         self.log = open_log(self.out_dir, self.branched["parent"] if self.branched else self.out_dir, self.start_step)
@@ -341,8 +339,7 @@ class Run(contextlib.AbstractContextManager):
         """Print the sizes of the model, the data and the batch, and what each optimizer trains."""
         world, S, T = self.world, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
-        self.peak = peak * world.size if peak else None
+        self.flops_per_token, self.peak = flops_per_token(raw_model.config, T), peak_flops(device)
         num_params = sum(p.numel() for p in raw_model.parameters())
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {self.config.dtype}")
         tokens = loader.num_windows * T
@@ -398,7 +395,7 @@ class Run(contextlib.AbstractContextManager):
         left = f"{duration(self.seconds_left(step, seconds)):>4} left"
         # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
         if self.peak:
-            mfu = rate * self.flops_per_token / self.peak
+            mfu = rate * self.flops_per_token / (self.peak * self.world.size)
             text = f"loss {loss:6.3f} lr {lr_text} norm {norm:4.1f} {took} {speed} {mfu:3.0%} MFU {left}"
         else:
             text = f"loss {loss:7.4f}  lr {lr_text}  norm {norm:5.2f}  {took}  {speed}  {left}"
@@ -436,7 +433,8 @@ class Run(contextlib.AbstractContextManager):
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
         if self.best_val_loss < math.inf:
-            print(f"The lowest validation loss was {self.best_val_loss:.4f}; model_best.pt has its weights.")
+            best = self.out_dir / checkpoints.BEST
+            print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
         print_next(*next_commands(self.config, enc))
         return status
 
