@@ -170,7 +170,7 @@ def check_tokenizer(model_enc, enc, data):
     """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own."""
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
         names = f"tokenizer {enc.name}, but the model uses {model_enc.name}"
-        raise UserError(f"The shards in {data} were made with {names}. Make and give shards with the model's.")
+        raise UserError(f"The shards in {data} have {names}. Make shards with the model's.")
 
 
 def check_vocab_size(vocab_size, enc):

@@ -50,13 +50,11 @@ OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHE
 # Finding what a run continues
 
 
-@contextlib.contextmanager
 def claim(config, world):
-    """Hold the lock on out_dir, taken on rank 0 before anything in it is read. Yields it, or None on other ranks."""
+    """The lock on out_dir, taken on rank 0 before anything in it is read; a context of None on other ranks."""
     locks = []
-    with contextlib.ExitStack() as stack:
-        world.broadcast_from_master(lambda: locks.append(stack.enter_context(lock_folder(config.out_dir))))
-        yield locks[0] if locks else None
+    world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
+    return locks[0] if locks else contextlib.nullcontext()
 
 
 def inherit(config, parse):
@@ -75,7 +73,7 @@ def inherit(config, parse):
     elif then:
         taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     else:
-        raise UserError(f"No checkpoint in {source} can be read. Give a run's folder or a model_*.pt file.")
+        raise UserError(f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt.")
     changed = parse(taken)
     words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
     if words:
@@ -109,8 +107,7 @@ def find_start(config, preset, enc, fingerprints):
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
     then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
-        advice = "Give those with --data, or start another run with --init-from and another --out-dir."
-        raise UserError(f"The shards in {config.data} are not those that the run was started on. {advice}")
+        raise UserError(f"The shards in {config.data} are not those of the run. Give those, or start another run.")
     hf, finished = Path(config.out_dir, "hf"), False
     if saved["step"] == config.max_steps:
         finished = is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
@@ -159,11 +156,10 @@ def check_branch(config, saved):
     changed.pop("branch_from", None)
     fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
     if fixed:
-        advice = "Leave these flags out, or start a new run with --init-from."
-        raise UserError(f"A branch of {parent} must have the same settings: {say(fixed)}. {advice}")
+        raise UserError(f"A branch of {parent} keeps its settings: {say(fixed)}. Leave them out, or use --init-from.")
     if saved["step"] >= config.max_steps:
-        done = f"{parent} has done {saved['step']} steps already"
-        raise UserError(f"--max-steps is {config.max_steps}, but {done}. Give more, or an earlier checkpoint.")
+        done, steps = saved["step"], config.max_steps
+        raise UserError(f"--max-steps is {steps}, but {parent} has done {done} steps already. Give more steps.")
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
@@ -290,9 +286,10 @@ def install_signal_handlers():
 
 def diverged(step, loss, norm, where, out_dir):
     """The UserError for a loss or gradient norm that is not finite; `where` names windows of the batch."""
-    found = f"the loss is {loss} and the gradient norm {norm}. The batch contains, among others, {where}"
-    advice = f"Continue with a lower rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
-    return UserError(f"Training diverged in step {step}: {found}. {advice}")
+    return UserError(
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch has, among others, "
+        f"{where}. Lower the rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
