@@ -166,7 +166,6 @@ def export_files(weights, shape, enc):
 
 def is_export_of(directory, weights, n_head, enc):
     """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
-    directory = Path(directory)
     files = export_files(weights, shape_of(weights, n_head, directory), enc)
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")

@@ -1,7 +1,6 @@
 """Import and export tokenizers in Hugging Face's format: tokenizer.json, tokenizer_config.json and a chat template."""
 
 import json
-from pathlib import Path
 
 import tiktoken
 
@@ -55,7 +54,6 @@ def import_tokenizer(directory):
     """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    directory = Path(directory)
     try:
         if (directory / "tokenizer.json").exists():
             theirs = Tokenizer.from_file(f"{directory}/tokenizer.json")

@@ -110,7 +110,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
 
     step: the number of updates after which the model was exported; None: all. sample: a text written by the model.
     """
-    directory, run_folder, streams = Path(directory), Path(run_folder), {}
+    streams = {}
     try:
         streams = read_streams(run_folder / "log.txt", step)
         write_curve(directory / "curve.png", streams)

@@ -313,7 +313,8 @@ class Run(contextlib.AbstractContextManager):
     def open(self, lock, saved):
         c = self.config
         start_run(c, self.start_step, saved)
-        self.log = open_log(self.out_dir, self.branched["parent"] if self.branched else self.out_dir, self.start_step)
+        parent = self.branched["parent"] if self.branched else self.out_dir
+        self.log = open_log(self.out_dir, parent, self.start_step)
         temporary = saved.get("temporary", [])
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, temporary)
         self.mirror = Mirror(c, read_log(self.out_dir / "log.txt")) if c.wandb else None
