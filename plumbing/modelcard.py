@@ -183,11 +183,11 @@ def write_curve(path, streams):
 
     if "train" not in streams:
         return
+    train, val = streams["train"], streams.get("val", {})
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=120)
     panel = figure.subplots()
-    for name, label, style, width in (("train", "training", "-", 0.7), ("val", "validation", "o-", 1.5)):
-        values = streams.get(name, {})
-        panel.plot(list(values), list(values.values()), style, linewidth=width, markersize=4, label=label)
+    panel.plot(list(train), list(train.values()), linewidth=0.7, label="training")
+    panel.plot(list(val), list(val.values()), "o-", markersize=4, label="validation")
     panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
     panel.set(xlabel="updates", ylabel="loss, nats per token")
     panel.legend(frameon=False)

@@ -75,7 +75,7 @@ def inherit(config, parse):
     else:
         raise UserError(f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt.")
     changed = parse(taken)
-    words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
+    words = [f"{name} {value}" for name, value in vars(changed).items() if value != getattr(config, name)]
     if words:
         print0(f"From {source}: {', '.join(words)}.")
     return changed
@@ -226,7 +226,7 @@ def describe_run(config, start_step, saved):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
         "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
     }
     return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
