@@ -211,7 +211,8 @@ def load_initial_weights(config, preset, enc):
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
     length, limit = config.sequence_length, shape["block_size"]
     if length > limit:
-        raise UserError(f"--sequence-length {length} is above the {limit} tokens that {config.init_from} can read.")
+        found = f"--sequence-length {length} is above the {limit} tokens that {config.init_from} can read"
+        raise UserError(f"{found}. Lower it.")
     return {"config": shape, "model": weights}
 
 
