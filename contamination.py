@@ -167,9 +167,7 @@ def report(folder, path, num_proc=0):
 def main(args=None):
     """Search a folder of shards for an evaluation's examples."""
     options = cli.parse(Options, args)
-    errors = cli.check_numbers(options, above_0=[])
-    if errors:
-        raise UserError(" ".join(errors))
+    cli.check(options)
     report(options.data, options.eval, options.num_proc)
 
 

@@ -85,14 +85,14 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 
 def check_options(options):
     """Raise one UserError listing everything that is wrong; return (I, N) of --part I/N, counted from 0: 4/4 is 0/4."""
-    errors = cli.check_numbers(options, above_0=["shard_size"])
-    if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
-        errors.append("--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out.")
+    ready = options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2")
     match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
-    if not match or int(match[1]) > int(match[2]):
-        errors.append(f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4.")
-    if errors:
-        raise UserError(" ".join(errors))
+    no_part = not match or int(match[1]) > int(match[2])
+    complaints = [
+        (ready, "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."),
+        (no_part, f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."),
+    ]
+    cli.check(options, complaints, above_0="shard_size")
     return int(match[1]) % int(match[2]), int(match[2])
 
 

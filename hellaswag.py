@@ -54,11 +54,9 @@ SYNONYMS = {
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
     options = cli.parse(Options, args, synonyms=SYNONYMS)
-    errors = cli.check_numbers(options, above_0=())
-    if options.data != Options.data and not os.path.exists(options.data):
-        errors.append(f"There is no file {options.data}. Give HellaSwag's JSON lines, or leave --data out.")
-    if errors:
-        raise UserError(" ".join(errors))
+    missing = options.data != Options.data and not os.path.exists(options.data)
+    advice = "Give HellaSwag's JSON lines, or leave --data out."
+    cli.check(options, [(missing, f"There is no file {options.data}. {advice}")])
     return options
 
 

@@ -56,15 +56,13 @@ SYNONYMS = {
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
     options = cli.parse(Options, args, synonyms=SYNONYMS)
-    errors = cli.check_numbers(options, above_0=("num_samples", "max_new_tokens", "top_p"))
-    if options.top_p > 1:
-        errors.append(f"--top-p is {options.top_p}, but it must be at most 1.")
-    if not (options.prompt or options.chat or options.export):
-        errors.append("The prompt is empty. Give the text to continue in quotes, or --chat for a conversation.")
-    if os.path.lexists(options.export):
-        errors.append(f"--export {options.export} exists already. Choose a new folder.")
-    if errors:
-        raise UserError(" ".join(errors))
+    no_prompt = not (options.prompt or options.chat or options.export)
+    complaints = [
+        (options.top_p > 1, f"--top-p is {options.top_p}, but it must be at most 1."),
+        (no_prompt, "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."),
+        (os.path.lexists(options.export), f"--export {options.export} exists already. Choose a new folder."),
+    ]
+    cli.check(options, complaints, above_0="num_samples max_new_tokens top_p")
     return options
 
 

@@ -236,11 +236,9 @@ def training_command(init_from, folder, shape, max_length, lengths):
 
 def prepare(options):
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
-    errors = cli.check_numbers(options, above_0=["shard_size"])
-    if options.init_from and options.tokenizer:
-        errors.append("--init-from gives the tokenizer, so leave --tokenizer out.")
-    if errors:
-        raise UserError(" ".join(errors))
+    both = options.init_from and options.tokenizer
+    complaint = (both, "--init-from gives the tokenizer, so leave --tokenizer out.")
+    cli.check(options, [complaint], above_0="shard_size")
     sources = documents.list_inputs(options.input, types=(".jsonl",))
     folder = shards.output_folder(options.out_dir, sources, "smoltalk")
     if options.init_from:

@@ -316,23 +316,17 @@ def read_texts(patterns, text_column):
 
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
-    errors = []
-    if not options.input:
-        errors.append("--input is missing. Give the files to learn from.")
-    if not options.out.endswith(".tiktoken") or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
-        errors.append(
-            f"--out is {options.out!r}, but it must be a new .tiktoken file in a folder that can be written to."
-        )
+    out, size = options.out, options.vocab_size
+    bad_out = not out.endswith(".tiktoken") or not os.access(os.path.dirname(out) or ".", os.W_OK)
     least = 256 + len({EOT, *options.special_tokens})
-    if not least <= options.vocab_size <= MAX_VOCAB:
-        errors.append(
-            f"--vocab-size is {options.vocab_size}, but it must be from {least} (the bytes and special tokens) to "
-            f"{MAX_VOCAB} (what shards can store)."
-        )
-    if "" in options.special_tokens:
-        errors.append("--special-tokens has an empty one. Leave it out.")
-    if errors:
-        raise cli.UserError(" ".join(errors))
+    limits = f"from {least} (the bytes and special tokens) to {MAX_VOCAB} (what shards can store)"
+    complaints = [
+        (not options.input, "--input is missing. Give the files to learn from."),
+        (bad_out, f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."),
+        (not least <= size <= MAX_VOCAB, f"--vocab-size is {size}, but it must be {limits}."),
+        ("" in options.special_tokens, "--special-tokens has an empty one. Leave it out."),
+    ]
+    cli.check(options, complaints)
     for path in (options.out, f"{options.out}.json"):
         check_new_output(path)
 

@@ -54,11 +54,9 @@ class Options:
 def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
-    errors = cli.check_numbers(options, above_0=["max_new_tokens", "num_samples", "limit"])
-    if options.what not in BENCHMARKS:
-        errors.append(f"There is no benchmark called {options.what!r}. {cli.suggest(options.what, BENCHMARKS)}")
-    if errors:
-        raise cli.UserError(" ".join(errors))
+    suggestion = cli.suggest(options.what, BENCHMARKS)
+    complaint = (options.what not in BENCHMARKS, f"There is no benchmark called {options.what!r}. {suggestion}")
+    cli.check(options, [complaint], above_0="max_new_tokens num_samples limit")
     from bench import gpu, measure, programs, steps
     from plumbing.distributed import choose_device
     from plumbing.files import check_new_output, new_output

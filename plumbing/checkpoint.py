@@ -42,8 +42,9 @@ unpickle = functools.partial(torch.load, map_location="cpu", weights_only=True)
 
 def list_checkpoints(folder):
     """The paths of a folder's checkpoints, oldest first."""
-    paths = [path for path in Path(folder).glob("model_*.pt") if CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(filter(Path.is_file, paths), key=step_of)
+    paths = Path(folder).glob("model_*.pt")
+    found = [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=step_of)
 
 
 def step_of(path):
@@ -52,10 +53,7 @@ def step_of(path):
 
 
 def newest_checkpoint(source):
-    """Load the newest intact checkpoint in a folder, or the file `source` itself, as a dict. None if there is none.
-
-    Reports the damaged ones that it skips. Raises UserError if all are damaged.
-    """
+    """Load the newest intact checkpoint in a folder, or the file `source` itself. None if there is none."""
     if Path(source).is_file():
         return load_checkpoint(source)
     paths = list_checkpoints(source)
@@ -65,10 +63,7 @@ def newest_checkpoint(source):
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
-        raise UserError(
-            f"None of the checkpoints in {source} can be read, for the reasons above. "
-            "Restore one from a backup, or train again with train_gpt2.py --no-resume."
-        )
+        raise UserError(f"None of the checkpoints in {source} can be read. Restore one, or train with --no-resume.")
     return None
 
 
@@ -81,7 +76,7 @@ def load_checkpoint(path):
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         content = unpickle(path)
     except Exception as error:  # a damaged file can make the unpickler fail in any way
-        reason = first_line(error).rstrip(".")
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it contains more than tensors and plain data, perhaps code, which is never run"
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
@@ -113,13 +108,10 @@ def from_peer(content):
 
 
 def peek_settings(*sources):
-    """The settings of the first model among files, runs and Hugging Face folders that can be read; {} if none can.
-
-    No weights are read; errors in a file are reported when it is loaded.
-    """
+    """The settings of the first of these files, runs or Hugging Face folders that can be read; {} if none can."""
     for path in map(Path, sources):
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # it is reported when the file is loaded
                 return from_peer(unpickle(checkpoint, mmap=True))["config"]
         with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
             return {"block_size": json.load(file)["n_positions"]}
@@ -156,18 +148,18 @@ def load_model_state(source):
     path = Path(source)
     if (path / "config.json").exists() or source in OPENAI_MODELS:
         shape, weights = load_huggingface(source)
-        return shape, weights, load_tokenizer(source, shape["vocab_size"])
-    checkpoint = newest_checkpoint(path)
-    if not checkpoint:
+        enc = load_tokenizer(source, shape["vocab_size"])
+    elif checkpoint := newest_checkpoint(path):
+        shape, weights = model_state(checkpoint)
+        enc = model_tokenizer(checkpoint)
+    else:
         runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-        hint = f"It has runs: {', '.join(str(run.parent) for run in runs)}." if runs else suggest(source, OPENAI_MODELS)
-        raise UserError(
-            f"{str(source)!r} is neither a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face "
-            f"format, nor the name of a GPT-2. {hint}"
-        )
-    enc = model_tokenizer(checkpoint)
-    check_vocab_size(checkpoint["config"]["vocab_size"], enc)
-    return *model_state(checkpoint), enc
+        names = ", ".join(str(run.parent) for run in runs)
+        hint = f"It has runs: {names}." if runs else suggest(source, OPENAI_MODELS)
+        places = "a checkpoint (model_*.pt) nor a folder with one, nor a folder in Hugging Face format"
+        raise UserError(f"{str(source)!r} is neither {places}, nor the name of a GPT-2. {hint}")
+    check_vocab_size(shape["vocab_size"], enc)
+    return shape, weights, enc
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -177,19 +169,15 @@ def load_model_state(source):
 def check_tokenizer(model_enc, enc, data):
     """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own."""
     if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
-        raise UserError(
-            f"The shards in {data} were made with tokenizer {enc.name}, but the model uses {model_enc.name}. "
-            "Make shards with the model's tokenizer and give their folder with --data."
-        )
+        names = f"tokenizer {enc.name}, but the model uses {model_enc.name}"
+        raise UserError(f"The shards in {data} have {names}. Make shards with the model's.")
 
 
 def check_vocab_size(vocab_size, enc):
     """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
-        raise UserError(
-            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
-            f"model's own tokenizer; for a new model leave --vocab-size out, or set it to {enc.n_vocab} or more."
-        )
+        found = f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}"
+        raise UserError(f"{found}. Use the model's own, or set a new model's --vocab-size to {enc.n_vocab} or more.")
 
 
 def padded_vocab_size(enc):
@@ -198,12 +186,9 @@ def padded_vocab_size(enc):
 
 
 def resize(shape, weights, block_size, vocab_size):
-    """Truncate the positions of a model's state to block_size and pad its vocabulary to at least vocab_size rows.
-
-    New rows are the mean of the existing ones: a row of zeros would give logit 0, far above what a trained
-    model assigns to most tokens.
-    """
+    """Truncate the positions of a model's state to block_size and pad its vocabulary to at least vocab_size rows."""
     wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+    # not zeros, which would give logit 0, far above what a trained model assigns to most tokens
     new_rows = wte.mean(0).expand(max(0, vocab_size - len(wte)), -1)
     wte = torch.cat([wte, new_rows])
     wpe = wpe[:block_size].clone()
@@ -215,22 +200,19 @@ def resize(shape, weights, block_size, vocab_size):
 def load_initial_weights(config, preset, enc):
     """{"config": shape, "model": weights} of --init-from, fitted to the run's block size and tokenizer.
 
-    preset: the TrainConfig of --preset. Shape flags that differ from it are the user's, and must match the model.
+    preset: that of --preset. Shape flags that differ from it are the user's, and must match the model.
     """
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)
     for name in ("n_layer", "n_head", "n_embd"):
-        given = getattr(config, name)
+        given, flag = getattr(config, name), flag_of(name)
         if given not in (getattr(preset, name), shape[name]):
-            raise UserError(
-                f"{flag_of(name)} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out."
-            )
+            raise UserError(f"{flag} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out.")
     shape, weights = resize(shape, weights, config.block_size, max(config.vocab_size, padded_vocab_size(enc)))
-    if config.sequence_length > shape["block_size"]:
-        raise UserError(
-            f"--sequence-length {config.sequence_length} is longer than the {shape['block_size']} tokens that "
-            f"{config.init_from} can read. Lower it to that or less."
-        )
+    length, limit = config.sequence_length, shape["block_size"]
+    if length > limit:
+        found = f"--sequence-length {length} is above the {limit} tokens that {config.init_from} can read"
+        raise UserError(f"{found}. Lower it.")
     return {"config": shape, "model": weights}
 
 
@@ -242,7 +224,7 @@ class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
     def __init__(self, lock, keep, milestone_every, temporary):
-        """temporary: the steps of the checkpoints in the folder that may be deleted when there are newer ones."""
+        """temporary: the steps of the checkpoints in the folder that may be deleted."""
         self.lock, self.keep, self.milestone_every, self.temporary = lock, keep, milestone_every, temporary
         self.executor, self.pending, self.buffers = ThreadPoolExecutor(1), [], {}
 

@@ -3,12 +3,9 @@
 A program declares its options as a dataclass, one line per field, and ends in `cli.run(main)`. Importing torch takes
 seconds: a program that needs it runs its parser once above that import, too.
 
---help prints the program's docstring and the flags. A flag's help text is the comment at the end of its field's
-line or, if there is none, the comment above it; any other comment is a heading. Annotated[str, "-m"] gives a field a
-second name, Annotated[str, "positional"] makes it an argument without a flag.
-
-A mistake that the user can fix is raised as a `UserError`; `run` prints it as one line, `error: ...`, and exits with
-status 2, also for an OSError about a file. Any other exception keeps its traceback.
+A flag's help text is the comment at the end of its field's line or, if there is none, the comment above it; any other
+comment is a heading. Annotated[str, "-m"] gives a field a second name, Annotated[str, "positional"] makes it an
+argument without a flag.
 """
 
 import contextlib
@@ -28,7 +25,6 @@ import sys
 import textwrap
 import time
 import traceback
-import types
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -41,17 +37,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def report_interrupt():
-    if is_rank_0():
-        print("interrupted", file=sys.stderr, flush=True)
-
-
 def report_exception(kind, error, traceback):
-    """Replace sys.excepthook: print a traceback, except for Ctrl-C."""
-    if kind is KeyboardInterrupt:
-        report_interrupt()
-    else:
+    """Print a traceback, except for Ctrl-C."""
+    if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
+    elif is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
 
 
 # `run` cannot catch Ctrl-C during the imports. Programs in other folders that import this one keep their tracebacks
@@ -69,7 +60,6 @@ class UserError(Exception):
 FLAG = re.compile("--?[A-Za-z]")  # the beginning of a flag; -1 is a value
 SEE_HELP = "Run with --help to see all flags."
 PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "STR", tuple: "..."}
-WANTED = {int: "a whole number", float: "a number"}
 SWITCH = {"true": True, "false": False}
 
 
@@ -77,7 +67,7 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     """Parse the command line into the dataclass `config_class`. Raises one UserError with all mistakes.
 
     default: an instance with the defaults; or presets: {name: an instance}, of which --preset chooses one.
-    synonyms: other names for the flags, as in OTHER_TRAINERS. --help prints the help and exits.
+    synonyms: other names for the flags, as in OTHER_TRAINERS.
     """
     words = list(sys.argv[1:] if args is None else args)
     flags = {}
@@ -94,7 +84,8 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
         flag, equals, text = word.partition("=")
         name = flag.replace("_", "-")
         if name not in flags:
-            errors.append(f"There is no flag called {flag}. {closest(name.strip('-'), meanings) or SEE_HELP}")
+            advice = closest(name.strip("-"), meanings) or SEE_HELP
+            errors.append(f"There is no flag called {flag}. {advice}")
             continue
         field, kind = flags[name]
         if equals:
@@ -130,20 +121,14 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
 
 
 def read_field(field):
-    """Return the kind of a field's values, and the words that give it.
-
-    The kind is int, float, str, tuple (of any number of texts) or {text: value} for the choices there are. The words
-    are ["--max-steps"], with an alias ["-m", "--model"], of a switch ["--compile", "--no-compile"], or ["PROMPT"].
-    """
+    """Return the kind of a field's values: int, float, str, tuple or {text: value}; and its flags, or ["PROMPT"]."""
     kind, aliases, flag = field.type, [], flag_of(field.name)
     if get_origin(kind) is Annotated:
         kind, *aliases = get_args(kind)
     if "positional" in aliases:
         return kind, [flag[2:].upper()]
-    if isinstance(kind, types.UnionType):  # bool | None
-        kind = get_args(kind)[0]
-    if kind is bool:
-        return SWITCH, [*aliases, flag, f"--no-{flag[2:]}"]
+    if kind in (bool, bool | None):
+        return SWITCH, [flag, f"--no-{flag[2:]}"]
     if get_origin(kind) is Literal:
         kind = {choice: choice for choice in get_args(kind)}
     return get_origin(kind) or kind, [*aliases, flag]
@@ -176,7 +161,8 @@ def read_value(kind, words):
     try:
         return kind(word)
     except ValueError:
-        raise ValueError(f"is {word!r}, but it must be {WANTED[kind]}.") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"is {word!r}, but it must be {wanted}.") from None
 
 
 def help_text(config_class, default):
@@ -190,8 +176,7 @@ def help_text(config_class, default):
     usage = f"usage: python -m {program.parent.name}" if program.name == "__main__.py" else f"usage: {program.name}"
     entries, column = [], " " * 25
     source = inspect.getsource(config_class)
-    for above, field, declared in re.findall(r"((?: +# .+\n)*)    (\w+): (.+)", source):
-        comment = declared.partition("  # ")[2]
+    for above, field, comment in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", source):
         above = " ".join(re.findall("# (.+)", above))
         if comment and above:
             entries.append("\n" + fill(above, initial_indent=" "))
@@ -204,7 +189,9 @@ def help_text(config_class, default):
         value = getattr(default, field)
         if isinstance(value, bool):
             value = "on" if value else "off"
-        text = (comment or above) + (f" (default: {value})" if value not in ("", None, ()) else "")
+        text = comment or above
+        if value not in ("", None, ()):
+            text += f" (default: {value})"
         text = fill(text, initial_indent=column, subsequent_indent=column)
         # a long flag has a line of its own
         entries.append(f"  {flag:23}{text[25:]}" if len(flag) <= 21 else f"  {flag}\n{text}")
@@ -264,15 +251,17 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def check_numbers(config, above_0, below_1=()):
-    """A sentence for each number of a dataclass that is negative, not finite or, if its field is named, 0 or 1."""
-    errors = []
-    for name, value in vars(config).items():
-        least = "greater than 0" if name in above_0 else "0 or more"
-        limit = 1 if name in below_1 else 1e18
-        if isinstance(value, (int, float)) and not (0 <= value < limit and (value or name not in above_0)):
+def check(options, complaints=(), above_0="", below_1=""):
+    """Raise one UserError of the `complaints`, (whether it applies, sentence), and of numbers that are out of range."""
+    errors = [sentence for applies, sentence in complaints if applies]
+    for name, value in vars(options).items():
+        least = "greater than 0" if name in above_0.split() else "0 or more"
+        limit = 1 if name in below_1.split() else 1e18
+        is_low = name in above_0.split() and value == 0
+        if is_low or isinstance(value, (int, float)) and not 0 <= value < limit:
             errors.append(f"{flag_of(name)} is {value}, but it must be finite, {least} and below {limit}.")
-    return errors
+    if errors:
+        raise UserError(" ".join(errors))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -280,15 +269,16 @@ def check_numbers(config, above_0, below_1=()):
 
 
 def plain(text, limit=200):
-    """Make text from a file or a command line safe for one line of a terminal: escape control characters, cut it."""
+    """Make text safe for one line of a terminal: escape control characters, cut it."""
     text = str(text)
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
     return shown + "..." if len(text) > limit else shown
 
 
 def first_line(error):
-    """The first line of an exception's text, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's text, without its full stop, or its type if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
 def count(number, noun):
@@ -297,14 +287,14 @@ def count(number, noun):
 
 
 def print_next(*commands):
-    """Print the next commands, given as lists of words, so that they work as printed."""
+    """Print the next commands, lists of words, so that they work as printed."""
     print("\nNext:", flush=True)
     for words in commands:
         print("    " + plain(" ".join(quote(str(word)) for word in words), limit=2000), flush=True)
 
 
 def quote(word):
-    """Quote a word for a shell: in double quotes, which every shell has, if these protect all its characters."""
+    """Quote a word for a shell: in double quotes, which cmd.exe has too, if these protect all its characters."""
     if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
         return word
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
@@ -329,14 +319,15 @@ def run(main, output_is_product=False):
         sys.stdout.flush()  # the last line may have no newline
     except UserError as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        report_interrupt()
+    except KeyboardInterrupt as error:
+        report_exception(KeyboardInterrupt, error, None)
         leave(130)  # 128 + SIGINT
     except MemoryError as error:
         fail(f"There is not enough memory. {error}".strip())
     except Exception as error:
         if isinstance(error, OSError) and error.filename:
-            fail(str(refusal(error)))
+            advice = ADVICE.get(error.errno, "Check that it is what you meant.")
+            fail(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
         if not has_other_ranks():
             raise
         traceback.print_exc()
@@ -353,12 +344,6 @@ ADVICE = {  # what to do about the operating system's errors
     errno.EMFILE: "Raise the limit on open files with ulimit -n.",
     errno.EIO: "Check that disk.",
 }
-
-
-def refusal(error):
-    """The UserError for an OSError about a file: what the operating system said, and what to do about it."""
-    advice = ADVICE.get(error.errno, "Check that it is what you meant.")
-    return UserError(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
 
 
 def has_other_ranks():

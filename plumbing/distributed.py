@@ -285,7 +285,7 @@ def setup_distributed(device):
             store = create_store(rank, world_size)
         except (RuntimeError, ValueError) as error:  # torch's, for addresses, ports, time-outs and what is not set
             raise UserError(
-                f"Rank {rank} of {world_size} cannot join the others: {first_line(error).rstrip('.')}. Start all ranks "
+                f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
                 "unset RANK and WORLD_SIZE for a single process."
             ) from None

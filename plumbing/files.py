@@ -14,25 +14,20 @@ except ImportError:  # Windows
 
 from plumbing.cli import UserError
 
-# ----------------------------------------------------------------------------------------------------------
-# Reading and writing
-
 STREAM = "a pipe or a device"
 
 
 def kind_of(path):
-    """What is at a path, or where the link at it leads: "nothing", "a file", "a folder", or "a pipe or a device"."""
-    if os.path.isfile(path):
-        return "a file"
+    """What is at a path, or where the link at it leads: "a file" (also if there is nothing), "a folder" or STREAM."""
     if os.path.isdir(path):
         return "a folder"
-    return STREAM if os.path.exists(path) else "nothing"
+    return "a file" if os.path.isfile(path) or not os.path.exists(path) else STREAM
 
 
 def open_regular(path, mode="rb", **kwargs):
     """Like open(), for reading regular files only: a folder is a UserError, and so is a pipe, which might block."""
     kind = kind_of(path)
-    if kind not in ("a file", "nothing"):
+    if kind != "a file":
         raise UserError(f"{path} is {kind}, but it should be a file. Give a regular file in its place.")
     return open(path, mode, **kwargs)
 
@@ -50,9 +45,9 @@ def read_json(path, remedy):
 
 
 def check_replaceable(path):
-    """Raise UserError if there is something at `path` that is not a regular file."""
+    """Raise UserError if a folder, a link, a pipe or a device is at `path`."""
     kind = "a link" if os.path.islink(path) else kind_of(path)
-    if kind not in ("a file", "nothing"):
+    if kind != "a file":
         raise UserError(f"{path} is {kind}, so it is not replaced. Move it away, or choose another name.")
 
 
@@ -61,7 +56,7 @@ def atomic_write(path, mode="wb", **kwargs):
     """Open `path` for writing atomically: readers see the complete file or none at all, never half a file.
 
     Writes to the hidden `.<name>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular
-    file is replaced, and no link is followed. If anything fails, an existing file at `path` is left untouched.
+    file is replaced, and no link is followed.
     """
     path = Path(path)
     part, file = path.with_name(f".{path.name}.part"), None
@@ -81,10 +76,8 @@ def atomic_write(path, mode="wb", **kwargs):
             with contextlib.suppress(OSError):  # a read-only file system refuses this, too
                 part.unlink()
         if isinstance(error, OSError):
-            raise UserError(
-                f"Could not write {path}: {error.strerror or error}. Check that its folder exists, is writable "
-                "and has free space, then run the same command again."
-            ) from error
+            reason = error.strerror or error
+            raise UserError(f"Could not write {path}: {reason}. Check its folder and the room on its disk.") from error
         raise
 
 
@@ -100,26 +93,23 @@ def check_new_output(path):
 
 
 def new_output(path):
-    """Open a text file that the user names for output: a new one, written atomically, or a pipe or device as it is.
-
-    Callers whose work takes long should call check_new_output before they begin.
-    """
+    """Open a text file that the user names for output: a new one, written atomically, or a pipe or device as it is."""
     check_new_output(path)
     if is_stream(path):
         return open(path, "a", encoding="utf-8")
     return atomic_write(path, "w", encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Locks
-
-
-class FolderInUse(UserError):
-    """Another process has locked the folder."""
+def free_name(path):
+    """`path`.1 or, if that exists, `path`.2 and so on: the place to which what is at `path` is moved aside."""
+    number = 1
+    while os.path.lexists(f"{path}.{number}"):
+        number += 1
+    return Path(f"{path}.{number}")
 
 
 class FolderLock(contextlib.AbstractContextManager):
-    """A lock on a folder, which this process holds until it closes the lock or ends."""
+    """A lock on a folder, which this process holds until it leaves the `with` statement or ends."""
 
     def __init__(self, path, descriptor, created):
         self.path, self.folder, self.descriptor, self.created = path, path.parent, descriptor, created
@@ -127,12 +117,9 @@ class FolderLock(contextlib.AbstractContextManager):
     def check(self):
         """Raise UserError if the locked folder is no longer the one at its path."""
         if not is_same_file(self.descriptor, self.path):
-            raise UserError(
-                f"{self.folder} is no longer the folder in which this program began: something has moved or replaced "
-                "it. Nothing more is written. Put it back and run the same command again."
-            )
+            raise UserError(f"{self.folder} has been moved or replaced. Put it back and run the same command again.")
 
-    def close(self):
+    def __exit__(self, *exception):
         """Release the lock, and remove the folders that it created and that are still empty."""
         with contextlib.suppress(OSError):
             self.path.unlink()  # while nobody else can lock it
@@ -141,16 +128,12 @@ class FolderLock(contextlib.AbstractContextManager):
             for folder in self.created:
                 folder.rmdir()
 
-    def __exit__(self, *exception):
-        self.close()
-
 
 def lock_folder(folder, name=".lock"):
-    """Lock `folder`, creating it, so that two processes cannot write to it at once. FolderInUse if another has it.
+    """Lock `folder`, creating it, so that two processes cannot write to it at once. UserError if another has it.
 
     The kernel holds the lock (flock on the file `name`), so it ends with the process; the file says which process
-    has it. Close the lock, or use it in a `with` statement. On Windows and some network file systems there is no
-    such lock: a note says so, and the folder is not protected.
+    has it. Windows and some network file systems have no such lock: then a note says so.
     """
     path = Path(folder) / name
     created = [parent for parent in path.parents if not parent.exists()]
@@ -159,23 +142,22 @@ def lock_folder(folder, name=".lock"):
     is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can be locked and not written
     flags = os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    owner = os.read(descriptor, 1000).decode(errors="replace")
     try:
         if fcntl is None:
             raise OSError("this system has no flock")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        raise FolderInUse(
-            f"{folder} is in use by {owner}. Wait until it has ended, or choose another folder."
-        ) from None
+        user = owner or "another process"
+        raise UserError(f"{folder} is in use by {user}. Wait until it has ended, or choose another folder.") from None
     except OSError as error:
         print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
     if not is_same_file(descriptor, path):
         os.close(descriptor)
         return lock_folder(folder, name)
-    if os.read(descriptor, 8) not in (b"", b"process "):
+    if owner and not owner.startswith("process "):
         os.close(descriptor)
         raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -187,7 +169,6 @@ def lock_folder(folder, name=".lock"):
 
 
 def is_same_file(descriptor, path):
-    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

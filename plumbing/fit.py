@@ -8,7 +8,7 @@ import traceback
 import torch
 
 from plumbing import distributed, mirror
-from plumbing.cli import UserError, check_numbers, count, first_line, flag_of
+from plumbing.cli import UserError, check, count, first_line, flag_of
 from plumbing.distributed import print0
 
 # ----------------------------------------------------------------------------------------------------------
@@ -17,15 +17,12 @@ from plumbing.distributed import print0
 
 def check_config(config, world_size):
     """Raise one UserError with everything that is wrong with `config` on `world_size` ranks."""
-    c, device = config, "cpu"
-    above_0 = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size"
-    above_0 += " max_steps max_lr val_tokens keep_checkpoints"
-    errors = check_numbers(c, above_0.split(), below_1=["beta1", "beta2", "muon_momentum"])
+    c, device, refused = config, "cpu", ""
     try:
         device = distributed.choose_device(c.device)
         distributed.choose_dtype(c.dtype, device, c.n_embd)
     except UserError as error:
-        errors.append(str(error))
+        refused = str(error)
 
     # at least 1, so that a bad value reported above cannot cause a division by zero
     T, n_head, total = max(1, c.sequence_length), max(1, c.n_head), c.total_batch_size
@@ -35,7 +32,8 @@ def check_config(config, world_size):
     uneven_ramp = c.batch_ramp and (total % 2**15 or 2**15 % tokens)
     ranks, gpus = distributed.environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     too_many = device == "cuda" and ranks > gpus
-    complaints = [  # (whether it applies, sentence)
+    complaints = [
+        (refused, refused),
         not_a_multiple(c, "n_embd", n_head, f"--n-head {n_head}"),
         not_a_multiple(c, "total_batch_size", tokens, smallest, advice),
         not_enough_memory(c, device),
@@ -52,9 +50,9 @@ def check_config(config, world_size):
     if c.dtype == "fp8":
         sizes = ("sequence_length", "n_embd", "vocab_size")
         complaints += [not_a_multiple(c, name, 16, "16, as --dtype fp8 needs") for name in sizes]
-    errors += [sentence for applies, sentence in complaints if applies]
-    if errors:
-        raise UserError(" ".join(errors))
+    above_0 = "n_layer n_head n_embd block_size batch_size sequence_length total_batch_size"
+    above_0 += " max_steps max_lr val_tokens keep_checkpoints"
+    check(c, complaints, above_0, below_1="beta1 beta2 muon_momentum")
 
 
 def not_a_multiple(config, name, unit, what, advice="Try"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import atomic_write, read_json
+from plumbing.files import atomic_write, free_name, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
@@ -36,10 +36,6 @@ def transposed(weights):
     return {name: weight.T if name.endswith(MATRICES) else weight for name, weight in weights.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Import
-
-
 def load_huggingface(name_or_directory):
     """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
     directory = Path(name_or_directory)
@@ -49,10 +45,8 @@ def load_huggingface(name_or_directory):
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
-            raise UserError(
-                f"{path} describes a variant of GPT-2, or another model, that is not supported: its {name} is "
-                f"{config[name]!r:.60}, not {values[0]!r}. Use a model of GPT-2's own architecture."
-            )
+            found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
+            raise UserError(f"{path} describes another model than GPT-2: {found}. Use a GPT-2.")
     weights = read_weights(directory)
     return shape_of(weights, config.get("n_head", 12), directory), weights
 
@@ -64,10 +58,8 @@ def download(name):
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
-        raise UserError(
-            f"Could not download {name}: {first_line(error).rstrip('.')}. "
-            "Check the network and run the same command again, or give a folder in Hugging Face format."
-        ) from None
+        advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
+        raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
 
 
 def read_weights(directory):
@@ -75,7 +67,7 @@ def read_weights(directory):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    paths = [path for path in sorted(directory.glob("model*.safetensors")) if path.is_file()]
+    paths = list(filter(Path.is_file, directory.glob("model*.safetensors")))
     if not paths:
         raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
     found, weights = {}, {}
@@ -94,10 +86,7 @@ def read_weights(directory):
 
 
 def shape_of(weights, n_head, source):
-    """Return GPTConfig's fields for the GPT with this state dict, which has all of them but the number of heads.
-
-    Raises UserError, which names `source`, if these are not weights of a GPT; a strict load_state_dict finds the rest.
-    """
+    """Return GPTConfig's fields for the GPT with this state dict; UserError if it cannot be one."""
     import torch
 
     wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")
@@ -120,31 +109,19 @@ def load_tokenizer(name_or_directory, vocab_size):
     """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format."""
     directory = Path(name_or_directory)
     if (directory / "tokenizer.tiktoken").exists():
-        enc = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    elif (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
-        enc = import_tokenizer(directory)
-    elif not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
-        enc = tokenizer.get_encoding("gpt2")
-    else:
-        raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
-    if enc.n_vocab > vocab_size:
-        problem = f"The tokenizer in {directory} has {enc.n_vocab} ids, but the model only {vocab_size}."
-        raise UserError(f"{problem} Give the model its own tokenizer.")
-    return enc
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Export
+        return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
+    if (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
+        return import_tokenizer(directory)
+    if not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
+        return tokenizer.get_encoding("gpt2")
+    raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
 
 
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
-    GPT2LMHeadModel.from_pretrained and AutoTokenizer.from_pretrained load it offline. The vocabulary padding is
-    dropped; every other weight is exported bit for bit. A chat model also has a chat template and stops after its turn.
-
-    run_folder: the folder of the run that trained it, for a model card, with the figures after `step` updates (None:
-    after all of them) and with `sample`, a text written by the model.
+    The vocabulary padding is dropped; every other weight is exported bit for bit. A chat model also has a chat template
+    and stops after its turn. run_folder, step, sample: for a model card, see write_model_card.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
@@ -170,17 +147,17 @@ def export_files(weights, shape, enc):
     """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
     from safetensors.torch import save
 
-    eot, special_tokens = enc.eot_token, enc._special_tokens
+    eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
     config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    config |= dict(n_positions=shape["block_size"], n_ctx=shape["block_size"], vocab_size=enc.n_vocab)
+    config |= dict(n_positions=length, n_ctx=length, vocab_size=enc.n_vocab)
     config |= dict(architectures=["GPT2LMHeadModel"], dtype="float32", bos_token_id=eot, eos_token_id=eot)
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     generation = dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot)
     exported = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
     exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
-    return tokenizer_files(enc, shape["block_size"]) | {
+    return tokenizer_files(enc, length) | {
         "config.json": json.dumps(config, indent=2).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
         "model.safetensors": save(exported, {"format": "pt"}),
@@ -189,7 +166,6 @@ def export_files(weights, shape, enc):
 
 def is_export_of(directory, weights, n_head, enc):
     """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
-    directory = Path(directory)
     files = export_files(weights, shape_of(weights, n_head, directory), enc)
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
@@ -206,10 +182,7 @@ def remove_part(part, names):
 
 
 def make_way(path):
-    """Rename anything at `path` to the first free name of `path`.1, `path`.2 and so on."""
+    """Move anything at `path` aside."""
     if os.path.lexists(path):
-        number = 1
-        while os.path.lexists(f"{path}.{number}"):
-            number += 1
-        path.rename(f"{path}.{number}")
-        print(f"Moved what was at {path} to {path}.{number}.", flush=True)
+        aside = path.rename(free_name(path))
+        print(f"Moved what was at {path} to {aside}.", flush=True)

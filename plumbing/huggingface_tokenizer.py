@@ -1,7 +1,6 @@
 """Import and export tokenizers in Hugging Face's format: tokenizer.json, tokenizer_config.json and a chat template."""
 
 import json
-from pathlib import Path
 
 import tiktoken
 
@@ -30,17 +29,17 @@ def tokenizer_files(enc, max_length=None):
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
 
     def spell(token):
-        return "".join(chars[byte] for byte in token)
+        return "".join(map(chars.get, token))
 
     vocab, merges = {}, []
     for token in sorted(ranks, key=ranks.get):
-        parts = tokenizer.last_merge(token, ranks)
-        if spell(token) in enc._special_tokens or not all(part in ranks for part in parts):
+        parts, word = tokenizer.last_merge(token, ranks), spell(token)
+        if word in enc._special_tokens or not all(part in ranks for part in parts):
             problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
             raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
-        vocab[spell(token)] = ranks[token]
+        vocab[word] = ranks[token]
         if len(token) > 1:
-            merges.append(tuple(spell(part) for part in parts))
+            merges.append(tuple(map(spell, parts)))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
@@ -55,12 +54,11 @@ def import_tokenizer(directory):
     """Return the byte-level BPE in a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    directory = Path(directory)
     try:
         if (directory / "tokenizer.json").exists():
-            theirs = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            theirs = Tokenizer.from_file(f"{directory}/tokenizer.json")
         else:
-            theirs = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
+            theirs = Tokenizer(models.BPE.from_file(f"{directory}/vocab.json", f"{directory}/merges.txt"))
             theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         enc = encoding_from_fields(json.loads(theirs.to_str()))
         tokens = list(enc._mergeable_ranks)
@@ -69,10 +67,8 @@ def import_tokenizer(directory):
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
             raise ValueError("tiktoken gives the same text other ids")
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(
-            f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}. Copy its tokenizer.json, "
-            "or its vocab.json and merges.txt, again, or use a model with a tokenizer like GPT-2's."
-        ) from None
+        problem = f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}"
+        raise UserError(f"{problem}. Copy its files again, or use a model with a tokenizer like GPT-2's.") from None
     return enc
 
 

@@ -1,6 +1,5 @@
 """--wandb: a copy of the run's log at Weights & Biases, which can neither stop nor delay the training."""
 
-import dataclasses
 import importlib.util
 import itertools
 import os
@@ -22,27 +21,22 @@ def is_installed():
     return spec is not None and spec.origin is not None
 
 
-def kept_id(folder):
-    """The run's id at Weights & Biases, stored in `folder` so that a resumed run has the same one."""
-    path = folder / "run_id.txt"
-    if not path.exists():
-        folder.mkdir(exist_ok=True)
-        with atomic_write(path, "w") as file:
-            file.write(uuid.uuid4().hex[:12])
-    return path.read_text()
-
-
 def start_wandb(config):
     """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
     import wandb  # optional, and slow to import
 
+    id_file = Path(config.out_dir, "wandb", "run_id.txt")  # a resumed run has the same id
+    if not id_file.exists():
+        id_file.parent.mkdir(exist_ok=True)
+        with atomic_write(id_file, "w") as file:
+            file.write(uuid.uuid4().hex[:12])
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
     timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
-    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, config=dataclasses.asdict(config))
+    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=id_file.read_text())
     # a resumed run may have another B
-    options |= dict(id=kept_id(Path(config.out_dir, "wandb")), resume="allow", allow_val_change=True, settings=settings)
+    options |= dict(config=vars(config), resume="allow", allow_val_change=True, settings=settings)
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     try:
         run = wandb.init(mode=mode, **options)
@@ -61,7 +55,7 @@ class Mirror:
     """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
 
     def __init__(self, config, log_lines):
-        """log_lines: those already in log.txt, as read_log gives them, from before a resume or a branch's parent."""
+        """log_lines: those already in log.txt, as read_log gives them."""
         self.config, self.status, self.queue = config, 0, queue.SimpleQueue()
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.log(step, {stream: value for _, stream, value in lines})
@@ -85,7 +79,7 @@ class Mirror:
         self.queue.put((step, values))
 
     def finish(self, status):
-        """End the mirror's run with an exit status, and wait a little for its last lines to arrive."""
+        """End the run with an exit status, and wait a little for its last lines to arrive."""
         self.status = status
         self.queue.put(None)
         self.thread.join(FINISH_SECONDS)
@@ -94,5 +88,4 @@ class Mirror:
 
 
 def warn(problem):
-    """Say why the mirror lacks lines of the log."""
     print(f"warning: Weights & Biases {problem}. Training does without it; log.txt has everything.", flush=True)

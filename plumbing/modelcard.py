@@ -1,7 +1,7 @@
 """The model card of a run: hf/README.md in the form that the Hugging Face hub shows, and the loss curve.
 
 Everything in it comes from the files that the run wrote: run.txt, log.txt, the exported model, and the meta.json of
-its shards. Anything that the run did not measure is left out.
+its shards.
 """
 
 import json
@@ -30,11 +30,6 @@ TEMPLATE = """\
 
 <!-- Add a license to the lines above, one that the training data allow. -->
 
-{%- macro row(what, stream) -%}
-{% if stream in last %}
-| {{ what }} | {{ "%.4f" % last[stream][1] }} | {{ number(last[stream][0]) }} |
-{%- endif %}
-{%- endmacro %}
 {%- set batch, limit = config.total_batch_size, config.hellaswag_limit %}
 {%- set examples = "the first " + number(limit) + " examples" if limit else "all examples" %}
 
@@ -50,10 +45,14 @@ A model of GPT-2's architecture,
 {% if last %}
 | measured | value | after updates |
 |---|---|---|
-{{- row("validation loss on " + number(config.val_tokens) + " unseen tokens, nats per token", "val") }}
-{{- row("the same in bits per byte, which can be compared between tokenizers", "val_bpb") }}
-{{- row("training loss of the last update, nats per token", "train") }}
-{{- row("HellaSwag, " + examples + " of the validation split, acc_norm (chance: 0.25)", "hella") }}
+{%- for stream, what in {
+    "val": "validation loss on " + number(config.val_tokens) + " unseen tokens, nats per token",
+    "val_bpb": "the same in bits per byte, which can be compared between tokenizers",
+    "train": "training loss of the last update, nats per token",
+    "hella": "HellaSwag, " + examples + " of the validation split, acc_norm (chance: 0.25)",
+}.items() if stream in last %}
+| {{ what }} | {{ "%.4f" % last[stream][1] }} | {{ number(last[stream][0]) }} |
+{%- endfor %}
 {% endif %}
 {%- if has_curve %}
 ![The loss during training](curve.png)
@@ -109,10 +108,9 @@ Settings:
 def write_model_card(directory, run_folder, step=None, sample=""):
     """Write curve.png and README.md to an export. A failure prints only a note: the model is complete without them.
 
-    run_folder: the folder of the run, with run.txt and log.txt. step: the number of updates after which the model was
-    exported; None: the run's last one. sample: a text written by the model.
+    step: the number of updates after which the model was exported; None: all. sample: a text written by the model.
     """
-    directory, run_folder, streams = Path(directory), Path(run_folder), {}
+    streams = {}
     try:
         streams = read_streams(run_folder / "log.txt", step)
         write_curve(directory / "curve.png", streams)
@@ -139,11 +137,10 @@ def read_streams(path, step):
 
 def read_starts(path):
     """Return the starts of a run that run.txt describes, each as a dict of texts and, for "config", a dict."""
-    blocks = path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n")
     read, starts = {"config": json.loads, "branched": json.loads}, []
-    for block in blocks:
-        fields = [line.partition(":") for line in block.splitlines()]
-        starts.append({name: read.get(name, plain)(text.strip()) for name, _, text in fields})
+    for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
+        fields = [line.partition(": ") for line in block.splitlines()]
+        starts.append({name: read.get(name, plain)(text) for name, _, text in fields})
     return starts
 
 
@@ -155,15 +152,15 @@ def card_text(directory, starts, streams, sample):
     config = starts[-1]["config"]
     meta_path = Path(config["data"], "meta.json")
     meta = read_json(meta_path, "") if meta_path.is_file() else {}
-    dataset, data = DATASETS.get(meta.get("dataset"), ""), {}
-    if "/" in dataset:
-        data = dict(language="en", datasets=[dataset])
+    dataset = DATASETS.get(meta.get("dataset"), "")
+    data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
     if config["init_from"] in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
         data["base_model"] = f"openai-community/{config['init_from']}"
+    data |= dict(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"])
     weights = load_file(directory / "model.safetensors")
     settings = {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
     card = ModelCard.from_template(
-        ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"], **data),
+        ModelCardData(**data),
         template_str=TEMPLATE,
         number="{:,}".format,
         num_parameters=sum(weight.numel() for weight in weights.values()),
@@ -182,16 +179,15 @@ def card_text(directory, starts, streams, sample):
 
 
 def write_curve(path, streams):
-    """Draw the training and validation losses."""
     from matplotlib.figure import Figure
 
     if "train" not in streams:
         return
+    train, val = streams["train"], streams.get("val", {})
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=120)
     panel = figure.subplots()
-    for name, label, style, width in (("train", "training", "-", 0.7), ("val", "validation", "o-", 1.5)):
-        values = streams.get(name, {})
-        panel.plot(list(values), list(values.values()), style, linewidth=width, markersize=4, label=label)
+    panel.plot(list(train), list(train.values()), linewidth=0.7, label="training")
+    panel.plot(list(val), list(val.values()), "o-", markersize=4, label="validation")
     panel.set_xscale("log", nonpositive="mask")  # the first losses fall fast
     panel.set(xlabel="updates", ylabel="loss, nats per token")
     panel.legend(frameon=False)

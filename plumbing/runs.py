@@ -23,13 +23,13 @@ import torch
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, print_next
 from plumbing.distributed import environment_number, flops_per_token, is_restart, peak_flops, print0
-from plumbing.files import atomic_write, lock_folder, open_regular
+from plumbing.files import atomic_write, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
 from plumbing.mirror import Mirror
 from tokenizer import has_chat_tokens
 
-# settings that may change when a run is resumed: none of them affects what the model learns
+# settings that may change when a run is resumed, because they do not affect what the model learns
 MAY_CHANGE_ON_RESUME = set(
     "preset out_dir resume device compile activation_checkpointing batch_size data val_every hellaswag_every "
     "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
@@ -37,11 +37,11 @@ MAY_CHANGE_ON_RESUME = set(
 )
 # settings that are the run's if they have these values
 LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}
-# settings that may differ from node to node: the places of its files, and its devices
+# settings that may differ from node to node
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
-# settings that a branch must share with its parent: weights, optimizer state and position in the data depend on them
+# settings that a branch must share with its parent, because the state depends on them
 SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
-# settings that a branch does not take over from its parent: they say where it runs, and which run it is
+# settings that a branch does not take over from its parent
 OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
 # the names of what this program writes into a run's folder
 OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
@@ -50,19 +50,16 @@ OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHE
 # Finding what a run continues
 
 
-@contextlib.contextmanager
 def claim(config, world):
-    """Hold the lock on out_dir, taken on rank 0 before anything in it is read. Yields it, or None on other ranks."""
+    """The lock on out_dir, taken on rank 0 before anything in it is read; a context of None on other ranks."""
     locks = []
-    with contextlib.ExitStack() as stack:
-        world.broadcast_from_master(lambda: locks.append(stack.enter_context(lock_folder(config.out_dir))))
-        yield locks[0] if locks else None
+    world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
+    return locks[0] if locks else contextlib.nullcontext()
 
 
 def inherit(config, parse):
-    """The config of a branch or of a fine-tuning, with settings missing from the command taken from a model.
+    """The config of a branch, with its parent's settings, or of a fine-tuning, with a block size that is not longer.
 
-    A branch takes all of its parent's settings; a fine-tuning only the block size, and only if that is shorter.
     parse: parses the same command line once more, with these values in place of the presets' own.
     """
     source = config.branch_from or config.init_from
@@ -76,11 +73,9 @@ def inherit(config, parse):
     elif then:
         taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     else:
-        raise UserError(
-            f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt file."
-        )
+        raise UserError(f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt.")
     changed = parse(taken)
-    words = [f"{name} {value}" for name, value in taken.items() if getattr(config, name) != getattr(changed, name)]
+    words = [f"{name} {value}" for name, value in vars(changed).items() if value != getattr(config, name)]
     if words:
         print0(f"From {source}: {', '.join(words)}.")
     return changed
@@ -90,8 +85,8 @@ def find_start(config, preset, enc, fingerprints):
     """Find what the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
     That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
-    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from. A folder with
-    another run is refused. preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
+    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from.
+    preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
     """
     saved = load_state(config.out_dir) if resumes(config) else None
     branched = None
@@ -112,12 +107,10 @@ def find_start(config, preset, enc, fingerprints):
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
     then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
-        raise UserError(
-            f"The shards in {config.data} are not those that the run was started on. Give the original ones with "
-            "--data, or start another run on these with --init-from and another --out-dir."
-        )
-    is_last, hf = saved["step"] == config.max_steps, Path(config.out_dir, "hf")
-    finished = is_last and is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
+        raise UserError(f"The shards in {config.data} are not those of the run. Give those, or start another run.")
+    hf, finished = Path(config.out_dir, "hf"), False
+    if saved["step"] == config.max_steps:
+        finished = is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
     if finished:
         print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
         print_next(*next_commands(config, enc))
@@ -134,21 +127,22 @@ def load_state(source):
 
 
 def changes(config, then):
-    """{name: (then, now)} of the settings in which `config` differs from those of a run, of what affects the losses.
-
-    A setting that did not exist yet counts as TrainConfig's default.
-    """
+    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run."""
+    # a setting that did not exist yet counts as TrainConfig's default
     now, then = dataclasses.asdict(config), dataclasses.asdict(type(config)()) | then
     free = MAY_CHANGE_ON_RESUME | {name for name, value in LEFT_OPEN.items() if now[name] == value}
     if config.init_from:
         free |= {*checkpoints.SHAPE}  # the model's
-    pairs = {name: (before, now.get(name, "unknown")) for name, before in then.items() if name not in free}
-    # "log/" is the folder "log"
-    return {name: pair for name, pair in pairs.items() if len({str(value).rstrip("/") for value in pair}) > 1}
+    different = {}
+    for name, before in then.items():
+        after = now.get(name, "unknown")
+        if name not in free and str(before).rstrip("/") != str(after).rstrip("/"):  # "log/" is the folder "log"
+            different[name] = (before, after)
+    return different
 
 
 def say(different):
-    """The result of `changes` in words: "seed was 1, now 7, schedule was 'cosine', now 'wsd'"."""
+    """The result of `changes` in words."""
     return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in different.items())
 
 
@@ -162,13 +156,10 @@ def check_branch(config, saved):
     changed.pop("branch_from", None)
     fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
     if fixed:
-        raise UserError(
-            f"A branch takes over the state of {parent}, so these settings must be the same: {say(fixed)}. Leave the "
-            "flags out, or start a new run with --init-from."
-        )
+        raise UserError(f"A branch of {parent} keeps its settings: {say(fixed)}. Leave them out, or use --init-from.")
     if saved["step"] >= config.max_steps:
-        done = f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already."
-        raise UserError(f"{done} Give a branch more steps than that, or an earlier checkpoint.")
+        done, steps = saved["step"], config.max_steps
+        raise UserError(f"--max-steps is {steps}, but {parent} has done {done} steps already. Give more steps.")
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
@@ -180,7 +171,7 @@ def resumes(config):
 
 
 def launch():
-    """An identifier of the torchrun that started this process; it stays the same when torchrun restarts the ranks."""
+    """An identifier of the torchrun that started this process, which is the same after a restart."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
 
@@ -190,11 +181,7 @@ def launch():
 
 
 def start_run(config, start_step, saved):
-    """Describe the start in out_dir's run.txt, and move leftovers aside.
-
-    These are the files of an old run with --no-resume, those of a run that was stopped before its first checkpoint,
-    and otherwise unreadable checkpoints later than the one that the run continues from.
-    """
+    """Describe the start in out_dir's run.txt, and move aside an old run, or checkpoints that cannot be read."""
     out_dir = Path(config.out_dir)
     if saved and not saved["branched"]:
         stale = [path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step]
@@ -203,7 +190,12 @@ def start_run(config, start_step, saved):
         if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
             stale = []  # that run has no results
     if stale:
-        move_aside(stale, out_dir)
+        aside = free_name(out_dir.resolve())
+        aside.mkdir()
+        for path in stale:
+            path.rename(aside / path.name)
+        names = ", ".join(sorted(path.name for path in stale))
+        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
@@ -213,20 +205,7 @@ def start_run(config, start_step, saved):
         file.write(history + describe_run(config, start_step, saved).encode("utf-8", "surrogateescape"))
 
 
-def move_aside(paths, out_dir):
-    """Move files from out_dir to a new folder next to it."""
-    number = 1
-    while os.path.lexists(aside := f"{out_dir.resolve()}.{number}"):
-        number += 1
-    os.mkdir(aside)
-    for path in paths:
-        path.rename(Path(aside, path.name))
-    names = ", ".join(sorted(path.name for path in paths))
-    print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
-
-
 def read_history(path):
-    """The bytes of a run.txt, or none if there is none."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -238,7 +217,6 @@ def describe_run(config, start_step, saved):
     """The entry for a start in run.txt: command, configuration, versions, machine, commit."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    branched = saved.get("branched")
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(command_words()),
@@ -248,8 +226,8 @@ def describe_run(config, start_step, saved):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True).stdout.decode().strip() if shutil.which("git") else "",
-        "branched": branched and json.dumps(branched),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
     }
     return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
 
@@ -260,8 +238,9 @@ def facts_for_all_ranks(config):
     for name in MAY_DIFFER_BETWEEN_RANKS:
         del facts[name]
     source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
-    version = hashlib.sha256(source).hexdigest()[:12]
-    return facts | {"the version of train_gpt2.py": version, "the version of torch": str(torch.__version__)}
+    facts["the version of train_gpt2.py"] = hashlib.sha256(source).hexdigest()[:12]
+    facts["the version of torch"] = str(torch.__version__)
+    return facts
 
 
 def command_words():
@@ -274,7 +253,7 @@ def command_words():
 
 
 def next_commands(config, enc):
-    """The commands to run after a finished run: one to see what it has learned, one to train it for longer."""
+    """The commands to run after a run: one to see what it has learned, one to train it for longer."""
     words = ["--chat"] if has_chat_tokens(enc) else [config.sample_prompt]
     launcher = command_words()[: -len(sys.argv)]
     branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
@@ -285,9 +264,9 @@ def next_commands(config, enc):
 def open_log(out_dir, parent, step):
     """Open log.txt, which begins with the intact lines of the parent's (or its own) for steps below `step`."""
     path, source = Path(out_dir, "log.txt"), Path(parent, "log.txt")
-    lines = read_log(source, step) if source.exists() else ()
     with atomic_write(path, "w", encoding="utf-8") as file:
-        file.writelines(f"{at} {stream} {value:.9g}\n" for at, stream, value in lines)
+        for at, stream, value in read_log(source, step) if source.exists() else ():
+            file.write(f"{at} {stream} {value:.9g}\n")
     return open(path, "a", encoding="utf-8")
 
 
@@ -308,9 +287,8 @@ def install_signal_handlers():
 def diverged(step, loss, norm, where, out_dir):
     """The UserError for a loss or gradient norm that is not finite; `where` names windows of the batch."""
     return UserError(
-        f"Training diverged in step {step}: the loss is {loss} and the gradient norm {norm}. The batch contains, among "
-        f"others, {where}. Continue from an earlier checkpoint with a lower rate: "
-        f"--branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch has, among others, "
+        f"{where}. Lower the rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
     )
 
 
@@ -326,17 +304,17 @@ class Run(contextlib.AbstractContextManager):
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
         self.start_step, self.max_steps = saved.get("step", 0), config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
-        self.best_val_loss = saved.get("best_val_loss", math.inf)  # the loss of model_best.pt
+        self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.branched, self.sample = saved.get("branched"), ""
         self.signals = install_signal_handlers()  # the signals received so far
         self.started = self.first_step_ended = time.perf_counter()
         world.broadcast_from_master(self.open, lock, saved)
 
     def open(self, lock, saved):
-        """Start the run in its folder."""
         c = self.config
         start_run(c, self.start_step, saved)
-        self.log = open_log(self.out_dir, self.branched["parent"] if self.branched else self.out_dir, self.start_step)
+        parent = self.branched["parent"] if self.branched else self.out_dir
+        self.log = open_log(self.out_dir, parent, self.start_step)
         temporary = saved.get("temporary", [])
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, temporary)
         self.mirror = Mirror(c, read_log(self.out_dir / "log.txt")) if c.wandb else None
@@ -359,8 +337,7 @@ class Run(contextlib.AbstractContextManager):
         """Print the sizes of the model, the data and the batch, and what each optimizer trains."""
         world, S, T = self.world, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-        self.flops_per_token, peak = flops_per_token(raw_model.config, T), peak_flops(device)
-        self.peak = peak * world.size if peak else None
+        self.flops_per_token, self.peak = flops_per_token(raw_model.config, T), peak_flops(device)
         num_params = sum(p.numel() for p in raw_model.parameters())
         print0(f"model: {num_params:,} parameters on {world.size} x {device}, {self.config.dtype}")
         tokens = loader.num_windows * T
@@ -410,19 +387,20 @@ class Run(contextlib.AbstractContextManager):
     def log_step(self, step, loss, lr, norm, tokens, seconds):
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
+        lr_text = f"{lr:.1e}".replace("e-0", "e-")
+        took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
+        speed = f"{short(rate):>4} tok/s"
+        left = f"{duration(self.seconds_left(step, seconds)):>4} left"
         # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
-        words = [f"loss {loss:6.3f}" if self.peak else f"loss {loss:7.4f}", f"lr {lr:.1e}".replace("e-0", "e-")]
-        words.append(f"norm {norm:4.1f}" if self.peak else f"norm {norm:5.2f}")
-        words.append(f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s")
-        words.append(f"{short(rate):>4} tok/s")
         if self.peak:
-            words.append(f"{rate * self.flops_per_token / self.peak:3.0%} MFU")
-        words.append(f"{duration(self.seconds_left(step, seconds)):>4} left")
-        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
-        self.report(step, (" " if self.peak else "  ").join(words), **streams)
+            mfu = rate * self.flops_per_token / (self.peak * self.world.size)
+            text = f"loss {loss:6.3f} lr {lr_text} norm {norm:4.1f} {took} {speed} {mfu:3.0%} MFU {left}"
+        else:
+            text = f"loss {loss:7.4f}  lr {lr_text}  norm {norm:5.2f}  {took}  {speed}  {left}"
+        self.report(step, text, **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
     def seconds_left(self, step, seconds):
-        """How long the remaining steps take at the average of all that was done after the first one, which compiles."""
+        """How long the remaining steps take at the average since the first one, which compiles."""
         if step == self.start_step:
             self.first_step_ended = time.perf_counter()
         else:
@@ -436,10 +414,7 @@ class Run(contextlib.AbstractContextManager):
             self.writer.write({"step": step, **losses, **state, **self.metadata})
 
     def finish(self, step, stopped, raw_model, enc):
-        """End the run after `step` steps: wait for the checkpoint and, unless the run was stopped, export the model.
-
-        Returns the exit status. A run that was stopped in its last step is not exported: it lacks its evaluations.
-        """
+        """End the run after `step` steps: export the model, unless the run was stopped. Returns the exit status."""
         status = 128 + signal.SIGINT if stopped and signal.SIGINT in self.signals else 0
         if not self.world.is_master:
             return status
@@ -455,7 +430,7 @@ class Run(contextlib.AbstractContextManager):
         if self.world.device_type == "cuda":
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
-        if self.config.keep_best and self.best_val_loss < math.inf:
+        if self.best_val_loss < math.inf:
             best = self.out_dir / checkpoints.BEST
             print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
         print_next(*next_commands(self.config, enc))

@@ -102,7 +102,7 @@ def open_npy(path):
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python, which may raise anything; a zip has no shape
-        raise ValueError(cli.first_line(error).rstrip(".")) from None
+        raise ValueError(cli.first_line(error)) from None
 
 
 def open_bin(path):

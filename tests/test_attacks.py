@@ -124,7 +124,7 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
 
     with patched(train_gpt2, "train_step", step_and_replace) as train_step:
         assert resume(folder) == 2
-    assert "is no longer the folder" in error_of(capsys)
+    assert "has been moved or replaced" in error_of(capsys)
     assert listing(others) == before
 
 

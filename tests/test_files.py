@@ -24,16 +24,17 @@ def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(UserError, match=f"in use by process {process.pid} on {os.uname().nodename}, since 2"):
         lock_folder(tmp_path / "run")
-    lock_folder(tmp_path / "run", ".lock-part-1-of-2").close()  # the parts of a data set share a folder
-    process.kill()
-    process.wait()
+    with lock_folder(tmp_path / "run", ".lock-part-1-of-2"):  # the parts of a data set share a folder
+        process.kill()
+        process.wait()
     with lock_folder(tmp_path / "run"):
         assert str(os.getpid()) in (tmp_path / "run" / ".lock").read_text()
     assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_a_lock_leaves_no_trace_of_a_folder_in_which_nothing_was_written(tmp_path):
-    lock_folder(tmp_path / "a" / "b").close()
+    with lock_folder(tmp_path / "a" / "b"):
+        pass
     assert list(tmp_path.iterdir()) == []
     with lock_folder(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "file").write_text("x")
