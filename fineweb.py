@@ -84,7 +84,7 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 
 
 def check_options(options):
-    """Raise one UserError listing everything that is wrong; return (I, N) of --part I/N, counted from 0: 4/4 is 0/4."""
+    """Return (I, N) of --part I/N, counted from 0: 4/4 is 0/4. Raises UserError if options are wrong."""
     errors = cli.check_numbers(options, above_0=["shard_size"])
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append("--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out.")
@@ -102,10 +102,10 @@ def check_options(options):
 
 def encode_pieces(enc, read):
     """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the text's ids."""
-    arrays, eot = [], np.array([enc.eot_token], dtype=np.uint16)
+    arrays, eot = [], np.array([enc.eot_token], np.uint16)
     for text, starts in read():
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
-        arrays.append(np.concatenate([eot, ids]) if starts else ids)
+        arrays.append(np.append(eot, ids) if starts else ids)
     return arrays
 
 
@@ -127,11 +127,10 @@ def encode_all(enc, batches, num_proc):
         return worker.encode(read)
 
     def take(batch, future):
-        arrays = future.result()
+        for piece, tokens in enumerate(future.result(), batch.first_piece):
+            yield batch.source, piece, tokens
         if batch.finished_download:
             os.remove(batch.finished_download)
-        for piece, tokens in enumerate(arrays, batch.first_piece):
-            yield batch.source, piece, tokens
 
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
@@ -218,7 +217,7 @@ class ValidationSample:
 
     def __init__(self, every, shard_size, num_seen):
         self.every, self.num_seen = every, num_seen  # tokens of both splits so far
-        self.buffer, self.num_tokens = np.empty(shard_size, dtype=np.uint16), 0
+        self.buffer, self.num_tokens = np.empty(shard_size, np.uint16), 0
 
     def add(self, tokens):
         self.buffer[self.num_tokens : self.num_tokens + len(tokens)] = tokens
@@ -255,11 +254,11 @@ def cut_into_shards(stream, shard_size, skip=0):
 
         aaab | bbbb | c     with the ends [0, 1, 1], [0, 2, 0], None
     """
-    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+    shard, filled = np.empty(shard_size, np.uint16), 0
     for source, piece, tokens in stream:
         position, skip = skip, 0
         while position < len(tokens):
-            if filled == shard_size:  # only now that another token follows do we know that this is not the last shard
+            if filled == shard_size:  # as another token follows, this is not the last shard
                 yield shard, [source, piece, position]
                 filled = 0
             part = tokens[position : position + shard_size - filled]
@@ -286,9 +285,9 @@ def prepare(options):
         every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
         meta["validation_every"] = every if part == 0 else 0
     prefix = "" if options.input else DATASETS[options.dataset][1]
-    open_writer = functools.partial(shards.ShardWriter, folder, meta, enc, prefix, part, num_parts)
-    make = functools.partial(make_shards, options, enc, sources)
-    return shards.make_once(open_writer, make, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock")
+    writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
+    writer.make_once(make_shards, options, enc, sources)
+    return folder
 
 
 def plan(options, part, num_parts):
@@ -319,28 +318,32 @@ def plan(options, part, num_parts):
     return folder, sources[part::num_parts], made_from
 
 
-def make_shards(options, enc, sources, writer):
+def make_shards(writer, options, enc, sources):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     meta = writer.meta
     source, piece, skip, *_ = writer.resume()
     num_seen = meta["tokens"] - skip  # before the piece at which this run begins
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
-    if writer.validation_file:
-        sample.add(writer.read_validation(meta["shards"].get(writer.validation_file, 0)))
+    num_sampled = meta["shards"].get(writer.validation_file, 0)
+    if num_sampled:
+        sample.add(shards.open_shard(writer.path(writer.validation_file)).read(0, num_sampled))
 
+    total = options.max_tokens or None
+    if sources[0].repo:
+        total = total or EDU_TOKENS // writer.num_parts
+        largest = max(source.size for source in sources)
+        # three files may be on disk: one is finished, one is read, one is downloaded
+        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * largest)
     downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
     batches = documents.read_batches(
         sources, options.text_column, downloads, source, piece, prefetch, options.separator
     )
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
-    total = options.max_tokens or (EDU_TOKENS // writer.num_parts if sources[0].repo else None)
-    if sources[0].repo:  # three files may be on disk: one is finished, one is read, one is downloaded
-        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * max(source.size for source in sources))
+    limit = (options.max_tokens or sys.maxsize) - num_seen
     try:
         with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
-            stream = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
-            stream = sample.remove_from(stream)
+            stream = sample.remove_from(limit_tokens(encoded, limit, bar))
             for tokens, end in cut_into_shards(stream, options.shard_size, skip):
                 if end:
                     write_shard(writer, enc, tokens, end, sample)
@@ -377,17 +380,16 @@ def write_shard(writer, enc, tokens, end, sample):
 
 def write_rest(writer, enc, rest, sample):
     """Write what is left at the end of the input, so that there is something to train on and to validate on."""
-    meta, size = writer.meta, len(rest)
-    text = np.concatenate([rest, sample.tokens()]) != enc.eot_token
-    if not meta["shards"] and not text.any():
+    is_first, size = not writer.meta["shards"], len(rest)
+    if is_first and np.all(np.append(rest, sample.tokens()) == enc.eot_token):
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
-    elif not meta["shards"] and writer.part == 0:  # the first shard would be all validation: cut it into tenths
+    elif is_first and writer.part == 0:  # the first shard would be all validation: cut it into tenths
         size = math.ceil(size / 10)
     for start in range(0, max(1, len(rest)), max(1, size)):
         write_shard(writer, enc, rest[start : start + size], None, sample)
-    meta["documents"] += writer.count_documents(sample.tokens())
+    writer.meta["documents"] += writer.count_documents(sample.tokens())
 
 
 def fetch_pretokenized(options):
@@ -409,7 +411,6 @@ def fetch_pretokenized(options):
                 if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
                     meta["documents"] += writer.count_documents(tokens)
                 meta["shards"][file] = len(tokens)
-                meta["tokens"] = sum(meta["shards"].values())
                 writer.save()  # first: if this is killed in between, the shard is known to be missing
                 os.replace(path, writer.path(file))
         finally:

@@ -252,16 +252,12 @@ def prepare(options):
     enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
     max_length = options.max_length or shape["block_size"]
 
-    def open_writer():
-        made_from = {"shard_size": options.shard_size, "max_length": max_length}
-        made_from["sources"] = [source.recorded() for source in sources]
-        meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-        return shards.ShardWriter(folder, meta, enc)
-
-    def make(writer):
-        make_shards(writer, read_files(sources) if sources else read_hub(), enc, options.shard_size, max_length)
-
-    shards.make_once(open_writer, make)
+    made_from = {"shard_size": options.shard_size, "max_length": max_length}
+    made_from["sources"] = [source.recorded() for source in sources]
+    meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+    conversations = read_files(sources) if sources else read_hub()  # generators: nothing is read yet
+    writer = shards.ShardWriter(folder, meta, enc)
+    writer.make_once(make_shards, conversations, enc, options.shard_size, max_length)
     lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
     cli.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
     return folder

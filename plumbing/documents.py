@@ -13,13 +13,12 @@ import platform
 import re
 import shutil
 import sysconfig
-import threading
 import time
 import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,10 +82,8 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
             names = glob.glob(pattern, recursive=True)
         names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
         if not names:
-            raise UserError(
-                f"No file matches {pattern}, or none that can be read here. Give files that end in {', '.join(types)}; "
-                ".jsonl and .txt may be compressed (.gz, .zst)."
-            )
+            kinds = ", ".join(types)
+            raise UserError(f"No file matches {pattern}. Give files that end in {kinds} (.gz and .zst are unpacked).")
         sources += [Source(name) if is_url(name) else local_source(name) for name in names]
     return sources
 
@@ -94,10 +91,14 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
 def local_source(name):
     """A local file with hashes of its first bytes and of its contents; of a large file, only a sample is hashed."""
     with open_regular(name) as file:
-        size, start = os.fstat(file.fileno()).st_size, file.read(4096)
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(4096)
         contents = start + file.read() if size <= MAX_HASHED else sample(name)
-    sampled_hash = "".join(hashlib.sha256(part).hexdigest()[:8] for part in (start, contents))
-    return Source(name, size, sampled_hash=sampled_hash, path=name)
+    return Source(name, size, sampled_hash=short_hash(start) + short_hash(contents), path=name)
+
+
+def short_hash(content):
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def is_url(name):
@@ -140,11 +141,10 @@ def explain_errors(name):
     except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own errors
         if getattr(error, "errno", None):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
-        wrong = "is not UTF-8 text" if isinstance(error, UnicodeError) else "is damaged, or not what its name says"
-        raise UserError(
-            f"{name} {wrong}: {cli.first_line(error)}. Replace it (iconv -t UTF-8 converts text) and run the same "
-            "command again."
-        ) from None
+        problem = "is damaged, or not what its name says"
+        if isinstance(error, UnicodeError):
+            problem = "is not UTF-8 text (iconv -t UTF-8 converts it)"
+        raise UserError(f"{name} {problem}: {cli.first_line(error)}. Replace it, and run this command again.") from None
 
 
 def open_parquet(source, text_column):
@@ -156,9 +156,10 @@ def open_parquet(source, text_column):
     # plain strings: lists and maps of strings are not text
     texts = [column for column in types if re.match("(dictionary<values=)?(large_)?string", types[column])]
     if text_column not in texts:
+        found = types.get(text_column, "missing")
+        choice = ", ".join(texts) or "there is none"
         raise UserError(
-            f"Column {text_column!r} of {source.name} is {types.get(text_column, 'missing')}. Choose a column of text "
-            f"with --text-column: {', '.join(texts) or 'there is none'}."
+            f"Column {text_column!r} of {source.name} is {found}. Choose a column of text with --text-column: {choice}."
         )
     return file
 
@@ -172,35 +173,36 @@ def read_parquet(source, text_column, row_groups=None):
 
 
 def list_row_groups(source, text_column):
-    """[(number of the first row, function that reads it)] of a parquet file's row groups.
+    """[(number of the first row, function that reads it)] of a parquet file's row groups, to be read on all cores.
 
-    The core that tokenizes a row group reads it, as no single core could read for many. [] where that does not pay:
-    smaller ones are more work to find than to tokenize, and larger ones take too much memory.
+    [] where that does not pay: small ones are more work to find than to tokenize, large ones take too much memory.
     """
     if file_type(source.name) != ".parquet":
         return []
+    batches, first, num_bytes = [], 0, 0
     with explain_errors(source.name):
         metadata = open_parquet(source, text_column).metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    sizes = [group.total_byte_size for group in groups]
-    if sum(sizes) < BATCH_CHARS * len(sizes) or max(sizes, default=0) > MAX_ROW_GROUP:
-        return []
-    batches, first = [], 0
-    for number, group in enumerate(groups):
-        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
-        first += group.num_rows
-    return batches
+        for number in range(metadata.num_row_groups):
+            batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
+            group = metadata.row_group(number)
+            first += group.num_rows
+            num_bytes += group.total_byte_size
+            if group.total_byte_size > MAX_ROW_GROUP:
+                return []
+    return batches if num_bytes >= BATCH_CHARS * len(batches) else []
 
 
 def read_jsonl(source, text_column):
     """One Piece per line."""
     for number, record in read_json_lines(source.path, source.name):
-        if not isinstance(record.get(text_column), str):
+        text = record.get(text_column)
+        if not isinstance(text, str):
+            keys = ", ".join(record)
             raise UserError(
-                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {', '.join(record)}. "
+                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {keys}. "
                 "Choose one of them with --text-column, or fix or remove that line."
             )
-        yield Piece(record[text_column], True)
+        yield Piece(text, True)
 
 
 def read_json_lines(path, name=None):
@@ -338,20 +340,6 @@ def docstrings(path, module):
 # Downloads
 
 
-def run_in_background(function, *args):
-    """Run `function(*args)` in a daemon thread; returns a Future."""
-    future = Future()
-
-    def work():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised again by future.result()
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
-
-
 def retry(name, advice, function, attempts=3):
     """Call `function()`, which downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user.
 
@@ -367,11 +355,12 @@ def retry(name, advice, function, attempts=3):
             if isinstance(cause, UserError):
                 raise
             status = getattr(cause, "code", None) or getattr(getattr(cause, "response", None), "status_code", None)
+            number = getattr(cause, "errno", None)
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."
                 break
-            if getattr(cause, "errno", None) in cli.ADVICE:  # an error from the disk
-                advice = cli.ADVICE[cause.errno]
+            if number in cli.ADVICE:  # an error from the disk
+                advice = cli.ADVICE[number]
                 break
     raise UserError(f"Could not download {name}: {cli.plain(cli.first_line(cause))}. {advice}")
 
@@ -417,8 +406,8 @@ def fetch(source, folder, attempts=3):
         place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
         path = retry(name, HUB_ADVICE, functools.partial(hf_hub_download, source.repo, name, **place), attempts)
     elif is_url(name):
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]  # two URLs may end in the same name
-        path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(name).path))
+        # two URLs may end in the same name
+        path = os.path.join(folder, short_hash(name.encode()) + os.path.basename(urllib.parse.urlsplit(name).path))
         advice = "Check the network and run the same command again, or give a local file."
         download(name, path, advice, attempts)
     return source._replace(path=path)
@@ -431,16 +420,17 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
     once it has read this batch and those before it.
     """
     next_download = None
-    for number in range(first_source, len(sources)):
-        source = next_download.result() if next_download else fetch(sources[number], folder)
-        if prefetch and number + 1 < len(sources):
-            next_download = run_in_background(fetch, sources[number + 1], folder, 9)
-        batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
-        for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
-            yield Batch(number, first, read)
-        skip = 0
-        if source.path != sources[number].path:
-            yield Batch(number, 0, list, finished_download=source.path)
+    with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
+        for number in range(first_source, len(sources)):
+            source = next_download.get() if next_download else fetch(sources[number], folder)
+            if prefetch and number + 1 < len(sources):
+                next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
+            batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
+            for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
+                yield Batch(number, first, read)
+            skip = 0
+            if source.path != sources[number].path:
+                yield Batch(number, 0, list, finished_download=source.path)
 
 
 def batch_pieces(pieces, first):
