@@ -71,9 +71,6 @@ from plumbing import documents, shards
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 
-# -----------------------------------------------------------------------------
-# Options
-
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; only the progress bar needs it
@@ -112,9 +109,9 @@ def encode_pieces(enc, read):
 def encode_all(enc, batches, num_proc):
     """Yield (source, piece, tokens) for each piece of the batches, in order, tokenized on `num_proc` cores.
 
-    `source` is the number of its file, and `piece` its number in that file. A few threads tokenize themselves, because
-    tiktoken releases the interpreter's lock. A larger number would mostly wait for this lock
-    (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
+    `source` is the number of its file, and `piece` its number in that file. A few threads tokenize themselves, as
+    tiktoken releases the interpreter's lock. Many would mostly wait for it (records/2026-11-21-data-preparation), so
+    each of them has a process tokenize for it.
     """
     worker = threading.local()
 
@@ -167,9 +164,7 @@ def start_process(enc):
             send(question, process.stdin)
             answer = pickle.load(process.stdout)
         except ENDED:
-            raise UserError(
-                "A process that tokenizes came to an end. If memory is short, run this again with a smaller --num-proc."
-            ) from None
+            answer = UserError("A process that tokenizes came to an end. If memory is short, use a smaller --num-proc.")
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -179,7 +174,7 @@ def start_process(enc):
 
 
 def serve():
-    """The process behind start_process: answer pieces with their tokens until the parent is gone."""
+    """Answer pieces with their tokens until the parent is gone."""
     answers = sys.stdout.buffer
     with contextlib.suppress(*ENDED):
         enc = pickle.load(sys.stdin.buffer)
@@ -211,8 +206,7 @@ def limit_tokens(stream, limit, bar):
 class ValidationSample:
     """Every `every`-th piece of the input, while these are at most a tenth of it and at most a shard; 0: none.
 
-    The choice depends only on a piece's place in the input and the lengths of the pieces before it, not on the
-    number of cores or on where a run was stopped.
+    The choice depends only on a piece's place in the input and the lengths of the pieces before it.
     """
 
     def __init__(self, every, shard_size, num_seen):
@@ -279,12 +273,15 @@ def prepare(options):
         return fetch_pretokenized(options)
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.get_encoding(options.tokenizer)
-    meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
+    dataset, prefix = options.dataset, DATASETS[options.dataset][1]
+    if options.input:
+        dataset, prefix = "input", ""
+    meta = shards.new_meta(dataset, enc, made_from)
     if options.input:
         # a large corpus needs fewer pieces; with --part only the first part has a validation split
-        every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
+        num_bytes = sum(source.size for source in sources)
+        every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
         meta["validation_every"] = every if part == 0 else 0
-    prefix = "" if options.input else DATASETS[options.dataset][1]
     writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
     writer.make_once(make_shards, options, enc, sources)
     return folder
@@ -292,19 +289,20 @@ def prepare(options):
 
 def plan(options, part, num_parts):
     """(folder of the shards, sources of this part, what meta.json says the shards are made from)"""
-    sources = documents.list_inputs(options.input)
-    out_dir = options.out_dir
+    sources, out_dir = documents.list_inputs(options.input), options.out_dir
     if out_dir is None and options.input and os.path.isdir(options.input[0]):
         out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
-    made_from = dict(text_column=options.text_column, shard_size=options.shard_size, max_tokens=options.max_tokens)
+    settings = "text_column", "shard_size", "max_tokens"
     if options.separator:
-        made_from["separator"] = options.separator
+        settings += ("separator",)
+    made_from = {name: getattr(options, name) for name in settings}
     if not sources and options.dataset == "python-docs":
         sources = [documents.Source(documents.PYTHON_DOCS)]
     elif not sources:
-        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts), {}).get("made_from")
-        if old:  # resume with the same files, without asking the hub
+        meta = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        if meta and meta["made_from"]:  # resume with the same files, without asking the hub
+            old = meta["made_from"]
             sources = [documents.Source(*source[:2], EDU_REPO, old.get("revision", "")) for source in old["sources"]]
             return folder, sources, old | made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
@@ -314,8 +312,9 @@ def plan(options, part, num_parts):
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
         made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
-    made_from |= {"revision": sources[0].revision, "sources": recorded[part::num_parts]}
-    return folder, sources[part::num_parts], made_from
+    mine = slice(part, None, num_parts)
+    made_from |= {"revision": sources[0].revision, "sources": recorded[mine]}
+    return folder, sources[mine], made_from
 
 
 def make_shards(writer, options, enc, sources):
@@ -358,10 +357,8 @@ def check_disk_space(folder, size):
     """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise UserError(
-            f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Free some "
-            "space, choose another --out-dir, or lower --max-tokens (or --pretokenized)."
-        )
+        needed = f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free"
+        raise UserError(f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized.")
 
 
 def write_shard(writer, enc, tokens, end, sample):
@@ -402,11 +399,12 @@ def fetch_pretokenized(options):
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = os.path.join(folder, ".download")
+        downloads, attempts = os.path.join(folder, ".download"), 3
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                attempts = 3 if file == missing[0] else 9
-                path = documents.fetch(documents.Source(file, repo=READY_REPO), downloads, attempts).path
+                source = documents.Source(file, repo=READY_REPO)
+                path = documents.fetch(source, downloads, attempts).path
+                attempts = 9
                 tokens = shards.open_shard(path).read()
                 if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
                     meta["documents"] += writer.count_documents(tokens)
@@ -447,11 +445,11 @@ def training_command(folder, lengths):
         return command
     if steps >= 190:  # 100M tokens are worth GPT-2's time: one pass over them, with the preset's share of warmup
         return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
-    longest = min(max(lengths[split], default=0) for split in ("train", "val"))
+    longest = min(max(split, default=0) for split in lengths.values())
     if longest < 2:
         return None
-    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
     T = min(128, longest - 1)
+    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
     windows = sum((length - 1) // T for length in lengths["train"])
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
         command += ["--sequence-length", T, "--total-batch-size", T * min(16, windows)]

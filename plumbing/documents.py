@@ -49,7 +49,7 @@ class Source(NamedTuple):
     path: str = ""  # of the file on this machine; `fetch` fills it in for the others
 
     def recorded(self):
-        """The source's entry in meta.json: [name, size, hash]; a local file has no folder there, so it may move."""
+        """[name, size, hash] for meta.json; a local file has no folder there, so it may move."""
         name = os.path.basename(self.name) if self.path == self.name else self.name
         return [name, self.size, self.sampled_hash]
 
@@ -64,10 +64,6 @@ class Batch(NamedTuple):
     first_piece: int  # the number of its first piece in that file
     read: Callable  # returns the pieces; can be pickled
     finished_download: str = ""  # with a file's last batch: the download to remove once all batches are read
-
-
-# -----------------------------------------------------------------------------
-# Inputs
 
 
 def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
@@ -148,7 +144,6 @@ def explain_errors(name):
 
 
 def open_parquet(source, text_column):
-    """Open a parquet file that has a column of text called `text_column`."""
     import pyarrow.parquet  # slow to import, and only needed here
 
     file = pyarrow.parquet.ParquetFile(source.path)
@@ -159,13 +154,12 @@ def open_parquet(source, text_column):
         found = types.get(text_column, "missing")
         choice = ", ".join(texts) or "there is none"
         raise UserError(
-            f"Column {text_column!r} of {source.name} is {found}. Choose a column of text with --text-column: {choice}."
+            f"Column {text_column!r} of {source.name} is {found}. Choose text with --text-column: {choice}."
         )
     return file
 
 
 def read_parquet(source, text_column, row_groups=None):
-    """One Piece per row, of all row groups or of those with the numbers `row_groups`."""
     file = open_parquet(source, text_column)
     for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
         for text in batch.column(text_column).to_pylist():  # by name: in a nested schema, its number is unknown
@@ -193,15 +187,13 @@ def list_row_groups(source, text_column):
 
 
 def read_jsonl(source, text_column):
-    """One Piece per line."""
     for number, record in read_json_lines(source.path, source.name):
         text = record.get(text_column)
         if not isinstance(text, str):
-            keys = ", ".join(record)
-            raise UserError(
-                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {keys}. "
-                "Choose one of them with --text-column, or fix or remove that line."
+            wrong = (
+                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {', '.join(record)}"
             )
+            raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove that line.")
         yield Piece(text, True)
 
 
@@ -225,11 +217,11 @@ def read_json_lines(path, name=None):
 def open_text(path):
     """Open a plain, .gz or .zst file as UTF-8 text, dropping a byte-order mark."""
     stream = open_regular(path)
-    compression = COMPRESSIONS.get(os.path.splitext(path)[1])
-    if compression:
+    suffix = os.path.splitext(path)[1]
+    if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
 
-        stream = pyarrow.CompressedInputStream(stream, compression)
+        stream = pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix])
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
@@ -250,8 +242,7 @@ def read_txt(source, separator=""):
 def split_text(blocks, separator=""):
     """Split text into pieces: at each `separator`, and long documents where no token crosses the boundary.
 
-    Tokenizing the pieces gives the same tokens as a whole document. The line ends around a separator are left out,
-    and so are empty documents: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
+    Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
     # a document that has more characters than `whole` is split
     line_ends, whole = ("\r\n", 2 * BLOCK_CHARS) if separator else ("", 0)
@@ -284,9 +275,8 @@ AFTER_A_LETTER = (
 def find_token_boundary(text, start, stop):
     """The last position between `start` and `stop` that no token of the patterns in tokenizer.py crosses, else 0.
 
-    That is (1) before a space that follows anything but white space, or (2), as not all scripts have spaces,
-    between a letter and a line end or punctuation: no pattern has a token in which these follow each other.
-    subtle: an apostrophe is left out, and so is a line end after punctuation, which GPT-4's pattern joins.
+    That is before a space that follows anything but white space or, as not all scripts have spaces, between a letter
+    and a line end or punctuation. subtle: GPT-4's pattern joins punctuation and a line end, letters and an apostrophe.
     """
     for position in range(stop - 1, start, -1):
         before, after = text[position - 1], text[position]
@@ -298,10 +288,9 @@ def find_token_boundary(text, start, stop):
 
 
 def python_docs():
-    """Documentation that ships with Python: the language reference and the standard library's docstrings.
+    """The language reference and the standard library's docstrings: a document per topic and per module.
 
-    One document per topic and per module, parsed with `ast`, not imported. They are ordered by a hash
-    of their names: a fixed order, but the first tenth is representative of the rest.
+    They are ordered by a hash of their names: a fixed order, but the first tenth is representative of the rest.
     """
     import pydoc_data.topics
 
@@ -343,8 +332,7 @@ def docstrings(path, module):
 def retry(name, advice, function, attempts=3):
     """Call `function()`, which downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user.
 
-    The first download gives up after 3 seconds, so that a user without a network finds out soon; later ones make 9
-    attempts, which survives an outage of 4 minutes.
+    A user without a network finds out after 3 seconds; 9 attempts, for later downloads, survive an outage of 4 minutes.
     """
     for attempt in range(attempts):
         time.sleep(RETRY_SECONDS * (2**attempt // 2))
@@ -392,7 +380,8 @@ def list_hub(repo, folder):
         api = huggingface_hub.HfApi()
         revision = api.dataset_info(repo).sha
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
-        return sorted(Source(file.path, file.size, repo, revision) for file in tree if file.path.endswith(".parquet"))
+        files = [file for file in tree if file.path.endswith(".parquet")]
+        return sorted(Source(file.path, file.size, repo, revision) for file in files)
 
     return retry(repo, HUB_ADVICE, ask)
 
@@ -404,10 +393,11 @@ def fetch(source, folder, attempts=3):
         from huggingface_hub import hf_hub_download  # slow to import
 
         place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
-        path = retry(name, HUB_ADVICE, functools.partial(hf_hub_download, source.repo, name, **place), attempts)
+        load = functools.partial(hf_hub_download, source.repo, name, **place)
+        path = retry(name, HUB_ADVICE, load, attempts)
     elif is_url(name):
-        # two URLs may end in the same name
-        path = os.path.join(folder, short_hash(name.encode()) + os.path.basename(urllib.parse.urlsplit(name).path))
+        file = os.path.basename(urllib.parse.urlsplit(name).path)
+        path = os.path.join(folder, short_hash(name.encode()) + file)  # two URLs may end in the same name
         advice = "Check the network and run the same command again, or give a local file."
         download(name, path, advice, attempts)
     return source._replace(path=path)
@@ -416,8 +406,7 @@ def fetch(source, folder, attempts=3):
 def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
     """Batches of about BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
 
-    While a file is read, the next one is downloaded into `folder`. The caller removes a batch's finished download
-    once it has read this batch and those before it.
+    While a file is read, the next one is downloaded into `folder`; the caller removes each finished download.
     """
     next_download = None
     with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
@@ -434,7 +423,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
 
 
 def batch_pieces(pieces, first):
-    """Group pieces into (number of the first one, function that returns about BATCH_CHARS characters of them)."""
+    """Yield (number of the first piece, function that returns the pieces) for each BATCH_CHARS or so."""
     held, num_chars = [], 0
     for piece in pieces:
         held.append(piece)

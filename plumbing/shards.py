@@ -31,9 +31,6 @@ NANOGPT_NAMES = ("train.bin", "val.bin")
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
-# -----------------------------------------------------------------------------
-# Reading
-
 
 @dataclass
 class Shard:
@@ -62,10 +59,7 @@ class Shard:
 
 
 def open_shards(folder, split):
-    """A split's shards, for random reads by several threads: the MAX_OPEN files that were read last stay open.
-
-    On some network file systems, opening a file for each read would take as long as a step.
-    """
+    """A split's shards. The MAX_OPEN files that were read last stay open: opening one may take as long as a step."""
     keep_open = functools.lru_cache(MAX_OPEN)(open_regular)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
@@ -86,10 +80,8 @@ def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
         if found != dtype or len(shape) != 1 or length not in (None, *shape):
             raise ValueError(f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)")
     except (ValueError, FileNotFoundError) as error:
-        raise UserError(
-            f"{path} is missing or damaged: {cli.first_line(error)}. Delete {path.stem}.* and rerun the command that "
-            "made it."
-        ) from None
+        reason = cli.first_line(error)
+        raise UserError(f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again.") from None
     return Shard(path, dtype, shape[0], offset, open_file)
 
 
@@ -125,8 +117,7 @@ def find_shards(folder, split):
     paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
     if not paths:
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with fineweb.py (conversations: smoltalk.py), "
-            "or give the folder that has them with --data."
+            f"There are no {split} shards in {folder}. Make them with fineweb.py, or give others with --data."
         )
     return sorted(paths)
 
@@ -196,8 +187,8 @@ def check_token_ids(shards, tokenizer, n_vocab):
     largest, path = find_largest(shards, 2**27 // len(shards))
     if largest >= n_vocab:
         raise UserError(
-            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids: its meta.json "
-            "is missing or wrong. Make the shards again in a new folder."
+            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
+            "meta.json is missing or wrong: make the shards again in a new folder."
         )
     if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and cli.is_rank_0():
         print(f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as")
@@ -205,27 +196,18 @@ def check_token_ids(shards, tokenizer, n_vocab):
 
 
 def check_masks(masks):
-    """Raise UserError unless the masks of a split, if it has any, are all 0 or 1, and 1 somewhere.
-
-    Reads all of them, because a wrong value would go unnoticed: SmolTalk's 0.8 GB take about half a second.
-    """
+    """Raise UserError unless a split's masks, if any, are all 0 or 1, and 1 somewhere: half a second for SmolTalk."""
     if not masks:
         return
     largest, path = find_largest(masks)
     if largest != 1:
-        raise UserError(
-            f"The largest value in loss mask {path} is {largest}, but it must be 1. Move its folder away and make the "
-            "shards again with smoltalk.py."
-        )
+        raise UserError(f"The largest value in loss mask {path} is {largest}, not 1. Make it again with smoltalk.py.")
 
 
 def check_meta(folder, shards):
     """Raise UserError unless the meta.json in `folder`, if it has any, are complete and list the shards."""
     if (Path(folder) / "meta.pkl").exists():
-        raise UserError(
-            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
-            "Make shards of the text with fineweb.py --input."
-        )
+        raise UserError(f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input.")
     metas = read_metas(folder).values()
     if not all(meta["complete"] for meta in metas):
         raise UserError(f"The shards in {folder} are not complete. Rerun the command that makes them: it continues.")
@@ -233,9 +215,9 @@ def check_meta(folder, shards):
     found = {shard.path.name: len(shard) for shard in shards}
     if listed and listed != found:
         name = min(dict(listed.items() ^ found.items()))
+        then, now = listed.get(name, 0), found.get(name, 0)
         raise UserError(
-            f"meta.json in {folder} does not describe its shards: {name} has {listed.get(name, 0):,} tokens in "
-            f"meta.json and {found.get(name, 0):,} on disk. Rerun the command that made them."
+            f"{folder} has changed: {name} has {then:,} tokens in meta.json and {now:,} on disk. Make the shards again."
         )
 
 
@@ -252,34 +234,38 @@ def output_folder(out_dir, sources, default):
     """--out-dir, or else a folder named after the first input: "texts/books.jsonl.gz" -> "books"."""
     if out_dir == "":
         raise UserError("--out-dir is empty. Give the name of a folder, or leave the flag out.")
-    return out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else default)
+    if out_dir or not sources:
+        return out_dir or default
+    return os.path.basename(sources[0].name).split(".")[0]
 
 
 def write_shard(path, array):
-    """Write tokens (uint16) or a mask (uint8) to `path` atomically, byte for byte as np.save does."""
+    """Write tokens or a mask as np.save does, which would hide why a write failed."""
     with atomic_write(path) as file:
-        # header and data in two steps, because np.save would hide why a write failed
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
 
 class ShardWriter:
-    """Writes the shards of a folder, or of one part of it, and the meta.json that describes them."""
+    """Writes the shards of a folder, or of one part of it, and the meta.json that describes them.
+
+    `meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match.
+    """
 
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
-        """`meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
         self.meta_path, self.new_meta = meta_path(folder, part, num_parts), meta
-        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+        name = os.path.basename(os.path.abspath(folder))
+        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
         self.load()
 
     def load(self):
-        """Look at what is in the folder."""
         self.meta = continue_meta(self.folder, self.meta_path, self.new_meta)
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
-        # a validation split that is sampled from all of the input grows with every training shard
-        self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
+        self.validation_file = None
+        if self.meta.get("validation_every"):  # sampled from all of the input, it grows with every training shard
+            self.validation_file = shard_name(self.prefix, 0)
 
     def make_once(self, make, *args):
         """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
@@ -328,7 +314,7 @@ class ShardWriter:
         return shard_name(self.prefix, len(self.meta["shards"]) * self.num_parts + self.part)
 
     def write(self, tokens, end):
-        """Write a shard, then meta.json: if killed in between, the same shard is written again."""
+        """Write a shard, then meta.json: if killed in between, it is written again."""
         file = self.next_name()
         self.write_file(file, tokens)
         self.meta["documents"] += self.count_documents(tokens)
@@ -367,10 +353,6 @@ def split_lengths(metas):
     return lengths
 
 
-# -----------------------------------------------------------------------------
-# meta.json
-
-
 def meta_path(folder, part, num_parts):
     return Path(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
 
@@ -396,18 +378,14 @@ def new_meta(dataset, enc, made_from):
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part.
-
-    People also write short ones by hand, with only the tokenizer's name.
-    """
-    metas = {}
-    remedy = "Move its folder away, or make the shards again in another folder."
+    """{path: contents} of the meta.json in `folder`, or of one per part; one by hand may have the tokenizer only."""
+    metas, remedy = {}, "Make the shards again in another folder."
     defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
     for path in sorted(Path(folder).glob("meta*.json")):
         metas[path] = meta = defaults | read_json(path, remedy)
         for key, kind in META_TYPES.items():
             if type(meta[key]) is not kind:
-                raise UserError(f"{path} is damaged: its {key} is missing or not of type {kind.__name__}. {remedy}")
+                raise UserError(f"{path} is damaged: its {key} is not of type {kind.__name__}. {remedy}")
     return metas
 
 
@@ -416,9 +394,7 @@ def continue_meta(folder, path, meta):
     metas = read_metas(folder)
     is_ours = all("sources" in old["made_from"] for old in metas.values())
     if not is_ours or (not metas and any(split_of(file.name) for file in Path(folder).glob("*"))):
-        raise UserError(
-            f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Choose another folder."
-        )
+        raise UserError(f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder.")
     for other_path, old in metas.items():
         was, now = settings(other_path, old), settings(path, meta)
         changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
@@ -426,17 +402,15 @@ def continue_meta(folder, path, meta):
             changes += compare_sources(old, meta)
         for key, before, after in changes:
             if before != after:
-                raise UserError(
-                    f"{folder} has shards of other data: {key} was {cli.plain(repr(before))} and is now "
-                    f"{cli.plain(repr(after))}. Move the folder away, or choose another output folder."
-                )
+                change = f"{key} was {cli.plain(repr(before))} and is now {cli.plain(repr(after))}"
+                raise UserError(f"{folder} has shards of other data: {change}. Choose another folder with --out-dir.")
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
 
 
 def settings(path, meta):
     """What must be the same in meta.json, besides the sources, if one run continues another."""
-    named = {"the number of parts": num_parts_of(path), "dataset": meta["dataset"], "tokenizer": meta["tokenizer"]}
-    return named | meta["made_from"] | {"sources": None}
+    fixed = {"the number of parts": num_parts_of(path), "sources": None}
+    return meta["made_from"] | fixed | {key: meta[key] for key in ("dataset", "tokenizer")}
 
 
 def compare_sources(old, meta):
@@ -450,6 +424,7 @@ def compare_sources(old, meta):
         if i > num_read:
             before, after = before[:1], after[:1]
         elif i == num_read and before[1] != after[1]:  # it may have been mended after its first bytes
-            before, after = (source[:1] + [digest[:8] for digest in source[2:]] for source in (before, after))
+            before = [before[0], *(digest[:8] for digest in before[2:])]
+            after = [after[0], *(digest[:8] for digest in after[2:])]
         pairs.append(("the input (name, bytes, hash)", before, after))
     return pairs
