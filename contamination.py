@@ -98,18 +98,20 @@ class NgramIndex:
 
     def search(self, shard, following):
         """{n-gram: (shard, position)} of the n-grams that begin in a shard; they may end in the `following` one."""
-        found, length = {}, BLOCK + NGRAM - 1
+        found = {}
+        length = BLOCK + NGRAM - 1
         for start in range(0, len(shard), BLOCK):
             tokens = shard.read(start, length)
             if following and len(tokens) < length:
                 tokens = np.append(tokens, following.read(0, NGRAM - 1))
             hashes = ngram_hashes(tokens)
-            # the table of flags lets few positions pass; of these, the tokens are compared with the nearest hash's
+            # the table of flags lets few positions pass; their tokens are compared with the nearest hash's
             positions = np.flatnonzero(self.table[hashes >> self.shift])
             nearest = np.searchsorted(self.hashes[:-1], hashes[positions])
             candidates = tokens[positions[:, None] + np.arange(NGRAM)]
             same = (candidates == self.ngrams[nearest]).all(axis=1)
-            for ngram, position in zip(nearest[same].tolist(), positions[same].tolist()):
+            matches = zip(nearest[same].tolist(), positions[same].tolist())
+            for ngram, position in matches:
                 found.setdefault(ngram, (shard, start + position))
         return found
 

@@ -86,11 +86,12 @@ def check_options(options):
     if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
         errors.append("--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out.")
     match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
-    if not match or int(match[1]) > int(match[2]):
+    part, num_parts = map(int, match.groups()) if match else (1, 0)
+    if part > num_parts:
         errors.append(f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4.")
     if errors:
         raise UserError(" ".join(errors))
-    return int(match[1]) % int(match[2]), int(match[2])
+    return part % num_parts, num_parts
 
 
 # -----------------------------------------------------------------------------
@@ -107,18 +108,17 @@ def encode_pieces(enc, read):
 
 
 def encode_all(enc, batches, num_proc):
-    """Yield (source, piece, tokens) for each piece of the batches, in order, tokenized on `num_proc` cores.
+    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores.
 
-    `source` is the number of its file, and `piece` its number in that file. A few threads tokenize themselves, as
-    tiktoken releases the interpreter's lock. Many would mostly wait for it (records/2026-11-21-data-preparation), so
-    each of them has a process tokenize for it.
+    A few threads tokenize themselves, as tiktoken releases the interpreter's lock. Many would mostly wait for it
+    (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
     """
     worker = threading.local()
 
     def encode(read):
         if not hasattr(worker, "encode"):
-            # subtle: threads that share a tokenizer take a tenth more CPU time, and tiktoken pickles its own GPT-2
-            # by name, which takes a process a second to load; a copy has neither fault
+            # subtle: threads that share a tokenizer take a tenth more CPU time, and a process a second to load GPT-2's,
+            # which is pickled by name; a copy has neither fault
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
             worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
         return worker.encode(read)
@@ -141,7 +141,7 @@ def encode_all(enc, batches, num_proc):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-# what reading or writing raises if the other process is gone, perhaps since the middle of a message
+# what is raised if the other process is gone, perhaps since the middle of a message
 ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
 
 
@@ -224,7 +224,8 @@ class ValidationSample:
         """Keep the chosen pieces of a stream of (source, piece, tokens), and yield the others."""
         for source, piece, tokens in stream:
             self.num_seen += len(tokens)
-            fits = self.num_tokens + len(tokens) <= min(len(self.buffer), self.num_seen // 10)
+            largest = min(len(self.buffer), self.num_seen // 10)
+            fits = self.num_tokens + len(tokens) <= largest
             if fits and self.every and (source + piece + 1) % self.every == 0:
                 self.add(tokens)
             else:
@@ -232,7 +233,8 @@ class ValidationSample:
 
     def top_up(self, last):
         """If the input had few pieces, take what is missing from the end of the last shard. Returns the rest of it."""
-        missing = max(1, min(len(self.buffer), self.num_seen // self.every)) - self.num_tokens
+        wanted = min(len(self.buffer), self.num_seen // self.every)
+        missing = max(1, wanted) - self.num_tokens
         if missing <= self.num_tokens:
             return last
         cut = max(0, len(last) - missing)
@@ -302,9 +304,11 @@ def plan(options, part, num_parts):
     elif not sources:
         meta = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
         if meta and meta["made_from"]:  # resume with the same files, without asking the hub
-            old = meta["made_from"]
-            sources = [documents.Source(*source[:2], EDU_REPO, old.get("revision", "")) for source in old["sources"]]
-            return folder, sources, old | made_from
+            made_from = meta["made_from"] | made_from
+            revision = made_from.get("revision", "")
+            for name, size, *_ in made_from["sources"]:
+                sources.append(documents.Source(name, size, EDU_REPO, revision))
+            return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
         raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part).")
@@ -325,7 +329,8 @@ def make_shards(writer, options, enc, sources):
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
     num_sampled = meta["shards"].get(writer.validation_file, 0)
     if num_sampled:
-        sample.add(shards.open_shard(writer.path(writer.validation_file)).read(0, num_sampled))
+        shard = shards.open_shard(writer.path(writer.validation_file))
+        sample.add(shard.read(0, num_sampled))
 
     total = options.max_tokens or None
     if sources[0].repo:
@@ -376,9 +381,10 @@ def write_shard(writer, enc, tokens, end, sample):
 
 
 def write_rest(writer, enc, rest, sample):
-    """Write what is left at the end of the input, so that there is something to train on and to validate on."""
+    """Write what is left at the end, so that there is something to train on and to validate on."""
     is_first, size = not writer.meta["shards"], len(rest)
-    if is_first and np.all(np.append(rest, sample.tokens()) == enc.eot_token):
+    text = np.append(rest, sample.tokens())
+    if is_first and (text == enc.eot_token).all():
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)

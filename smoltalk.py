@@ -82,10 +82,7 @@ def read_files(sources):
             for number, record in tqdm(lines, unit=" conversations", desc=source.name, delay=0.5):
                 fault = find_fault(record.get("messages"))
                 if fault:
-                    raise UserError(
-                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it; it should "
-                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
-                    )
+                    raise UserError(f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it.")
                 yield record["messages"]
 
 
@@ -104,8 +101,7 @@ def find_fault(messages):
 def render_conversation(messages, enc, max_length=sys.maxsize):
     """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
 
-    `enc` is a tokenizer with role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|>
-    that closes it. A prompt for the next answer also needs the id of <|assistant|> at its end.
+    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
     """
     ids, mask, stop = [enc.eot_token], [0], 0
     end = enc.encode_single_token("<|end|>")
@@ -156,7 +152,7 @@ def pack(conversations, max_length, pad):
 
 
 def write_blocks(writer, blocks, pad, enc):
-    """Write a mask, then its shard: if the mask were missing, every token would count as a target."""
+    """Write a mask, then its shard: without a mask, every token would count as a target."""
     if not writer.meta["shards"]:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
@@ -199,8 +195,7 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
         if len(blocks) < 2:
             raise UserError(
                 f"{cli.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-                f"{len(blocks)} of the two blocks of {max_length} tokens that are needed, one of them for validation. "
-                "Add conversations, or change --max-length."
+                f"{len(blocks)} of the two blocks of {max_length} tokens needed. Add some, or change --max-length."
             )
         write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]

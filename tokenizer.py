@@ -50,8 +50,7 @@ from plumbing.cli import UserError
 from plumbing.files import atomic_write, check_new_output, open_regular
 
 EOT = "<|endoftext|>"  # stands before every document
-# Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
-# the model's embedding: with GPT-2's tokenizer 50257..50260 of 50304
+# with the ids after the tokenizer's own, which are padding in the embedding: with GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
 
@@ -62,8 +61,7 @@ PATTERNS = {
     "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's regex engine treats `$` differently
-# and must be given the one above
+# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's engine, where `$` differs, needs the one above
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
 
@@ -210,7 +208,8 @@ def encode_text(enc, text):
         middle = len(text) // 2
         if middle < 5000:
             raise
-        return np.concatenate([encode_text(enc, text[:middle]), encode_text(enc, text[middle:])])
+        halves = encode_text(enc, text[:middle]), encode_text(enc, text[middle:])
+        return np.concatenate(halves)
 
 
 def token_bytes(enc):
@@ -265,7 +264,8 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
         show_progress=False,  # its bar for an unknown number of texts says "242 / 0"
     )
     model.train_from_iterator(texts, trainer)
-    ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in model.get_vocab().items()}
+    vocab = model.get_vocab().items()
+    ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in vocab}
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
     enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
     return copy_encoding(enc, f"{name}-{digest(enc)[:8]}", special)
@@ -280,8 +280,8 @@ def last_merge(token, ranks):
     """Return the last merge that produces `token`: b"the" -> [b"t", b"he"] if "he" was merged before "th"."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
-        i = pairs.index(min(pairs))
+        merges = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
+        i = merges.index(min(merges))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 

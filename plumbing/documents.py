@@ -85,7 +85,7 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
 
 
 def local_source(name):
-    """A local file with hashes of its first bytes and of its contents; of a large file, only a sample is hashed."""
+    """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
     with open_regular(name) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
@@ -103,15 +103,16 @@ def is_url(name):
 
 def file_type(name):
     """ "a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
-    stem, suffix = os.path.splitext(urllib.parse.urlsplit(name).path if is_url(name) else name)
+    path = urllib.parse.urlsplit(name).path if is_url(name) else name
+    stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
     return ".jsonl" if suffix == ".json" else suffix
 
 
 # -----------------------------------------------------------------------------
-# Documents are read as pieces. Most are a single piece; a long .txt file is one document, split where
-# no token can cross the boundary, so that it need not fit in memory and several cores can share it.
+# Documents are read as pieces. Most are a single piece; a long .txt file is one document, which is split, so
+# that it need not fit in memory and several cores can share it.
 
 
 def read_pieces(source, text_column, skip=0, separator="", row_groups=None):

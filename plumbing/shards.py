@@ -34,7 +34,7 @@ SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per
 
 @dataclass
 class Shard:
-    """An array on disk, checked once. Its file is opened when it is read, by a function that may keep it open."""
+    """An array on disk, checked once. `open_file` may keep its file open."""
 
     path: Path
     dtype: type
@@ -69,7 +69,8 @@ def open_masks(shards):
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
-    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
+    pairs = zip(paths, shards)
+    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in pairs]
 
 
 def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
@@ -311,7 +312,8 @@ class ShardWriter:
 
     def next_name(self):
         """The file name of the next shard; no two parts share a number."""
-        return shard_name(self.prefix, len(self.meta["shards"]) * self.num_parts + self.part)
+        number = len(self.meta["shards"])
+        return shard_name(self.prefix, number * self.num_parts + self.part)
 
     def write(self, tokens, end):
         """Write a shard, then meta.json: if killed in between, it is written again."""
@@ -339,9 +341,8 @@ class ShardWriter:
         self.meta["complete"] = True
         self.save()
         lengths = split_lengths([self.meta])
-        num_shards = cli.count(len(self.meta["shards"]), "shard")
         print(f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on")
-        print(f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}")
+        print(f"in {cli.count(len(self.meta['shards']), 'shard')} from {cli.count(self.meta['documents'], noun)}")
 
 
 def split_lengths(metas):
@@ -373,8 +374,9 @@ def new_meta(dataset, enc, made_from):
     """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
     if enc.n_vocab > 2**16:
         raise UserError(f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one.")
-    empty = {key: kind() for key, kind in META_TYPES.items()}
-    return empty | {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
+    meta = {key: kind() for key, kind in META_TYPES.items()}
+    meta |= {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
+    return meta
 
 
 def read_metas(folder):
@@ -393,7 +395,9 @@ def continue_meta(folder, path, meta):
     """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
     metas = read_metas(folder)
     is_ours = all("sources" in old["made_from"] for old in metas.values())
-    if not is_ours or (not metas and any(split_of(file.name) for file in Path(folder).glob("*"))):
+    if not metas:
+        is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
+    if not is_ours:
         raise UserError(f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder.")
     for other_path, old in metas.items():
         was, now = settings(other_path, old), settings(path, meta)
@@ -416,15 +420,14 @@ def settings(path, meta):
 def compare_sources(old, meta):
     """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends."""
     then, now = old["made_from"]["sources"], meta["made_from"]["sources"]
-    last = max((end[0] for end in old["ends"].values()), default=-1)
-    num_read = len(then) if old["complete"] else last
-    pairs = []
+    ends = [[-1], *old["ends"].values()]
+    num_read = len(then) if old["complete"] else ends[-1][0]
+    changes = []
     for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
         after = after[: len(before)]  # older runs recorded no hash
         if i > num_read:
             before, after = before[:1], after[:1]
         elif i == num_read and before[1] != after[1]:  # it may have been mended after its first bytes
-            before = [before[0], *(digest[:8] for digest in before[2:])]
-            after = [after[0], *(digest[:8] for digest in after[2:])]
-        pairs.append(("the input (name, bytes, hash)", before, after))
-    return pairs
+            before, after = ([name, "".join(digests)[:8]] for name, _, *digests in (before, after))
+        changes.append(("the input (name, bytes, hash)", before, after))
+    return changes
