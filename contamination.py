@@ -4,8 +4,7 @@
     python contamination.py --data books --eval examples.jsonl --num-proc 4
 
 searches all shards of a folder for 13-grams of tokens from HellaSwag's examples (the context with each
-of its endings). The match is exact: hashes only narrow down the candidates, tokens decide. Memory does
-not grow with the corpus.
+of its endings). Hashes only narrow down the candidates, tokens decide. Memory does not grow with the corpus.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,10 @@ if __name__ == "__main__":
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 import tokenizer
@@ -45,26 +46,29 @@ def read_examples(path, enc):
     """[(line number, tokens)] of a HellaSwag file: the context with each ending."""
     if not os.path.exists(path):
         raise UserError(f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval.")
-    texts = []
+    examples = []
     for number, example in read_json_lines(path):
         context, endings = example.get("ctx"), example.get("endings")
         if not isinstance(context, str) or not isinstance(endings, list):
             raise UserError(f"Line {number} of {path} has no ctx or no list of endings. Fix or remove that line.")
-        texts += [(number, f"{context} {ending}") for ending in endings]
-    return [(number, tokenizer.encode_text(enc, text).astype(np.uint16)) for number, text in texts]
+        for ending in endings:
+            tokens = tokenizer.encode_text(enc, f"{context} {ending}")
+            examples.append((number, tokens.astype(np.uint16)))
+    return examples
 
 
 def open_shards(folder):
     """All shards of a folder in the order of their text."""
-    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    files = sorted(Path(folder).glob("*"))
     # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
     step = max(map(num_parts_of, files), default=1)
 
     def place(file):
-        number = int(re.search(r"(\d*)\.\w+$", file)[1] or 0)
+        number = int(re.search(r"\d*$", file.stem)[0] or 0)
         return number % step, number
 
-    return [open_shard(os.path.join(folder, file)) for file in sorted(filter(split_of, files), key=place)]
+    shards = [file for file in files if split_of(file.name)]
+    return [open_shard(file) for file in sorted(shards, key=place)]
 
 
 def ngram_hashes(tokens):
@@ -81,32 +85,34 @@ class NgramIndex:
     """All distinct n-grams of NGRAM tokens in some texts, indexed for searching."""
 
     def __init__(self, texts):
-        """`ngram_ids`: for each position in each text, the index of the n-gram that starts there."""
-        ngrams = np.concatenate([np.lib.stride_tricks.sliding_window_view(tokens, NGRAM) for tokens in texts])
+        ngrams = np.concatenate([sliding_window_view(tokens, NGRAM) for tokens in texts])
         hashes = np.concatenate([ngram_hashes(tokens) for tokens in texts])
+        # ngram_ids: for each position in each text, the index of the n-gram that starts there
         self.hashes, first, self.ngram_ids = np.unique(hashes, return_index=True, return_inverse=True)
         self.ngrams = ngrams[first]  # (distinct n-grams, NGRAM)
-        assert (self.ngrams[self.ngram_ids] == ngrams).all(), "hash collision: choose another HASH_MULTIPLIER"
+        collides = self.ngrams[self.ngram_ids] != ngrams
+        assert not collides.any(), "choose another HASH_MULTIPLIER"
         self.shift = np.uint64(64 - TABLE_BITS)
-        self.table = np.zeros(2**TABLE_BITS, dtype=bool)
+        self.table = np.zeros(2**TABLE_BITS, bool)
         self.table[self.hashes >> self.shift] = True
 
     def search(self, shard, following):
-        """{n-gram: position} of the n-grams that begin in a shard; they may end in the `following` one."""
+        """{n-gram: (shard, position)} of the n-grams that begin in a shard; they may end in the `following` one."""
         found = {}
+        length = BLOCK + NGRAM - 1
         for start in range(0, len(shard), BLOCK):
-            tokens = shard.read(start, BLOCK + NGRAM - 1)
-            if following and len(tokens) < BLOCK + NGRAM - 1:
-                tokens = np.concatenate([tokens, following.read(0, NGRAM - 1)])
+            tokens = shard.read(start, length)
+            if following and len(tokens) < length:
+                tokens = np.append(tokens, following.read(0, NGRAM - 1))
             hashes = ngram_hashes(tokens)
-            # the table of flags lets few positions pass; of these, the tokens are compared with the nearest hash's
+            # the table of flags lets few positions pass; their tokens are compared with the nearest hash's
             positions = np.flatnonzero(self.table[hashes >> self.shift])
-            ids = np.searchsorted(self.hashes, hashes[positions])
-            ids = np.minimum(ids, len(self.hashes) - 1)
+            nearest = np.searchsorted(self.hashes[:-1], hashes[positions])
             candidates = tokens[positions[:, None] + np.arange(NGRAM)]
-            same = (candidates == self.ngrams[ids]).all(axis=1)
-            for ngram, position in zip(ids[same].tolist(), positions[same].tolist()):
-                found.setdefault(ngram, start + position)
+            same = (candidates == self.ngrams[nearest]).all(axis=1)
+            matches = zip(nearest[same].tolist(), positions[same].tolist())
+            for ngram, position in matches:
+                found.setdefault(ngram, (shard, start + position))
         return found
 
 
@@ -122,7 +128,8 @@ def longest_overlaps(examples, index, found):
                 continue
             stretch.append(ngram)
             length = NGRAM - 1 + len(stretch)
-            if number not in longest or length > longest[number][0]:
+            best, *_ = longest.get(number, [0])
+            if length > best:
                 shard, position = found[stretch[0]]
                 longest[number] = length, shard, position, tokens[end - length : end]
     return longest
@@ -141,27 +148,26 @@ def report(folder, path, num_proc=0):
     if not texts:
         raise UserError(f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval.")
     num_examples = len({number for number, _ in examples})
-    print(f"{path}: {cli.count(num_examples, 'example')}")
+    print(f"{path}: {num_examples:,} examples")
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
-    index = NgramIndex(texts)
 
-    found = {}  # n-gram: (shard, position)
+    index, found = NgramIndex(texts), {}
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
         results = executor.map(index.search, shards, [*shards[1:], None])
-        for shard, positions in tqdm(zip(shards, results), total=len(shards), unit="shard", desc=folder, delay=0.5):
-            for ngram, position in positions.items():
-                found.setdefault(ngram, (shard, position))
+        for result in tqdm(results, total=len(shards), unit="shard", desc=folder, delay=0.5):
+            found = result | found  # the first place counts
 
     longest = longest_overlaps(examples, index, found)
+    lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
     print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
-    for number in sorted(longest, key=lambda number: (-longest[number][0], number))[:10]:
+    for number in sorted(lengths, key=lengths.get, reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
         print(f"  line {number}: {length} tokens, {shard.path.name} at {position:,}: {text!r}")
-    return {number: overlap[0] for number, overlap in longest.items()}
+    return lengths
 
 
 def main(args=None):

@@ -71,9 +71,6 @@ from plumbing import documents, shards
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 
-# -----------------------------------------------------------------------------
-# Options
-
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; only the progress bar needs it
@@ -84,16 +81,16 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 
 
 def check_options(options):
-    """Raise one UserError listing everything that is wrong; return (I, N) of --part I/N, counted from 0: 4/4 is 0/4."""
+    """Return (I, N) of --part I/N, counted from 0: 4/4 is 0/4. Raises UserError if options are wrong."""
     ready = options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2")
     match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
-    no_part = not match or int(match[1]) > int(match[2])
+    part, num_parts = map(int, match.groups()) if match else (1, 0)
     complaints = [
         (ready, "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."),
-        (no_part, f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."),
+        (part > num_parts, f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."),
     ]
     cli.check(options, complaints, above_0="shard_size")
-    return int(match[1]) % int(match[2]), int(match[2])
+    return part % num_parts, num_parts
 
 
 # -----------------------------------------------------------------------------
@@ -102,36 +99,34 @@ def check_options(options):
 
 def encode_pieces(enc, read):
     """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the text's ids."""
-    arrays, eot = [], np.array([enc.eot_token], dtype=np.uint16)
+    arrays, eot = [], np.array([enc.eot_token], np.uint16)
     for text, starts in read():
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
-        arrays.append(np.concatenate([eot, ids]) if starts else ids)
+        arrays.append(np.append(eot, ids) if starts else ids)
     return arrays
 
 
 def encode_all(enc, batches, num_proc):
-    """Yield (source, piece, tokens) for each piece of the batches, in order, tokenized on `num_proc` cores.
+    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores.
 
-    `source` is the number of its file, and `piece` its number in that file. A few threads tokenize themselves, because
-    tiktoken releases the interpreter's lock. A larger number would mostly wait for this lock
+    A few threads tokenize themselves, as tiktoken releases the interpreter's lock. Many would mostly wait for it
     (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
     """
     worker = threading.local()
 
     def encode(read):
         if not hasattr(worker, "encode"):
-            # subtle: threads that share a tokenizer take a tenth more CPU time, and tiktoken pickles its own GPT-2
-            # by name, which takes a process a second to load; a copy has neither fault
+            # subtle: threads that share a tokenizer take a tenth more CPU time, and a process a second to load GPT-2's,
+            # which is pickled by name; a copy has neither fault
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
             worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
         return worker.encode(read)
 
     def take(batch, future):
-        arrays = future.result()
+        for piece, tokens in enumerate(future.result(), batch.first_piece):
+            yield batch.source, piece, tokens
         if batch.finished_download:
             os.remove(batch.finished_download)
-        for piece, tokens in enumerate(arrays, batch.first_piece):
-            yield batch.source, piece, tokens
 
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
     try:
@@ -145,7 +140,7 @@ def encode_all(enc, batches, num_proc):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-# what reading or writing raises if the other process is gone, perhaps since the middle of a message
+# what is raised if the other process is gone, perhaps since the middle of a message
 ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
 
 
@@ -168,9 +163,7 @@ def start_process(enc):
             send(question, process.stdin)
             answer = pickle.load(process.stdout)
         except ENDED:
-            raise UserError(
-                "A process that tokenizes came to an end. If memory is short, run this again with a smaller --num-proc."
-            ) from None
+            answer = UserError("A process that tokenizes came to an end. If memory is short, use a smaller --num-proc.")
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -180,7 +173,7 @@ def start_process(enc):
 
 
 def serve():
-    """The process behind start_process: answer pieces with their tokens until the parent is gone."""
+    """Answer pieces with their tokens until the parent is gone."""
     answers = sys.stdout.buffer
     with contextlib.suppress(*ENDED):
         enc = pickle.load(sys.stdin.buffer)
@@ -212,13 +205,12 @@ def limit_tokens(stream, limit, bar):
 class ValidationSample:
     """Every `every`-th piece of the input, while these are at most a tenth of it and at most a shard; 0: none.
 
-    The choice depends only on a piece's place in the input and the lengths of the pieces before it, not on the
-    number of cores or on where a run was stopped.
+    The choice depends only on a piece's place in the input and the lengths of the pieces before it.
     """
 
     def __init__(self, every, shard_size, num_seen):
         self.every, self.num_seen = every, num_seen  # tokens of both splits so far
-        self.buffer, self.num_tokens = np.empty(shard_size, dtype=np.uint16), 0
+        self.buffer, self.num_tokens = np.empty(shard_size, np.uint16), 0
 
     def add(self, tokens):
         self.buffer[self.num_tokens : self.num_tokens + len(tokens)] = tokens
@@ -231,7 +223,8 @@ class ValidationSample:
         """Keep the chosen pieces of a stream of (source, piece, tokens), and yield the others."""
         for source, piece, tokens in stream:
             self.num_seen += len(tokens)
-            fits = self.num_tokens + len(tokens) <= min(len(self.buffer), self.num_seen // 10)
+            largest = min(len(self.buffer), self.num_seen // 10)
+            fits = self.num_tokens + len(tokens) <= largest
             if fits and self.every and (source + piece + 1) % self.every == 0:
                 self.add(tokens)
             else:
@@ -239,7 +232,8 @@ class ValidationSample:
 
     def top_up(self, last):
         """If the input had few pieces, take what is missing from the end of the last shard. Returns the rest of it."""
-        missing = max(1, min(len(self.buffer), self.num_seen // self.every)) - self.num_tokens
+        wanted = min(len(self.buffer), self.num_seen // self.every)
+        missing = max(1, wanted) - self.num_tokens
         if missing <= self.num_tokens:
             return last
         cut = max(0, len(last) - missing)
@@ -255,11 +249,11 @@ def cut_into_shards(stream, shard_size, skip=0):
 
         aaab | bbbb | c     with the ends [0, 1, 1], [0, 2, 0], None
     """
-    shard, filled = np.empty(shard_size, dtype=np.uint16), 0
+    shard, filled = np.empty(shard_size, np.uint16), 0
     for source, piece, tokens in stream:
         position, skip = skip, 0
         while position < len(tokens):
-            if filled == shard_size:  # only now that another token follows do we know that this is not the last shard
+            if filled == shard_size:  # as another token follows, this is not the last shard
                 yield shard, [source, piece, position]
                 filled = 0
             part = tokens[position : position + shard_size - filled]
@@ -280,34 +274,40 @@ def prepare(options):
         return fetch_pretokenized(options)
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.get_encoding(options.tokenizer)
-    meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
+    dataset, prefix = options.dataset, DATASETS[options.dataset][1]
+    if options.input:
+        dataset, prefix = "input", ""
+    meta = shards.new_meta(dataset, enc, made_from)
     if options.input:
         # a large corpus needs fewer pieces; with --part only the first part has a validation split
-        every = max(SAMPLE_EVERY, math.ceil(sum(s.size for s in sources) / options.shard_size))
+        num_bytes = sum(source.size for source in sources)
+        every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
         meta["validation_every"] = every if part == 0 else 0
-    prefix = "" if options.input else DATASETS[options.dataset][1]
-    open_writer = functools.partial(shards.ShardWriter, folder, meta, enc, prefix, part, num_parts)
-    make = functools.partial(make_shards, options, enc, sources)
-    return shards.make_once(open_writer, make, f".lock-part-{part}-of-{num_parts}" if num_parts > 1 else ".lock")
+    writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
+    writer.make_once(make_shards, options, enc, sources)
+    return folder
 
 
 def plan(options, part, num_parts):
     """(folder of the shards, sources of this part, what meta.json says the shards are made from)"""
-    sources = documents.list_inputs(options.input)
-    out_dir = options.out_dir
+    sources, out_dir = documents.list_inputs(options.input), options.out_dir
     if out_dir is None and options.input and os.path.isdir(options.input[0]):
         out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
-    made_from = dict(text_column=options.text_column, shard_size=options.shard_size, max_tokens=options.max_tokens)
+    settings = "text_column", "shard_size", "max_tokens"
     if options.separator:
-        made_from["separator"] = options.separator
+        settings += ("separator",)
+    made_from = {name: getattr(options, name) for name in settings}
     if not sources and options.dataset == "python-docs":
         sources = [documents.Source(documents.PYTHON_DOCS)]
     elif not sources:
-        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts), {}).get("made_from")
-        if old:  # resume with the same files, without asking the hub
-            sources = [documents.Source(*source[:2], EDU_REPO, old.get("revision", "")) for source in old["sources"]]
-            return folder, sources, old | made_from
+        meta = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        if meta and meta["made_from"]:  # resume with the same files, without asking the hub
+            made_from = meta["made_from"] | made_from
+            revision = made_from.get("revision", "")
+            for name, size, *_ in made_from["sources"]:
+                sources.append(documents.Source(name, size, EDU_REPO, revision))
+            return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
         raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part).")
@@ -315,32 +315,38 @@ def plan(options, part, num_parts):
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
         made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
-    made_from |= {"revision": sources[0].revision, "sources": recorded[part::num_parts]}
-    return folder, sources[part::num_parts], made_from
+    mine = slice(part, None, num_parts)
+    made_from |= {"revision": sources[0].revision, "sources": recorded[mine]}
+    return folder, sources[mine], made_from
 
 
-def make_shards(options, enc, sources, writer):
+def make_shards(writer, options, enc, sources):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     meta = writer.meta
     source, piece, skip, *_ = writer.resume()
     num_seen = meta["tokens"] - skip  # before the piece at which this run begins
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
-    if writer.validation_file:
-        sample.add(writer.read_validation(meta["shards"].get(writer.validation_file, 0)))
+    num_sampled = meta["shards"].get(writer.validation_file, 0)
+    if num_sampled:
+        shard = shards.open_shard(writer.path(writer.validation_file))
+        sample.add(shard.read(0, num_sampled))
 
+    total = options.max_tokens or None
+    if sources[0].repo:
+        total = total or EDU_TOKENS // writer.num_parts
+        largest = max(source.size for source in sources)
+        # three files may be on disk: one is finished, one is read, one is downloaded
+        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * largest)
     downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
     batches = documents.read_batches(
         sources, options.text_column, downloads, source, piece, prefetch, options.separator
     )
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
-    total = options.max_tokens or (EDU_TOKENS // writer.num_parts if sources[0].repo else None)
-    if sources[0].repo:  # three files may be on disk: one is finished, one is read, one is downloaded
-        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * max(source.size for source in sources))
+    limit = (options.max_tokens or sys.maxsize) - num_seen
     try:
         with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
-            stream = limit_tokens(encoded, (options.max_tokens or sys.maxsize) - num_seen, bar)
-            stream = sample.remove_from(stream)
+            stream = sample.remove_from(limit_tokens(encoded, limit, bar))
             for tokens, end in cut_into_shards(stream, options.shard_size, skip):
                 if end:
                     write_shard(writer, enc, tokens, end, sample)
@@ -355,10 +361,8 @@ def check_disk_space(folder, size):
     """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise UserError(
-            f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Free some "
-            "space, choose another --out-dir, or lower --max-tokens (or --pretokenized)."
-        )
+        needed = f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free"
+        raise UserError(f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized.")
 
 
 def write_shard(writer, enc, tokens, end, sample):
@@ -376,18 +380,18 @@ def write_shard(writer, enc, tokens, end, sample):
 
 
 def write_rest(writer, enc, rest, sample):
-    """Write what is left at the end of the input, so that there is something to train on and to validate on."""
-    meta, size = writer.meta, len(rest)
-    text = np.concatenate([rest, sample.tokens()]) != enc.eot_token
-    if not meta["shards"] and not text.any():
+    """Write what is left at the end, so that there is something to train on and to validate on."""
+    is_first, size = not writer.meta["shards"], len(rest)
+    text = np.append(rest, sample.tokens())
+    if is_first and (text == enc.eot_token).all():
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
-    elif not meta["shards"] and writer.part == 0:  # the first shard would be all validation: cut it into tenths
+    elif is_first and writer.part == 0:  # the first shard would be all validation: cut it into tenths
         size = math.ceil(size / 10)
     for start in range(0, max(1, len(rest)), max(1, size)):
         write_shard(writer, enc, rest[start : start + size], None, sample)
-    meta["documents"] += writer.count_documents(sample.tokens())
+    writer.meta["documents"] += writer.count_documents(sample.tokens())
 
 
 def fetch_pretokenized(options):
@@ -400,16 +404,16 @@ def fetch_pretokenized(options):
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = os.path.join(folder, ".download")
+        downloads, attempts = os.path.join(folder, ".download"), 3
         try:
             for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-                attempts = 3 if file == missing[0] else 9
-                path = documents.fetch(documents.Source(file, repo=READY_REPO), downloads, attempts).path
+                source = documents.Source(file, repo=READY_REPO)
+                path = documents.fetch(source, downloads, attempts).path
+                attempts = 9
                 tokens = shards.open_shard(path).read()
                 if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
                     meta["documents"] += writer.count_documents(tokens)
                 meta["shards"][file] = len(tokens)
-                meta["tokens"] = sum(meta["shards"].values())
                 writer.save()  # first: if this is killed in between, the shard is known to be missing
                 os.replace(path, writer.path(file))
         finally:
@@ -446,11 +450,11 @@ def training_command(folder, lengths):
         return command
     if steps >= 190:  # 100M tokens are worth GPT-2's time: one pass over them, with the preset's share of warmup
         return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
-    longest = min(max(lengths[split], default=0) for split in ("train", "val"))
+    longest = min(max(split, default=0) for split in lengths.values())
     if longest < 2:
         return None
-    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
     T = min(128, longest - 1)
+    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
     windows = sum((length - 1) // T for length in lengths["train"])
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
         command += ["--sequence-length", T, "--total-batch-size", T * min(16, windows)]

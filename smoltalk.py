@@ -69,8 +69,9 @@ def read_hub():
     load = functools.partial(datasets.load_dataset, HUB_DATASET, "all", split="train")
     conversations = documents.retry(HUB_DATASET, advice, load)
     for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
-        if not find_fault(row["messages"]):  # users cannot fix the hub's data: skip malformed conversations
-            yield row["messages"]
+        messages = row["messages"]
+        if not find_fault(messages):  # users cannot fix the hub's data: skip malformed conversations
+            yield messages
 
 
 def read_files(sources):
@@ -81,10 +82,7 @@ def read_files(sources):
             for number, record in tqdm(lines, unit=" conversations", desc=source.name, delay=0.5):
                 fault = find_fault(record.get("messages"))
                 if fault:
-                    raise UserError(
-                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it; it should "
-                        'look like {"messages": [{"role": "user", "content": "..."}, ...]}.'
-                    )
+                    raise UserError(f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it.")
                 yield record["messages"]
 
 
@@ -93,8 +91,9 @@ def find_fault(messages):
     if not isinstance(messages, list) or not messages:
         return "it has no list of messages"
     for number, message in enumerate(messages, 1):
-        is_message = isinstance(message, dict) and message.get("role") in ROLES
-        if not is_message or not isinstance(message.get("content"), str) or not message["content"].strip():
+        fields = message if isinstance(message, dict) else {}
+        content = fields.get("content")
+        if fields.get("role") not in ROLES or not isinstance(content, str) or not content.strip():
             return f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
     return ""
 
@@ -102,8 +101,7 @@ def find_fault(messages):
 def render_conversation(messages, enc, max_length=sys.maxsize):
     """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
 
-    `enc` is a tokenizer with role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|>
-    that closes it. A prompt for the next answer also needs the id of <|assistant|> at its end.
+    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
     """
     ids, mask, stop = [enc.eot_token], [0], 0
     end = enc.encode_single_token("<|end|>")
@@ -124,10 +122,8 @@ def render_conversation(messages, enc, max_length=sys.maxsize):
 def pack(conversations, max_length, pad):
     """Pack conversations, arrays (2, n) of ids and mask, into blocks (2, max_length), filled up with `pad` (2, 1).
 
-    Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9:
-    5 with 4, 6 with 3. Within a block the order is random (seeded): otherwise the long ones would always
-    come first, and the model would never see a short one without preceding context, which is how a chat
-    begins.
+    Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9: 5 with 4, 6 with
+    3. Within a block the order is random (seeded): otherwise no short conversation would begin a block, as a chat does.
     """
     rng = random.Random(0)
     blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
@@ -135,7 +131,8 @@ def pack(conversations, max_length, pad):
     def close(number):
         block = blocks.pop(number)
         rng.shuffle(block)
-        return np.concatenate([*block, np.repeat(pad, free.pop(number), axis=1)], axis=1)
+        padding = np.repeat(pad, free.pop(number), axis=1)
+        return np.hstack([*block, padding])
 
     for conversation in conversations:
         length = conversation.shape[1]
@@ -155,21 +152,23 @@ def pack(conversations, max_length, pad):
 
 
 def write_blocks(writer, blocks, pad, enc):
-    """Write a mask, then its shard: if the mask were missing, every token would count as a target."""
+    """Write a mask, then its shard: without a mask, every token would count as a target."""
     if not writer.meta["shards"]:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     # one token more than the blocks: the target of the last position of the last block
-    tokens, mask = np.concatenate([*blocks, pad], axis=1)
-    shards.write_shard(writer.path(writer.next_name().replace(".npy", ".mask")), mask.astype(np.uint8))
+    tokens, mask = np.hstack([*blocks, pad])
+    name = writer.next_name().replace(".npy", ".mask")
+    shards.write_shard(writer.path(name), mask.astype(np.uint8))
     writer.write(tokens, None)
 
 
 def make_shards(writer, conversations, enc, shard_size, max_length):
     """Render, pack and write the conversations, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
+    pattern = re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)"
     for file in os.listdir(writer.folder):  # of an interrupted run
-        if re.fullmatch(re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)", file):
+        if re.fullmatch(pattern, file):
             os.remove(writer.path(file))
     meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
     meta |= {"targets": 0, "conversations": counts}
@@ -196,17 +195,14 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
         if len(blocks) < 2:
             raise UserError(
                 f"{cli.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-                f"{len(blocks)} of the two blocks of {max_length} tokens that are needed, one of them for validation. "
-                "Add conversations, or change --max-length."
+                f"{len(blocks)} of the two blocks of {max_length} tokens needed. Add some, or change --max-length."
             )
         write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]
     write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
-    print(
-        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut after"
-    )
-    print(f"the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out")
+    print(f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut")
+    print(f"after the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out")
 
 
 def training_command(init_from, folder, shape, max_length, lengths):
@@ -221,17 +217,20 @@ def training_command(init_from, folder, shape, max_length, lengths):
     batch = 2 ** (batch.bit_length() - 1)
     steps = max(least, min(3000, 3 * blocks // batch))
     out_dir = "chat" if folder == "smoltalk" else os.path.basename(os.path.abspath(folder))
-    wanted = dict(data=folder, out_dir=f"log/{out_dir}", block_size=shape["block_size"], sequence_length=max_length)
-    wanted |= dict(total_batch_size=batch * max_length, max_steps=steps)
-    wanted |= dict(warmup_steps=min(preset.warmup_steps, steps // 10))
+    settings = {
+        "data": folder,
+        "out_dir": f"log/{out_dir}",
+        "block_size": shape["block_size"],
+        "sequence_length": max_length,
+        "total_batch_size": batch * max_length,
+        "max_steps": steps,
+        "warmup_steps": min(preset.warmup_steps, steps // 10),
+    }
     command = ["python", "train_gpt2.py", "--preset", name, "--init-from", init_from or "log"]
-    for field, value in wanted.items():
+    for field, value in settings.items():
         if value != getattr(preset, field):
             command += [cli.flag_of(field), value]
     return command
-
-
-# -----------------------------------------------------------------------------
 
 
 def prepare(options):
@@ -246,20 +245,18 @@ def prepare(options):
 
         shape, _, enc = load_model_state(options.init_from)
     else:
-        shape, enc = {"block_size": 1024, "n_embd": 768}, tokenizer.get_encoding(options.tokenizer or "gpt2")
-    enc = enc if tokenizer.has_chat_tokens(enc) else tokenizer.with_chat(enc)
+        enc = tokenizer.get_encoding(options.tokenizer or "gpt2")
+        shape = {"block_size": 1024, "n_embd": 768}
+    if not tokenizer.has_chat_tokens(enc):
+        enc = tokenizer.with_chat(enc)
     max_length = options.max_length or shape["block_size"]
 
-    def open_writer():
-        made_from = {"shard_size": options.shard_size, "max_length": max_length}
-        made_from["sources"] = [source.recorded() for source in sources]
-        meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-        return shards.ShardWriter(folder, meta, enc)
-
-    def make(writer):
-        make_shards(writer, read_files(sources) if sources else read_hub(), enc, options.shard_size, max_length)
-
-    shards.make_once(open_writer, make)
+    made_from = {"shard_size": options.shard_size, "max_length": max_length}
+    made_from["sources"] = [source.recorded() for source in sources]
+    meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
+    conversations = read_files(sources) if sources else read_hub()  # generators: nothing is read yet
+    writer = shards.ShardWriter(folder, meta, enc)
+    writer.make_once(make_shards, conversations, enc, options.shard_size, max_length)
     lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
     cli.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
     return folder

@@ -10,9 +10,8 @@ Train your own byte-level BPE for fineweb.py and smoltalk.py:
     python tokenizer.py --input docs --vocab-size 32768 --out my.tiktoken
     python tokenizer.py --input a.txt --out a.tiktoken --compare other.txt
 
-`my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token, which
-`tiktoken.load.load_tiktoken_bpe` reads, too. That format has no place for anything else, so the name, the
-pre-tokenization pattern and the special tokens are in `my.tiktoken.json`; the two files belong together.
+`my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token. That format has no
+place for the name, the pre-tokenization pattern and the special tokens: these are in `my.tiktoken.json`.
 """
 
 from dataclasses import dataclass
@@ -47,23 +46,22 @@ import tiktoken
 from tqdm import tqdm
 
 from plumbing import documents, shards
+from plumbing.cli import UserError
 from plumbing.files import atomic_write, check_new_output, open_regular
 
 EOT = "<|endoftext|>"  # stands before every document
-# Role and end-of-message markers. They take the ids after the tokenizer's own, which are padding in
-# the model's embedding: with GPT-2's tokenizer 50257..50260 of 50304
+# with the ids after the tokenizer's own, which are padding in the embedding: with GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
 
-# How text is split before merging: no token crosses a split. GPT-2's pattern is OpenAI's; GPT-4's
-# lets one punctuation character precede a word and splits digits into groups of up to three.
+# How text is split before merging: no token crosses a split. GPT-4's pattern lets one punctuation character
+# precede a word and splits digits into groups of up to three.
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's regex engine treats `$` differently
-# and must be given the one above
+# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's engine, where `$` differs, needs the one above
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
 
@@ -84,10 +82,9 @@ def get_encoding(name_or_path):
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
-        raise cli.UserError(
-            f"The GPT-2 tokenizer is not in tiktoken's cache and could not be downloaded ({type(error).__name__}). "
-            "Connect to the network once, set TIKTOKEN_CACHE_DIR to a folder with its files, or make shards with "
-            "--tokenizer bytes."
+        problem = f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__})"
+        raise UserError(
+            f"{problem}. Set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes."
         ) from None
 
 
@@ -111,14 +108,14 @@ def has_chat_tokens(enc):
 def folder_encoding(folder):
     """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
     path = Path(folder, "tokenizer.tiktoken")
-    metas = list(shards.read_metas(folder).values())
-    name = metas[0]["tokenizer"] if metas else "gpt2"
+    names = [meta["tokenizer"] for meta in shards.read_metas(folder).values()]
+    name = names[0] if names else "gpt2"
     base = name.removesuffix("+chat")
-    enc = get_encoding(path if path.exists() or base not in ("gpt2", "bytes") else base)
-    if metas and enc.name != base:
-        raise cli.UserError(
-            f"The meta.json in {folder} names tokenizer {base}, but {path} holds {enc.name}. Make the shards again in "
-            "a new folder."
+    is_here = path.exists() or base not in ("gpt2", "bytes")
+    enc = get_encoding(path if is_here else base)
+    if names and enc.name != base:
+        raise UserError(
+            f"The meta.json beside {path} names tokenizer {base}, but it holds {enc.name}. Make both again."
         )
     return enc if name == base else with_chat(enc)
 
@@ -136,16 +133,13 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path` and the JSON file that belongs to it: both, or neither.
-
-    Existing files must have the same contents.
-    """
+    """Write `enc` to the `.tiktoken` file `path` and its JSON file: both, or neither, or what is there already."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.dumps(json.loads(header) | {"sha256": sha256(ranks)}, indent=2) + "\n"
     json_path = Path(f"{path}.json")
     for name, text in ((Path(path), ranks), (json_path, fields)):
         if name.is_file() and name.read_text(encoding="ascii", errors="replace") != text:
-            raise cli.UserError(f"{name} exists already, with other contents. Choose another name or folder.")
+            raise UserError(f"{name} exists already, with other contents. Choose another name or folder.")
     with atomic_write(path) as file:
         file.write(ranks.encode())
         file.flush()
@@ -165,9 +159,9 @@ def read_encoding(path):
             raise ValueError("the checksum in its .json is not that of its tokens")
         return loads(json.dumps(fields) + "\n" + ranks)
     except (ValueError, LookupError, TypeError, FileNotFoundError) as error:
-        raise cli.UserError(
-            f"Tokenizer {path} is missing or damaged: {cli.plain(error)}. Give gpt2, bytes, or a .tiktoken file with "
-            "the .json file that belongs to it."
+        reason = cli.plain(error)
+        raise UserError(
+            f"Tokenizer {path} is missing or damaged: {reason}. Give gpt2, bytes, or a .tiktoken file with its .json."
         ) from None
 
 
@@ -186,11 +180,12 @@ def dumps(enc):
 def loads(text):
     """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is not a complete one."""
     header, *lines = text.splitlines()
-    fields, pairs = json.loads(header), [line.split() for line in lines]
-    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    special_tokens = fields["special_tokens"]
+    fields, ranks = json.loads(header), {}
+    for line in lines:
+        token, rank = line.split()
+        ranks[base64.b64decode(token, validate=True)] = int(rank)
+    special_tokens, pat_str = fields["special_tokens"], fields["pat_str"]
     check_ids(ranks, special_tokens)
-    pat_str = fields["pat_str"]
     return tiktoken.Encoding(fields["name"], pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
@@ -200,13 +195,7 @@ def check_ids(ranks, special_tokens):
     ids = sorted([*ranks.values(), *special_tokens.values()])
     has_bytes = all(bytes([i]) in ranks for i in range(256))
     if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
-        raise ValueError(
-            f"its {len(ids)} token ids must count up from 0 without a gap and include all 256 bytes and {EOT}"
-        )
-
-
-# -----------------------------------------------------------------------------
-# Encoding
+        raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
 
 
 def encode_text(enc, text):
@@ -219,7 +208,8 @@ def encode_text(enc, text):
         middle = len(text) // 2
         if middle < 5000:
             raise
-        return np.concatenate([encode_text(enc, text[:middle]), encode_text(enc, text[middle:])])
+        halves = encode_text(enc, text[:middle]), encode_text(enc, text[middle:])
+        return np.concatenate(halves)
 
 
 def token_bytes(enc):
@@ -260,8 +250,7 @@ def huggingface_model(pat_str, vocab=None, merges=None):
 def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
     """Train byte-level BPE on an iterable of strings; `vocab_size` counts the special tokens, <|endoftext|> first.
 
-    The name ends in a digest of the tokenizer's contents, so that tokenizers with the same name are
-    identical. There are fewer than `vocab_size` ids if the text runs out of pairs to merge.
+    The name ends in a digest of the contents. There are fewer ids if the text runs out of pairs to merge.
     """
     from tokenizers import trainers
 
@@ -275,7 +264,8 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
         show_progress=False,  # its bar for an unknown number of texts says "242 / 0"
     )
     model.train_from_iterator(texts, trainer)
-    ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in model.get_vocab().items()}
+    vocab = model.get_vocab().items()
+    ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in vocab}
     special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
     enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
     return copy_encoding(enc, f"{name}-{digest(enc)[:8]}", special)
@@ -290,28 +280,25 @@ def last_merge(token, ranks):
     """Return the last merge that produces `token`: b"the" -> [b"t", b"he"] if "he" was merged before "th"."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
-        i = pairs.index(min(pairs))
+        merges = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
+        i = merges.index(min(merges))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
 
-# -----------------------------------------------------------------------------
-# Command line
-
-
 def read_texts(patterns, text_column):
     """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
-    num_texts = 0
+    is_empty, sources = True, documents.list_inputs(patterns)
     with tempfile.TemporaryDirectory() as folder:
-        for batch in documents.read_batches(documents.list_inputs(patterns), text_column, folder):
-            texts = [piece.text for piece in batch.read() if piece.text]
-            yield from texts
-            num_texts += len(texts)
+        for batch in documents.read_batches(sources, text_column, folder):
+            for piece in batch.read():
+                if piece.text:
+                    is_empty = False
+                    yield piece.text
             if batch.finished_download:
                 os.remove(batch.finished_download)
-    if not num_texts:
-        raise cli.UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
+    if is_empty:
+        raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
 def check_options(options):
@@ -336,18 +323,22 @@ def main(args=None):
     options = cli.parse(Options, args)
     check_options(options)
     column = options.text_column
-    compared = list(read_texts(options.compare, column)) if options.compare else []
-    gpt2 = get_encoding("gpt2") if compared else None  # before the work: it may need the network
+    compared, others = [], []
+    if options.compare:
+        compared = list(read_texts(options.compare, column))
+        others = [get_encoding("gpt2")]  # before the work: it may need the network
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
-    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
-    for other in (enc, gpt2) if compared else ():
+    for other in [enc, *others] if others else []:
+        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
         num_tokens = sum(len(encode_text(other, text)) for text in compared)
         print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
-    columns = ["--text-column", column] if column != "text" else []
-    cli.print_next(["python", "fineweb.py", "--input", *options.input, *columns, "--tokenizer", options.out])
+    command = ["python", "fineweb.py", "--input", *options.input, "--tokenizer", options.out]
+    if column != "text":
+        command += ["--text-column", column]
+    cli.print_next(command)
 
 
 if __name__ == "__main__":

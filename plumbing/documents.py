@@ -13,13 +13,12 @@ import platform
 import re
 import shutil
 import sysconfig
-import threading
 import time
 import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +49,7 @@ class Source(NamedTuple):
     path: str = ""  # of the file on this machine; `fetch` fills it in for the others
 
     def recorded(self):
-        """The source's entry in meta.json: [name, size, hash]; a local file has no folder there, so it may move."""
+        """[name, size, hash] for meta.json; a local file has no folder there, so it may move."""
         name = os.path.basename(self.name) if self.path == self.name else self.name
         return [name, self.size, self.sampled_hash]
 
@@ -67,10 +66,6 @@ class Batch(NamedTuple):
     finished_download: str = ""  # with a file's last batch: the download to remove once all batches are read
 
 
-# -----------------------------------------------------------------------------
-# Inputs
-
-
 def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
     """List the files and URLs named by `patterns`: a folder's files, a glob's matches, sorted by name."""
     sources = []
@@ -83,21 +78,23 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
             names = glob.glob(pattern, recursive=True)
         names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
         if not names:
-            raise UserError(
-                f"No file matches {pattern}, or none that can be read here. Give files that end in {', '.join(types)}; "
-                ".jsonl and .txt may be compressed (.gz, .zst)."
-            )
+            kinds = ", ".join(types)
+            raise UserError(f"No file matches {pattern}. Give files that end in {kinds} (.gz and .zst are unpacked).")
         sources += [Source(name) if is_url(name) else local_source(name) for name in names]
     return sources
 
 
 def local_source(name):
-    """A local file with hashes of its first bytes and of its contents; of a large file, only a sample is hashed."""
+    """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
     with open_regular(name) as file:
-        size, start = os.fstat(file.fileno()).st_size, file.read(4096)
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(4096)
         contents = start + file.read() if size <= MAX_HASHED else sample(name)
-    sampled_hash = "".join(hashlib.sha256(part).hexdigest()[:8] for part in (start, contents))
-    return Source(name, size, sampled_hash=sampled_hash, path=name)
+    return Source(name, size, sampled_hash=short_hash(start) + short_hash(contents), path=name)
+
+
+def short_hash(content):
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def is_url(name):
@@ -106,15 +103,16 @@ def is_url(name):
 
 def file_type(name):
     """ "a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
-    stem, suffix = os.path.splitext(urllib.parse.urlsplit(name).path if is_url(name) else name)
+    path = urllib.parse.urlsplit(name).path if is_url(name) else name
+    stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
     return ".jsonl" if suffix == ".json" else suffix
 
 
 # -----------------------------------------------------------------------------
-# Documents are read as pieces. Most are a single piece; a long .txt file is one document, split where
-# no token can cross the boundary, so that it need not fit in memory and several cores can share it.
+# Documents are read as pieces. Most are a single piece; a long .txt file is one document, which is split, so
+# that it need not fit in memory and several cores can share it.
 
 
 def read_pieces(source, text_column, skip=0, separator="", row_groups=None):
@@ -140,15 +138,13 @@ def explain_errors(name):
     except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own errors
         if getattr(error, "errno", None):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
-        wrong = "is not UTF-8 text" if isinstance(error, UnicodeError) else "is damaged, or not what its name says"
-        raise UserError(
-            f"{name} {wrong}: {cli.first_line(error)}. Replace it (iconv -t UTF-8 converts text) and run the same "
-            "command again."
-        ) from None
+        problem = "is damaged, or not what its name says"
+        if isinstance(error, UnicodeError):
+            problem = "is not UTF-8 text (iconv -t UTF-8 converts it)"
+        raise UserError(f"{name} {problem}: {cli.first_line(error)}. Replace it, and run this command again.") from None
 
 
 def open_parquet(source, text_column):
-    """Open a parquet file that has a column of text called `text_column`."""
     import pyarrow.parquet  # slow to import, and only needed here
 
     file = pyarrow.parquet.ParquetFile(source.path)
@@ -156,15 +152,15 @@ def open_parquet(source, text_column):
     # plain strings: lists and maps of strings are not text
     texts = [column for column in types if re.match("(dictionary<values=)?(large_)?string", types[column])]
     if text_column not in texts:
+        found = types.get(text_column, "missing")
+        choice = ", ".join(texts) or "there is none"
         raise UserError(
-            f"Column {text_column!r} of {source.name} is {types.get(text_column, 'missing')}. Choose a column of text "
-            f"with --text-column: {', '.join(texts) or 'there is none'}."
+            f"Column {text_column!r} of {source.name} is {found}. Choose text with --text-column: {choice}."
         )
     return file
 
 
 def read_parquet(source, text_column, row_groups=None):
-    """One Piece per row, of all row groups or of those with the numbers `row_groups`."""
     file = open_parquet(source, text_column)
     for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
         for text in batch.column(text_column).to_pylist():  # by name: in a nested schema, its number is unknown
@@ -172,35 +168,34 @@ def read_parquet(source, text_column, row_groups=None):
 
 
 def list_row_groups(source, text_column):
-    """[(number of the first row, function that reads it)] of a parquet file's row groups.
+    """[(number of the first row, function that reads it)] of a parquet file's row groups, to be read on all cores.
 
-    The core that tokenizes a row group reads it, as no single core could read for many. [] where that does not pay:
-    smaller ones are more work to find than to tokenize, and larger ones take too much memory.
+    [] where that does not pay: small ones are more work to find than to tokenize, large ones take too much memory.
     """
     if file_type(source.name) != ".parquet":
         return []
+    batches, first, num_bytes = [], 0, 0
     with explain_errors(source.name):
         metadata = open_parquet(source, text_column).metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    sizes = [group.total_byte_size for group in groups]
-    if sum(sizes) < BATCH_CHARS * len(sizes) or max(sizes, default=0) > MAX_ROW_GROUP:
-        return []
-    batches, first = [], 0
-    for number, group in enumerate(groups):
-        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
-        first += group.num_rows
-    return batches
+        for number in range(metadata.num_row_groups):
+            batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
+            group = metadata.row_group(number)
+            first += group.num_rows
+            num_bytes += group.total_byte_size
+            if group.total_byte_size > MAX_ROW_GROUP:
+                return []
+    return batches if num_bytes >= BATCH_CHARS * len(batches) else []
 
 
 def read_jsonl(source, text_column):
-    """One Piece per line."""
     for number, record in read_json_lines(source.path, source.name):
-        if not isinstance(record.get(text_column), str):
-            raise UserError(
-                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {', '.join(record)}. "
-                "Choose one of them with --text-column, or fix or remove that line."
+        text = record.get(text_column)
+        if not isinstance(text, str):
+            wrong = (
+                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {', '.join(record)}"
             )
-        yield Piece(record[text_column], True)
+            raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove that line.")
+        yield Piece(text, True)
 
 
 def read_json_lines(path, name=None):
@@ -223,11 +218,11 @@ def read_json_lines(path, name=None):
 def open_text(path):
     """Open a plain, .gz or .zst file as UTF-8 text, dropping a byte-order mark."""
     stream = open_regular(path)
-    compression = COMPRESSIONS.get(os.path.splitext(path)[1])
-    if compression:
+    suffix = os.path.splitext(path)[1]
+    if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
 
-        stream = pyarrow.CompressedInputStream(stream, compression)
+        stream = pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix])
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
@@ -248,8 +243,7 @@ def read_txt(source, separator=""):
 def split_text(blocks, separator=""):
     """Split text into pieces: at each `separator`, and long documents where no token crosses the boundary.
 
-    Tokenizing the pieces gives the same tokens as a whole document. The line ends around a separator are left out,
-    and so are empty documents: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
+    Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
     # a document that has more characters than `whole` is split
     line_ends, whole = ("\r\n", 2 * BLOCK_CHARS) if separator else ("", 0)
@@ -282,9 +276,8 @@ AFTER_A_LETTER = (
 def find_token_boundary(text, start, stop):
     """The last position between `start` and `stop` that no token of the patterns in tokenizer.py crosses, else 0.
 
-    That is (1) before a space that follows anything but white space, or (2), as not all scripts have spaces,
-    between a letter and a line end or punctuation: no pattern has a token in which these follow each other.
-    subtle: an apostrophe is left out, and so is a line end after punctuation, which GPT-4's pattern joins.
+    That is before a space that follows anything but white space or, as not all scripts have spaces, between a letter
+    and a line end or punctuation. subtle: GPT-4's pattern joins punctuation and a line end, letters and an apostrophe.
     """
     for position in range(stop - 1, start, -1):
         before, after = text[position - 1], text[position]
@@ -296,10 +289,9 @@ def find_token_boundary(text, start, stop):
 
 
 def python_docs():
-    """Documentation that ships with Python: the language reference and the standard library's docstrings.
+    """The language reference and the standard library's docstrings: a document per topic and per module.
 
-    One document per topic and per module, parsed with `ast`, not imported. They are ordered by a hash
-    of their names: a fixed order, but the first tenth is representative of the rest.
+    They are ordered by a hash of their names: a fixed order, but the first tenth is representative of the rest.
     """
     import pydoc_data.topics
 
@@ -338,25 +330,10 @@ def docstrings(path, module):
 # Downloads
 
 
-def run_in_background(function, *args):
-    """Run `function(*args)` in a daemon thread; returns a Future."""
-    future = Future()
-
-    def work():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised again by future.result()
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
-
-
 def retry(name, advice, function, attempts=3):
     """Call `function()`, which downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user.
 
-    The first download gives up after 3 seconds, so that a user without a network finds out soon; later ones make 9
-    attempts, which survives an outage of 4 minutes.
+    A user without a network finds out after 3 seconds; 9 attempts, for later downloads, survive an outage of 4 minutes.
     """
     for attempt in range(attempts):
         time.sleep(RETRY_SECONDS * (2**attempt // 2))
@@ -367,11 +344,12 @@ def retry(name, advice, function, attempts=3):
             if isinstance(cause, UserError):
                 raise
             status = getattr(cause, "code", None) or getattr(getattr(cause, "response", None), "status_code", None)
+            number = getattr(cause, "errno", None)
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."
                 break
-            if getattr(cause, "errno", None) in cli.ADVICE:  # an error from the disk
-                advice = cli.ADVICE[cause.errno]
+            if number in cli.ADVICE:  # an error from the disk
+                advice = cli.ADVICE[number]
                 break
     raise UserError(f"Could not download {name}: {cli.plain(cli.first_line(cause))}. {advice}")
 
@@ -403,7 +381,8 @@ def list_hub(repo, folder):
         api = huggingface_hub.HfApi()
         revision = api.dataset_info(repo).sha
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
-        return sorted(Source(file.path, file.size, repo, revision) for file in tree if file.path.endswith(".parquet"))
+        files = [file for file in tree if file.path.endswith(".parquet")]
+        return sorted(Source(file.path, file.size, repo, revision) for file in files)
 
     return retry(repo, HUB_ADVICE, ask)
 
@@ -415,10 +394,11 @@ def fetch(source, folder, attempts=3):
         from huggingface_hub import hf_hub_download  # slow to import
 
         place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
-        path = retry(name, HUB_ADVICE, functools.partial(hf_hub_download, source.repo, name, **place), attempts)
+        load = functools.partial(hf_hub_download, source.repo, name, **place)
+        path = retry(name, HUB_ADVICE, load, attempts)
     elif is_url(name):
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]  # two URLs may end in the same name
-        path = os.path.join(folder, digest + os.path.basename(urllib.parse.urlsplit(name).path))
+        file = os.path.basename(urllib.parse.urlsplit(name).path)
+        path = os.path.join(folder, short_hash(name.encode()) + file)  # two URLs may end in the same name
         advice = "Check the network and run the same command again, or give a local file."
         download(name, path, advice, attempts)
     return source._replace(path=path)
@@ -427,24 +407,24 @@ def fetch(source, folder, attempts=3):
 def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
     """Batches of about BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
 
-    While a file is read, the next one is downloaded into `folder`. The caller removes a batch's finished download
-    once it has read this batch and those before it.
+    While a file is read, the next one is downloaded into `folder`; the caller removes each finished download.
     """
     next_download = None
-    for number in range(first_source, len(sources)):
-        source = next_download.result() if next_download else fetch(sources[number], folder)
-        if prefetch and number + 1 < len(sources):
-            next_download = run_in_background(fetch, sources[number + 1], folder, 9)
-        batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
-        for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
-            yield Batch(number, first, read)
-        skip = 0
-        if source.path != sources[number].path:
-            yield Batch(number, 0, list, finished_download=source.path)
+    with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
+        for number in range(first_source, len(sources)):
+            source = next_download.get() if next_download else fetch(sources[number], folder)
+            if prefetch and number + 1 < len(sources):
+                next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
+            batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
+            for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
+                yield Batch(number, first, read)
+            skip = 0
+            if source.path != sources[number].path:
+                yield Batch(number, 0, list, finished_download=source.path)
 
 
 def batch_pieces(pieces, first):
-    """Group pieces into (number of the first one, function that returns about BATCH_CHARS characters of them)."""
+    """Yield (number of the first piece, function that returns the pieces) for each BATCH_CHARS or so."""
     held, num_chars = [], 0
     for piece in pieces:
         held.append(piece)

@@ -26,18 +26,15 @@ from plumbing.cli import UserError
 from plumbing.files import atomic_write, lock_folder, open_regular, read_json
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
-BIN_HEADER = 256  # int32
+BIN_HEADER = 1024  # bytes
 NANOGPT_NAMES = ("train.bin", "val.bin")
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
-# -----------------------------------------------------------------------------
-# Reading
-
 
 @dataclass
 class Shard:
-    """An array on disk, checked once. Its file is opened when it is read, by a function that may keep it open."""
+    """An array on disk, checked once. `open_file` may keep its file open."""
 
     path: Path
     dtype: type
@@ -62,10 +59,7 @@ class Shard:
 
 
 def open_shards(folder, split):
-    """A split's shards, for random reads by several threads: the MAX_OPEN files that were read last stay open.
-
-    On some network file systems, opening a file for each read would take as long as a step.
-    """
+    """A split's shards. The MAX_OPEN files that were read last stay open: opening one may take as long as a step."""
     keep_open = functools.lru_cache(MAX_OPEN)(open_regular)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
@@ -75,7 +69,8 @@ def open_masks(shards):
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
-    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
+    pairs = zip(paths, shards)
+    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in pairs]
 
 
 def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
@@ -86,10 +81,8 @@ def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
         if found != dtype or len(shape) != 1 or length not in (None, *shape):
             raise ValueError(f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)")
     except (ValueError, FileNotFoundError) as error:
-        raise UserError(
-            f"{path} is missing or damaged: {cli.first_line(error)}. Delete {path.stem}.* and rerun the command that "
-            "made it."
-        ) from None
+        reason = cli.first_line(error)
+        raise UserError(f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again.") from None
     return Shard(path, dtype, shape[0], offset, open_file)
 
 
@@ -108,11 +101,11 @@ def open_npy(path):
 def open_bin(path):
     """(dtype, shape, offset of the data in bytes) of a shard from llm.c or nanoGPT; ValueError unless it is whole."""
     with open_regular(path) as file:
-        header = np.fromfile(file, np.int32, BIN_HEADER)
+        start = np.fromfile(file, np.int32, 3).tolist()
         num_bytes = os.fstat(file.fileno()).st_size
-    start, num_tokens = header[:3].tolist(), num_bytes / 2 - 2 * BIN_HEADER
-    if start == [BIN_MAGIC, BIN_VERSION, num_tokens]:
-        return np.uint16, (int(num_tokens),), header.nbytes
+    num_tokens = (num_bytes - BIN_HEADER) // 2
+    if start == [BIN_MAGIC, BIN_VERSION, num_tokens] and num_bytes % 2 == 0:
+        return np.uint16, (num_tokens,), BIN_HEADER
     if path.name in NANOGPT_NAMES and start[:1] != [BIN_MAGIC] and num_bytes % 2 == 0:
         return np.uint16, (num_bytes // 2,), 0
     raise ValueError(
@@ -125,36 +118,35 @@ def find_shards(folder, split):
     paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
     if not paths:
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with fineweb.py (conversations: smoltalk.py), "
-            "or give the folder that has them with --data."
+            f"There are no {split} shards in {folder}. Make them with fineweb.py, or give others with --data."
         )
     return sorted(paths)
 
 
 def split_of(name):
     """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" -> None."""
-    match = re.search(r"_(train|val)_.*\.(?:npy|bin)$|(?:^|_)(train|val)\.bin$", name)
-    return (match[1] or match[2]) if match else None
+    match = re.match(r"(?:.*_)?(train|val)(?:_.*\.npy|(?:_.*)?\.bin)$", name)
+    return match[1] if match else None
 
 
 def fingerprint(paths):
     """A hash of shards and their masks, in order: each file's size and a fixed sample of its blocks.
 
-    Other data of the same length almost always have another hash, although only four blocks of 4 KB per file are
-    read. Names do not count, so a folder may be moved.
+    Other data of the same length almost always have another hash. Names do not count: a folder may be moved.
     """
     digest = hashlib.sha256()
     for path in paths:
         digest.update(sample(path))
-        if path.with_suffix(".mask").exists():
-            digest.update(sample(path.with_suffix(".mask")))
+        mask = path.with_suffix(".mask")
+        if mask.exists():
+            digest.update(sample(mask))
     return digest.hexdigest()
 
 
 def sample(path):
     """The size of a file and a fixed sample of its bytes, from the first block to the last."""
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         sampled = size.to_bytes(8, "big")
         for i in range(SAMPLE_BLOCKS):
             file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
@@ -181,13 +173,14 @@ def check_folder(folder, train_loader, val_loader, enc):
     shards = train_loader.shards + val_loader.shards
     check_token_ids(shards, enc.name, enc.n_vocab)
     check_meta(folder, shards)
-    check_masks(train_loader.masks)
-    check_masks(val_loader.masks)
+    for masks in (train_loader.masks, val_loader.masks):
+        check_masks(masks)
 
 
 def find_largest(arrays, count=sys.maxsize):
     """(largest entry, path) of the array with the largest one among its first `count` entries."""
-    return max((int(array.read(0, count).max(initial=0)), array.path) for array in arrays)
+    largest = [(int(array.read(0, count).max(initial=0)), array.path) for array in arrays]
+    return max(largest)
 
 
 def check_token_ids(shards, tokenizer, n_vocab):
@@ -195,39 +188,27 @@ def check_token_ids(shards, tokenizer, n_vocab):
     largest, path = find_largest(shards, 2**27 // len(shards))
     if largest >= n_vocab:
         raise UserError(
-            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. "
-            "The folder's meta.json is missing or belongs to other shards; make the shards again in a new folder."
+            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
+            "meta.json is missing or wrong: make the shards again in a new folder."
         )
     if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and cli.is_rank_0():
-        print(
-            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters, but they are read "
-            f"as {tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
-        )
+        print(f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as")
+        print(f"{tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input.")
 
 
 def check_masks(masks):
-    """Raise UserError unless the masks of a split are all 0 or 1, and 1 somewhere.
-
-    Reads all of them, because a wrong value would go unnoticed: SmolTalk's 0.8 GB take about half a second.
-    """
-    largest, path = find_largest(masks) if masks else (1, None)
+    """Raise UserError unless a split's masks, if any, are all 0 or 1, and 1 somewhere: half a second for SmolTalk."""
+    if not masks:
+        return
+    largest, path = find_largest(masks)
     if largest != 1:
-        raise UserError(
-            f"The largest value in loss mask {path} is {largest}, but a mask is 1 where a token is a target and 0 "
-            "elsewhere. Move its folder away and make the shards again with smoltalk.py."
-        )
+        raise UserError(f"The largest value in loss mask {path} is {largest}, not 1. Make it again with smoltalk.py.")
 
 
 def check_meta(folder, shards):
-    """Raise UserError unless each meta.json in `folder` is complete and together they list the shards.
-
-    A folder without one, as written by other programs, is accepted.
-    """
+    """Raise UserError unless the meta.json in `folder`, if it has any, are complete and list the shards."""
     if (Path(folder) / "meta.pkl").exists():
-        raise UserError(
-            f"{folder} has a meta.pkl: these are nanoGPT's shards of characters, whose tokenizer is not supported. "
-            "Make shards of the text with fineweb.py --input."
-        )
+        raise UserError(f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input.")
     metas = read_metas(folder).values()
     if not all(meta["complete"] for meta in metas):
         raise UserError(f"The shards in {folder} are not complete. Rerun the command that makes them: it continues.")
@@ -235,9 +216,9 @@ def check_meta(folder, shards):
     found = {shard.path.name: len(shard) for shard in shards}
     if listed and listed != found:
         name = min(dict(listed.items() ^ found.items()))
+        then, now = listed.get(name, 0), found.get(name, 0)
         raise UserError(
-            f"meta.json in {folder} does not describe its shards: {name} has {listed.get(name, 0):,} tokens in "
-            f"meta.json and {found.get(name, 0):,} on disk. Rerun the command that made them."
+            f"{folder} has changed: {name} has {then:,} tokens in meta.json and {now:,} on disk. Make the shards again."
         )
 
 
@@ -254,91 +235,88 @@ def output_folder(out_dir, sources, default):
     """--out-dir, or else a folder named after the first input: "texts/books.jsonl.gz" -> "books"."""
     if out_dir == "":
         raise UserError("--out-dir is empty. Give the name of a folder, or leave the flag out.")
-    return out_dir or (os.path.basename(sources[0].name).split(".")[0] if sources else default)
+    if out_dir or not sources:
+        return out_dir or default
+    return os.path.basename(sources[0].name).split(".")[0]
 
 
 def write_shard(path, array):
-    """Write tokens (uint16) or a mask (uint8) to `path` atomically, byte for byte as np.save does."""
+    """Write tokens or a mask as np.save does, which would hide why a write failed."""
     with atomic_write(path) as file:
-        # header and data in two steps, because np.save would hide why a write failed
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
 
-def make_once(open_writer, make, lock_name=".lock"):
-    """Call `make(writer)` with the `open_writer()` of a folder, unless its shards are complete. Returns the folder.
-
-    Several processes may use complete shards at once; the lock is only for writing.
-    """
-    writer = open_writer()
-    if not writer.is_complete():
-        with lock_folder(writer.folder, lock_name):
-            writer = open_writer()  # another process may have worked on it until now
-            if not writer.is_complete():
-                make(writer)
-                return writer.folder
-    print(f"{writer.folder} is complete: {writer.meta['tokens']:,} tokens in {len(writer.meta['shards'])} shards")
-    return writer.folder
-
-
 class ShardWriter:
-    """Writes the shards of a folder, or of one part of it, and the meta.json that describes them."""
+    """Writes the shards of a folder, or of one part of it, and the meta.json that describes them.
+
+    `meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match.
+    """
 
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
-        """`meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match."""
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
-        self.meta_path = meta_path(folder, part, num_parts)
-        self.meta = continue_meta(folder, self.meta_path, meta)
-        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+        self.meta_path, self.new_meta = meta_path(folder, part, num_parts), meta
+        name = os.path.basename(os.path.abspath(folder))
+        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
+        self.load()
+
+    def load(self):
+        self.meta = continue_meta(self.folder, self.meta_path, self.new_meta)
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
-        # a validation split that is sampled from all of the input grows with every training shard
-        self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
+        self.validation_file = None
+        if self.meta.get("validation_every"):  # sampled from all of the input, it grows with every training shard
+            self.validation_file = shard_name(self.prefix, 0)
+
+    def make_once(self, make, *args):
+        """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
+        if not self.is_complete():
+            with lock_folder(self.folder, self.meta_path.stem.replace("meta", ".lock")):
+                self.load()  # another process may have worked on it until now
+                if not self.is_complete():
+                    make(self, *args)
+                    return
+        print(f"{self.folder} is complete: {self.meta['tokens']:,} tokens in {len(self.meta['shards'])} shards")
 
     def is_complete(self):
         shards = self.meta["shards"]
-        adds_up = 0 < self.meta["tokens"] == sum(shards.values())
-        return self.meta["complete"] and adds_up and all(self.is_whole(file) for file in shards)
+        return self.meta["complete"] and shards and all(self.is_whole(file) for file in shards)
 
     def is_whole(self, file):
         """Whether a shard can be read and has as many tokens as meta.json says."""
+        return self.count_tokens(file) == self.meta["shards"].get(file)
+
+    def count_tokens(self, file):
+        """The number of tokens in a shard; 0 if it is missing or damaged."""
         try:
-            return len(open_shard(self.path(file))) == self.meta["shards"].get(file)
+            return len(open_shard(self.path(file)))
         except (UserError, OSError):
-            return False
+            return 0
 
     def resume(self):
         """Keep the shards before the first damaged one; return the position in the input at which they end."""
-        meta, kept = self.meta, {}
-        end, documents = [0, 0, 0, 0], 0
-        for file, (*file_end, num_documents) in meta["ends"].items():
+        meta, kept, end = self.meta, {}, [0] * 5  # like those in meta["ends"]
+        for file, file_end in meta["ends"].items():
             if not self.is_whole(file):
                 break
-            kept[file] = meta["shards"][file]
-            end, documents = file_end, num_documents
+            kept[file], end = meta["shards"][file], file_end
         if self.validation_file in meta["shards"]:
+            if self.count_tokens(self.validation_file) < end[3]:  # damaged: nothing can be kept
+                kept, end = {}, [0] * 5
             kept = {self.validation_file: end[3]} | kept
-            if len(self.read_validation(end[3])) < end[3]:  # damaged: nothing can be kept
-                kept, end, documents = {}, [0, 0, 0, 0], 0
-        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": documents, "complete": False}
+        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": end[-1], "complete": False}
         return end
-
-    def read_validation(self, num_tokens):
-        """The first `num_tokens` tokens of the sampled validation split; fewer if they are not there."""
-        try:
-            return open_shard(self.path(self.validation_file)).read(0, num_tokens)
-        except (UserError, OSError):
-            return np.empty(0, dtype=np.uint16)
 
     def path(self, file):
         return os.path.join(self.folder, file)
 
     def next_name(self):
         """The file name of the next shard; no two parts share a number."""
-        return shard_name(self.prefix, len(self.meta["shards"]) * self.num_parts + self.part)
+        number = len(self.meta["shards"])
+        return shard_name(self.prefix, number * self.num_parts + self.part)
 
     def write(self, tokens, end):
-        """Write a shard, then meta.json: if killed in between, the same shard is written again."""
+        """Write a shard, then meta.json: if killed in between, it is written again."""
         file = self.next_name()
         self.write_file(file, tokens)
         self.meta["documents"] += self.count_documents(tokens)
@@ -349,25 +327,23 @@ class ShardWriter:
     def write_file(self, file, tokens):
         write_shard(self.path(file), tokens)
         self.meta["shards"][file] = len(tokens)
-        self.meta["tokens"] = sum(self.meta["shards"].values())
 
     def count_documents(self, tokens):
         return int(np.count_nonzero(tokens == self.eot_token))
 
     def save(self):
+        self.meta["tokens"] = sum(self.meta["shards"].values())
         with atomic_write(self.meta_path, "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self, noun="document"):
         """Mark the data set complete and print its totals."""
-        meta = self.meta
-        meta["complete"] = True
+        self.meta["complete"] = True
         self.save()
-        lengths = split_lengths([meta])
-        num_train = cli.count(sum(lengths["train"]), "token")
-        print(f"{self.folder}: {num_train} to train on, {sum(lengths['val']):,} to validate on")
-        num_shards = cli.count(len(meta["shards"]), "shard")
-        print(f"in {num_shards}, the last one with what was left, from {cli.count(meta['documents'], noun)}")
+        lengths = split_lengths([self.meta])
+        print(f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on")
+        num_shards = cli.count(len(self.meta["shards"]), "shard")
+        print(f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}")
 
 
 def split_lengths(metas):
@@ -377,10 +353,6 @@ def split_lengths(metas):
         for name, length in meta["shards"].items():
             lengths[split_of(name)].append(length)
     return lengths
-
-
-# -----------------------------------------------------------------------------
-# meta.json
 
 
 def meta_path(folder, part, num_parts):
@@ -403,23 +375,20 @@ def new_meta(dataset, enc, made_from):
     """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
     if enc.n_vocab > 2**16:
         raise UserError(f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one.")
-    empty = {key: kind() for key, kind in META_TYPES.items()}
-    return empty | {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
+    meta = {key: kind() for key, kind in META_TYPES.items()}
+    meta |= {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
+    return meta
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part.
-
-    People also write short ones by hand, with only the tokenizer's name.
-    """
-    metas = {}
-    remedy = "Move its folder away, or make the shards again in another folder."
+    """{path: contents} of the meta.json in `folder`, or of one per part; one by hand may have the tokenizer only."""
+    metas, remedy = {}, "Make the shards again in another folder."
     defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
     for path in sorted(Path(folder).glob("meta*.json")):
         metas[path] = meta = defaults | read_json(path, remedy)
         for key, kind in META_TYPES.items():
             if type(meta[key]) is not kind:
-                raise UserError(f"{path} is damaged: its {key} is missing or not of type {kind.__name__}. {remedy}")
+                raise UserError(f"{path} is damaged: its {key} is not of type {kind.__name__}. {remedy}")
     return metas
 
 
@@ -427,11 +396,10 @@ def continue_meta(folder, path, meta):
     """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
     metas = read_metas(folder)
     is_ours = all("sources" in old["made_from"] for old in metas.values())
-    if not is_ours or (not metas and any(split_of(file.name) for file in Path(folder).glob("*"))):
-        raise UserError(
-            f"{folder} has shards or a meta.json that fineweb.py and smoltalk.py did not write. Choose another output "
-            "folder."
-        )
+    if not metas:
+        is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
+    if not is_ours:
+        raise UserError(f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder.")
     for other_path, old in metas.items():
         was, now = settings(other_path, old), settings(path, meta)
         changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
@@ -439,31 +407,28 @@ def continue_meta(folder, path, meta):
             changes += compare_sources(old, meta)
         for key, before, after in changes:
             if before != after:
-                raise UserError(
-                    f"{folder} has shards of other data: {key} was {cli.plain(repr(before))} and is now "
-                    f"{cli.plain(repr(after))}. Move the folder away, or choose another output folder."
-                )
+                change = f"{key} was {cli.plain(repr(before))} and is now {cli.plain(repr(after))}"
+                raise UserError(f"{folder} has shards of other data: {change}. Choose another folder with --out-dir.")
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
 
 
 def settings(path, meta):
     """What must be the same in meta.json, besides the sources, if one run continues another."""
-    named = {"the number of parts": num_parts_of(path), "dataset": meta["dataset"], "tokenizer": meta["tokenizer"]}
-    return named | meta["made_from"] | {"sources": None}
+    fixed = {"the number of parts": num_parts_of(path), "sources": None}
+    return meta["made_from"] | fixed | {key: meta[key] for key in ("dataset", "tokenizer")}
 
 
 def compare_sources(old, meta):
-    """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends.
-
-    A file that was not read to its end may differ after its start: its bad lines may have been fixed.
-    """
+    """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends."""
     then, now = old["made_from"]["sources"], meta["made_from"]["sources"]
-    last = max((end[0] for end in old["ends"].values()), default=-1)
-    num_read = len(then) if old["complete"] else last
-    pairs = []
+    ends = [[-1], *old["ends"].values()]
+    num_read = len(then) if old["complete"] else ends[-1][0]
+    changes = []
     for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
-        if i == num_read and before[1] != after[1]:
-            before, after = ([name, *(digest[:8] for digest in digests)] for name, _, *digests in (before, after))
-        length = 1 if i > num_read else len(before)  # older runs recorded no hash
-        pairs.append(("the input (name, bytes, hash)", before[:length], after[:length]))
-    return pairs
+        after = after[: len(before)]  # older runs recorded no hash
+        if i > num_read:
+            before, after = before[:1], after[:1]
+        elif i == num_read and before[1] != after[1]:  # it may have been mended after its first bytes
+            before, after = ([name, "".join(digests)[:8]] for name, _, *digests in (before, after))
+        changes.append(("the input (name, bytes, hash)", before, after))
+    return changes
