@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,9 +41,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
+import tokenizer
 import train_gpt2
-from plumbing import cli, distributed, modelcard
+from plumbing import cli, distributed, modelcard, runs
+from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 
 torch.set_num_threads(1)
 # the picture of its losses takes as long as the rest of a tiny run: only test_modelcard.py and the real scripts draw it
@@ -137,6 +141,17 @@ def data(tmp_path):
     return make_shards(tmp_path / "data")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Shards that a module's tests share and leave as they are."""
+    return make_shards(tmp_path_factory.mktemp("module") / "data")
+
+
+def talk(*contents):
+    """Alternating messages of a user and an assistant."""
+    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
+
+
 def tiny_model(seed=0, **changes):
     """A GPT whose every weight is random, biases and norms too: nothing is hidden by a 0 or a 1."""
     torch.manual_seed(seed)
@@ -145,6 +160,23 @@ def tiny_model(seed=0, **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def parrot_model(block_size=256):
+    """A chat model that says "ok", then <|end|>, whatever it is told."""
+    model = tiny_model(n_layer=1, block_size=block_size).eval()
+    words = tokenizer.get_encoding("bytes+chat").encode("<|assistant|>ok<|end|>", allowed_special="all")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("ln_1.weight", "ln_2.weight")):
+                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
+        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
+        # before does too, and is therefore weaker
+        wte = model.transformer.wte.weight
+        for place, (token, successor) in enumerate(zip(words, words[1:])):
+            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
+            model.transformer.ln_f.weight[place] = -1.0
     return model
 
 
@@ -177,6 +209,16 @@ def refusal_of(main, *args):
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def refused(main, *args):
+    """The one line on stderr with which a script's `main` refuses these arguments."""
+    status, stdout, stderr = refusal_of(main, *args)
+    # transformers has a bar of its own for loading; nothing else speaks on stderr
+    lines = [line for line in stderr.splitlines() if line.strip() and "Loading weights" not in line]
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), stderr
+    assert "Traceback" not in stdout
+    return lines[0]
+
+
 def train(data, out_dir, **changes):
     """Train in this process as the command line would; the exit status."""
     return status_of(train_gpt2.main, tiny_flags(data, out_dir, **changes))
@@ -188,6 +230,34 @@ def read_log(out_dir, stream="train"):
     values = [(int(step), value) for step, name, value in lines if name == stream]
     assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
     return dict(values)
+
+
+def log_lines(out_dir):
+    """The lines of log.txt but for throughput."""
+    lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "tok/s" not in line]
+
+
+def assert_same_tensors(ours, theirs):
+    """Nested dicts and lists are equal, and so is every tensor in them, bit for bit."""
+    (ours, structure), (theirs, their_structure) = tree_flatten(ours), tree_flatten(theirs)
+    assert structure == their_structure
+    for one, other in zip(ours, theirs):
+        assert torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, torch.Tensor) else one == other
+
+
+def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "scaler", "loader", "tokenizer_file")):
+    """The same log, the same last checkpoint (weights, optimizer, data) and the same export."""
+    assert log_lines(out_dir) == log_lines(parent)
+    ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
+    for name in ("step", *names):
+        assert_same_tensors(ours[name], theirs[name])
+    exports = [Path(folder, "hf", "model.safetensors").read_bytes() for folder in (out_dir, parent)]
+    assert exports[0] == exports[1] and not list(Path(out_dir).glob("*.part"))
+
+
+def steps_of(out_dir):
+    return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
 
 
 def listing(folder):
@@ -264,6 +334,25 @@ def succeed(function, *args, output, ranks=0):
     assert not any(statuses), Path(output).read_text(encoding="utf-8")
 
 
+TORCHRUN_SCRIPT = """
+import os, signal, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+import train_gpt2
+from plumbing import cli
+{code}
+cli.run(train_gpt2.main)
+"""
+
+
+def torchrun(folder, code, *args, ranks=2, restarts=0):
+    """Train under torchrun, in each process after this code; what that gave."""
+    (folder / "script.py").write_text(TORCHRUN_SCRIPT.format(code=code), encoding="utf-8")
+    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "script.py", *args]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, timeout=120)
+
+
 @contextlib.contextmanager
 def patched(owner, name, value):
     """`owner.name` is `value` for a while; pytest's monkeypatch for processes that have no pytest."""
@@ -308,6 +397,13 @@ def wait_for_checkpoint(out_dir, step):
             time.sleep(0.01)
 
     return wait
+
+
+def killed_at(step, checkpoint, args):
+    """Train, and be killed at the first report of that step, when that checkpoint, written meanwhile, is there."""
+    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
+    with die_at(runs.Run, "report", lambda run, now, *rest: now == step, wait):
+        train_gpt2.main(args)
 
 
 gc.freeze()

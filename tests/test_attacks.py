@@ -1,10 +1,8 @@
 """Attacks on a run: nothing is silently wrong, nothing of others is lost, and nothing ends in a traceback."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    die_at,
     flags,
+    killed_at,
     listing,
     make_shards,
     patched,
@@ -23,8 +21,8 @@ from conftest import (
     succeed,
     tiny_flags,
     tiny_model,
+    torchrun,
     train,
-    wait_for_checkpoint,
 )
 
 import sample
@@ -42,13 +40,6 @@ except ImportError:  # Windows
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
 
-def train_to_5(args):
-    """Train, and be killed in step 5, when the checkpoint of step 4 is there."""
-    out_dir = args[args.index("--out-dir") + 1]
-    with die_at(runs.Run, "report", lambda run, step, *rest: step == 5, wait_for_checkpoint(out_dir, 4)):
-        train_gpt2.main(args)
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A folder with data/, straight/, a finished run, and run/, which was killed after 4 of its 6 steps."""
@@ -56,7 +47,7 @@ def good(tmp_path_factory):
     make_shards(folder / "data")
     assert train(folder / "data", folder / "straight", **OPTIONS) == 0
     args = tiny_flags(folder / "data", folder / "run", **OPTIONS)
-    assert run(train_to_5, args, output=folder / "output") == [-signal.SIGKILL]
+    assert run(killed_at, 5, 4, args, output=folder / "output") == [-signal.SIGKILL]
     (folder / "run" / ".lock").unlink()
     return folder
 
@@ -168,39 +159,18 @@ def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
 
 
 KILLED_IN_FIRST_START = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-import train_gpt2
-from plumbing import cli
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
-    from pathlib import Path
-    def die(*args): os.kill(os.getpid(), signal.SIGKILL)
-    train_gpt2.tokenizer.folder_encoding = die
-cli.run(train_gpt2.main)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    train_gpt2.tokenizer.folder_encoding = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, tmp_path):
     """Killed before it has set the old run aside: the restart must not take the old run for its own."""
-    (tmp_path / "killed.py").write_text(KILLED_IN_FIRST_START, encoding="utf-8")
     args = tiny_flags(folder / "data", folder / "run", resume=False, **OPTIONS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--max-restarts=1"]
-    command = [sys.executable, *torchrun, str(tmp_path / "killed.py"), *args]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    done = torchrun(tmp_path, KILLED_IN_FIRST_START, *args, ranks=1, restarts=1)
     assert done.returncode == 0, done.stderr
     assert "from step 0 to 6" in done.stdout and "Moved log.txt, model_" in done.stdout
     assert (folder / "run.1" / "model_00004.pt").exists()
-
-
-def test_shards_that_are_not_all_there_are_refused_in_training(folder, capsys):
-    path = folder / "data" / "meta.json"
-    meta = json.loads(path.read_text(encoding="utf-8"))
-    more = meta | {"shards": meta["shards"] | {"tiny_train_000003.npy": 50}}
-    for change, words in ((meta | {"complete": False}, "not complete"), (more, "tiny_train_000003.npy")):
-        path.write_text(json.dumps(change), encoding="utf-8")
-        assert train(folder / "data", folder / "new", **OPTIONS) == 2
-        assert words in error_of(capsys) and not (folder / "new").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -237,7 +207,7 @@ def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Only our own files
+# Only our own files, and what the machine has
 
 
 def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_in(folder, monkeypatch, capsys):
@@ -294,28 +264,6 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
     assert f"{name} is a" in error_of(capsys)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Sizes and numbers that no machine has
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(n_layer=10**6), "Lower --n-layer"),
-        (dict(n_embd=2**20), "Lower --n-layer"),
-        (dict(block_size=2**40), "--block-size"),
-        (dict(max_steps=10**400), "--max-steps is 1000"),
-        (dict(beta1=1), "--beta1 is 1.0"),
-        (dict(device="cpu:abc"), "'cpu:abc'"),
-        (dict(device="cuda:-1"), "'cuda:-1'"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_no_machine_has_is_refused(options, words, folder, capsys):
-    assert train(folder / "data", folder / "new", **OPTIONS | options) == 2
-    assert words in error_of(capsys) and not (folder / "new").exists()
-
-
 @pytest.mark.parametrize(
     "environment, words",
     [
@@ -334,31 +282,6 @@ def test_a_strange_environment_is_refused(environment, words, folder, monkeypatc
     assert not (folder / "new").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Lost work
-
-
-def stop_in_step_3(args):
-    steps = []
-
-    def step_and_stop(*args):
-        steps.append(1)
-        if len(steps) == 3:
-            os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
-        return train_step(*args)
-
-    with patched(train_gpt2, "train_step", step_and_stop) as train_step:
-        train_gpt2.main(args)
-
-
-def test_a_closed_terminal_ends_the_step_and_writes_a_checkpoint(folder):
-    args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    succeed(stop_in_step_3, args, output=folder / "output")
-    assert (folder / "new" / "model_00003.pt").exists()
-    succeed(train_gpt2.main, args, output=folder / "output")
-    assert is_straight(folder / "new")
-
-
 def train_with_few_files(args):
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     train_gpt2.main(args)
@@ -371,27 +294,6 @@ def test_more_shards_than_files_may_be_open(folder, tmp_path):
     args = tiny_flags(data, tmp_path / "out", **OPTIONS)
     succeed(train_with_few_files, args, output=tmp_path / "output")
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
-
-
-def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, tmp_path):
-    """Where auto means float16 now, a float32 run stays one."""
-    options = OPTIONS | dict(dtype="auto")
-    args = tiny_flags(folder / "data", folder / "new", **options)
-    succeed(stop_in_step_3, args, output=folder / "output")
-    content = torch.load(folder / "new" / "model_00003.pt", weights_only=True)
-    assert content["config"]["dtype"] == "float32"
-    succeed(train_where_auto_is_float16, args, output=folder / "output")
-    assert is_straight(folder / "new")
-
-
-def train_where_auto_is_float16(args):
-    from plumbing import distributed
-
-    def choose(name, device, n_embd):
-        return choose_dtype("float16" if name == "auto" else name, device, n_embd)
-
-    with patched(distributed, "choose_dtype", choose) as choose_dtype:
-        train_gpt2.main(args)
 
 
 # ----------------------------------------------------------------------------------------------------------

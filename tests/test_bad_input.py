@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import listing, make_shards, patched, read_log, refusal_of, run, status_of, tiny_flags, train
+from conftest import listing, make_shards, patched, read_log, refused, run, status_of, tiny_flags, torchrun, train
 
 import train_gpt2
 from plumbing import checkpoint, distributed, documents, fit
@@ -54,19 +53,12 @@ def folder(good, tmp_path, monkeypatch):
     return tmp_path / "folder"
 
 
-def error_of(words, folder):
-    """The one line of a command of the trainer that is refused and leaves everything as it is."""
+def error_of_run(folder, **changes):
+    """The one line of a run that is refused and leaves everything as it is."""
     before = listing(folder)
-    status, out, err = refusal_of(train_gpt2.main, *words)
-    # transformers has a bar of its own for loading; nothing else speaks on stderr
-    (line,) = [line for line in err.splitlines() if line.strip() and "Loading weights" not in line]
-    assert status == 2 and line.startswith("error: ") and "Traceback" not in out, out + err
+    line = refused(train_gpt2.main, *tiny_flags(**dict(data="data", out_dir="out") | OPTIONS | changes))
     assert listing(folder) == before and not (folder / "touched").exists()
     return line
-
-
-def error_of_run(folder, **changes):
-    return error_of(tiny_flags(**dict(data="data", out_dir="out") | OPTIONS | changes), folder)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -97,9 +89,20 @@ def error_of_run(folder, **changes):
         (dict(init_from="gpt2-large"), ["network"]),
         (dict(init_from="data"), ["'data' is neither a checkpoint"]),
         (dict(init_from="run", block_size=64, sequence_length=64, batch_size=2), ["the 32 tokens that run can read"]),
-        (dict(out_dir="run", max_lr=0.1), ["run has a run with other settings (max_lr was 0.003, now 0.1)"]),
+        (
+            dict(out_dir="run", max_lr=0.1, seed=7),
+            ["run has a run with other settings (seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
+        ),
+        (dict(init_from="resume"), ["To resume a run, repeat its command"]),
+        (dict(n_layer=10**6), ["Lower --n-layer"]),
+        (dict(n_embd=2**20), ["Lower --n-layer"]),
+        (dict(block_size=2**40), ["--block-size"]),
+        (dict(max_steps=10**400), ["--max-steps is 1000"]),
+        (dict(beta1=1), ["--beta1 is 1.0"]),
+        (dict(device="cpu:abc"), ["'cpu:abc'"]),
+        (dict(device="cuda:-1"), ["'cuda:-1'"]),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_configuration_that_cannot_be(changes, said, folder):
     line = error_of_run(folder, **changes)
@@ -127,7 +130,7 @@ class Touch:
         (np.arange(1000), "int64"),
         (np.array([{"a": 1}] * 500, dtype=object), "damaged"),
         (pickle.dumps(Touch(Path("touched"))), "damaged"),
-        (np.full(1000, 40_000, np.uint16), "token id 40000"),
+        (np.full(1000, 257, np.uint16), "token id 257"),
     ],
     ids=["truncated", "another dtype", "a pickled array", "code", "ids beyond the vocabulary"],
 )
@@ -145,7 +148,12 @@ def test_a_folder_without_validation_shards(folder):
 
 @pytest.mark.parametrize(
     "meta, said",
-    [('{"tokenizer": "byt', "meta.json"), ("{}", "tokenizer"), ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken")],
+    [
+        ('{"tokenizer": "byt', "meta.json"),
+        ('{"tokenizer": "bytes", "complete": false}', "not complete"),
+        ('{"tokenizer": "bytes", "shards": {"x_train_000001.npy": 50}}', "does not describe its shards"),
+        ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken"),
+    ],
 )
 def test_a_meta_json_that_does_not_describe_the_shards(meta, said, folder):
     (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")
@@ -287,15 +295,16 @@ def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):
-    """On a CPU auto is float32 for tiny models, whatever its instructions."""
+    """The GPU that was asked for counts; on a CPU auto is float32 for tiny models, whatever its instructions."""
 
     def choose(dtype, device, capability, n_embd=768):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", {device: capability}.get)
         return distributed.choose_dtype(dtype, device, n_embd)
 
     with pytest.raises(UserError, match="does not support --dtype bfloat16.* Leave --dtype out"):
         choose("bfloat16", "cuda", (7, 5))
-    assert choose("auto", "cuda", (7, 5)) == (torch.float16, "float16")
+    assert choose("auto", "cuda:3", (7, 5)) == (torch.float16, "float16")
+    assert choose("auto", "cuda:0", (9, 0)) == (torch.bfloat16, "bfloat16")
     assert choose("auto", "cpu", None, n_embd=64) == (torch.float32, "float32")
     for device, capability in [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)]:
         with pytest.raises(UserError, match="does not support --dtype fp8.* Leave --dtype out"):
@@ -315,26 +324,16 @@ def test_odd_prompts_are_only_text(prompt, data, tmp_path, capsys):
 
 
 LATE_RANK_0 = """
-import os, sys
-from pathlib import Path
-import train_gpt2
-from plumbing import cli
-other = Path(sys.argv.pop(1))
 if os.environ["RANK"] == "1":
-    other.touch()
-while not other.exists():
+    Path("started").touch()
+while not Path("started").exists():
     pass
-cli.run(train_gpt2.main)
 """
 
 
 def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
-    (tmp_path / "late.py").write_text(LATE_RANK_0, encoding="utf-8")
-    args = tiny_flags(data, tmp_path / "out", n_layer=0)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(tmp_path / "late.py"), str(tmp_path / "other"), *args]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path)
+    done = torchrun(tmp_path, LATE_RANK_0, *tiny_flags(data, tmp_path / "out", n_layer=0))
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "--n-layer is 0" in lines[0], done.stderr
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import pytest
 from conftest import ROOT
@@ -231,11 +231,6 @@ def test_a_preset_without_its_flag_and_an_unknown_one_are_told_with_the_other_mi
         train_gpt2.parse_args(["--preset", "gpt2-medum", "--max-iters", "3"])
     assert str(error.value).startswith("--preset cannot be 'gpt2-medum'. Did you mean gpt2-medium?")
     assert str(error.value).endswith("There is no flag called --max-iters. Use --max-steps.")
-
-
-def test_the_presets_that_the_flag_takes_are_those_there_are():
-    field = train_gpt2.TrainConfig.__dataclass_fields__["preset"]
-    assert list(get_args(field.type)) == list(train_gpt2.PRESETS)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import listing, refusal_of, tiny_model
+from conftest import listing, refusal_of, refused, tiny_model
 
 import hellaswag
 import tokenizer
@@ -147,13 +147,6 @@ def test_too_long_contexts_lose_their_oldest_tokens():
     assert np.isfinite(score(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)).all()
 
 
-def test_an_ending_begins_with_the_space_that_joins_it():
-    example = render_example(EXAMPLES[0], ENC)
-    assert ENC.decode(example.context) == "A man is on a roof. he"
-    assert ENC.decode(example.endings[0]) == " is using wrap."
-    assert example.label == 3 and example.characters[0] == len("is using wrap.")
-
-
 HARNESS = [
     # the begun sentence is capitalized, and so lower-cased otherwise
     ({"ctx_a": "A boy runs.", "ctx_b": "the boy in the USA"}, "High jump: A boy runs. The boy in the usa"),
@@ -212,9 +205,7 @@ def test_bad_examples_name_file_and_line(tmp_path, text, reason):
 def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
     flag, value = args
-    status, stdout, stderr = refusal_of(hellaswag.main, flag, tmp_path / value if flag == "--data" else value)
-    assert status == 2 and stdout == ""
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    refused(hellaswag.main, flag, tmp_path / value if flag == "--data" else value)
 
 
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, monkeypatch):
@@ -247,5 +238,4 @@ def test_predictions_replace_nothing(tmp_path, name):
     (tmp_path / "folder").mkdir()
     before = listing(tmp_path)
     args = ["--data", tmp_path / "data.jsonl", "--predictions", tmp_path / name, "-m", "no-such-model"]
-    status, _, stderr = refusal_of(hellaswag.main, *args)
-    assert status == 2 and "exists already" in stderr and listing(tmp_path) == before
+    assert "exists already" in refused(hellaswag.main, *args) and listing(tmp_path) == before

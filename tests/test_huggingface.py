@@ -7,7 +7,7 @@ import shutil
 import pytest
 import tiktoken
 import torch
-from conftest import listing, tiny_model
+from conftest import listing, parrot_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 import smoltalk
@@ -239,23 +239,6 @@ def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name
 
 # ----------------------------------------------------------------------------------------------------------
 # Chat
-
-
-def parrot_model(block_size=256):
-    """A chat model that says "ok", then <|end|>, whatever it is told."""
-    model = tiny_model(n_layer=1, block_size=block_size).eval()
-    words = [CHAT.encode_single_token("<|assistant|>"), ord("o"), ord("k"), CHAT.encode_single_token("<|end|>")]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("ln_1.weight", "ln_2.weight")):
-                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
-        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
-        # before does too, and is therefore weaker
-        wte = model.transformer.wte.weight
-        for place, (token, successor) in enumerate(zip(words, words[1:])):
-            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
-            model.transformer.ln_f.weight[place] = -1.0
-    return model
 
 
 @pytest.fixture(scope="module")

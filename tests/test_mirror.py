@@ -5,9 +5,8 @@ import json
 import shutil
 import sys
 
-import conftest
 import pytest
-from conftest import read_log, train
+from conftest import listing, read_log, train
 
 from plumbing import mirror
 
@@ -188,10 +187,10 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     if importlib.util.find_spec("wandb").origin:
         monkeypatch.setattr(mirror, "is_installed", lambda: False)
-    before = conftest.listing(tmp_path)
+    before = listing(tmp_path)
     assert train(data, tmp_path / "run", wandb="gpt2") == 2
     assert "pip install wandb" in capsys.readouterr().err
-    assert conftest.listing(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch, capsys):

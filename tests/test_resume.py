@@ -15,35 +15,33 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    assert_same_run,
     die_at,
     free_port,
+    killed_at,
     listing,
-    make_shards,
     patched,
     read_log,
     run,
+    steps_of,
     succeed,
     tiny_flags,
+    torchrun,
     train,
     wait_for_checkpoint,
     write_half,
 )
 from safetensors.torch import load_file, save_file
-from test_branch import assert_same_run, steps_of
 
 import tokenizer
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
+from plumbing import distributed
+from plumbing.checkpoint import CheckpointWriter, newest_checkpoint
 from plumbing.files import lock_folder
 from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("resume") / "data")
 
 
 @pytest.fixture(scope="module")
@@ -157,18 +155,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert aside.exists() == (damage != "deleted")
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_touched(folder, stopped, capsys):
-    for path in list_checkpoints(stopped):
-        path.write_bytes(path.read_bytes()[:1000])
-    before = listing(stopped)
-    assert train(folder, stopped, **OPTIONS) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith(f"error: None of the checkpoints in {stopped} can be read") and "--no-resume" in line
-    assert printed.out.count("cannot be read") == printed.out.count("warning: ") == 2
-    assert listing(stopped) == before
-
-
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
@@ -210,15 +196,6 @@ def test_a_finished_run_is_exported_again_unless_hf_holds_its_weights(fate, fold
     assert (hf / "tokenizer.json").read_bytes() == (straight / "hf" / "tokenizer.json").read_bytes()
 
 
-def test_a_folder_of_a_different_run_is_refused_with_what_differs(folder, straight, capsys):
-    before = listing(straight)
-    assert train(folder, straight, **OPTIONS | dict(max_lr=1e-2, seed=7, shuffle=False)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    differ = "(seed was 1337, now 7, shuffle was True, now False, max_lr was 0.003, now 0.01)"
-    assert line.startswith(f"error: {straight} has a run with other settings {differ}") and "--no-resume" in line
-    assert listing(straight) == before
-
-
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "out")
     before = listing(straight)
@@ -230,7 +207,7 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
 
 
-def signalled(step, number, times, rank, args):
+def signalled(step, name, times, rank, args):
     """Train, and on `rank` send this process a signal in the middle of a step."""
     steps = []
 
@@ -238,19 +215,20 @@ def signalled(step, number, times, rank, args):
         steps.append(1)
         if len(steps) == step + 1 and os.environ.get("RANK", "0") == str(rank):
             for _ in range(times):
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), getattr(signal, name))
         return train_step(*args)
 
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
         train_gpt2.main(args)
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_step_and_writes_a_checkpoint(number, status, folder, straight, tmp_path):
+# SIGHUP comes when the terminal is closed
+@pytest.mark.parametrize("name, status", [("SIGTERM", 0), ("SIGHUP", 0), ("SIGINT", 130)])
+def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
-    assert run(signalled, 5, number, 1, 0, args, output=output) == [status], output.read_text()
+    assert run(signalled, 5, name, 1, 0, args, output=output) == [status], output.read_text()
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
@@ -260,14 +238,31 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(number, status, folder, 
 
 def test_a_signal_in_the_last_step_leaves_a_run_that_the_same_command_ends(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    succeed(signalled, 11, signal.SIGTERM, 1, 0, args, output=tmp_path / "output")
+    succeed(signalled, 11, "SIGTERM", 1, 0, args, output=tmp_path / "output")
     succeed(train_gpt2.main, args, output=tmp_path / "output")
     assert_same_run(tmp_path / "out", straight, ["model"])  # the checkpoint was there before the last validation
 
 
+def train_where_auto_is_float16(args):
+    def choose(name, device, n_embd):
+        return choose_dtype("float16" if name == "auto" else name, device, n_embd)
+
+    with patched(distributed, "choose_dtype", choose) as choose_dtype:
+        train_gpt2.main(args)
+
+
+def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path):
+    """Where auto means float16 now, a float32 run stays one."""
+    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | {"dtype": "auto"})
+    succeed(signalled, 5, "SIGTERM", 1, 0, args, output=tmp_path / "output")
+    assert newest_checkpoint(tmp_path / "out")["config"]["dtype"] == "float32"
+    succeed(train_where_auto_is_float16, args, output=tmp_path / "output")
+    assert_same_run(tmp_path / "out", straight)
+
+
 def test_a_second_sigint_leaves_at_once(folder, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    assert run(signalled, 5, signal.SIGINT, 2, 0, args, output=tmp_path / "output") == [130]
+    assert run(signalled, 5, "SIGINT", 2, 0, args, output=tmp_path / "output") == [130]
     assert not (tmp_path / "out" / "model_00006.pt").exists()
     assert sorted(read_log(tmp_path / "out")) == list(range(5))
 
@@ -275,7 +270,7 @@ def test_a_second_sigint_leaves_at_once(folder, tmp_path):
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_goes_on(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
-    assert run(signalled, 5, signal.SIGTERM, 1, 1, args, output=output, ranks=2) == [0, 0], output.read_text()
+    assert run(signalled, 5, "SIGTERM", 1, 1, args, output=output, ranks=2) == [0, 0], output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6)) and newest_checkpoint(tmp_path / "out")["step"] == 6
     assert train(folder, tmp_path / "out", **OPTIONS) == 0
     assert largest_difference(tmp_path / "out", straight) < 1e-5
@@ -291,16 +286,6 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
-def killed_at(step, out_dir, checkpoint, args):
-    """Train, and be killed after that step, when that checkpoint, which is written meanwhile, is there."""
-
-    def is_after(run, now, *rest):
-        return now == step + 1
-
-    with die_at(Run, "report", is_after, wait_for_checkpoint(out_dir, checkpoint)):
-        train_gpt2.main(args)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimizer, folder, tmp_path):
     """One process with B = 8 to step 20, two with B = 2 to 40, one with B = 4 to 60."""
@@ -309,8 +294,8 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     output = tmp_path / "output"
     out = tmp_path / "out"
     first, second, third = (tiny_flags(folder, out, batch_size=B, **options) for B in (8, 2, 4))
-    assert run(killed_at, 22, out, 20, first, output=output) == [-signal.SIGKILL], output.read_text()
-    statuses = run(killed_at, 41, out, 40, second, output=output, ranks=2)
+    assert run(killed_at, 23, 20, first, output=output) == [-signal.SIGKILL], output.read_text()
+    statuses = run(killed_at, 42, 40, second, output=output, ranks=2)
     assert statuses[0] == -signal.SIGKILL and statuses[1] != 0, output.read_text()
     succeed(train_gpt2.main, third, output=output)
     assert "from step 20 to 60" in output.read_text() and "from step 40 to 60" in output.read_text()
@@ -318,15 +303,7 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
 
-def torchrun(*options):
-    return [sys.executable, "-m", "torch.distributed.run", *options]
-
-
 KILLED_ONCE = """
-import os, signal, torch
-torch.set_num_threads(1)
-import train_gpt2
-from plumbing import cli
 original, steps = train_gpt2.train_step, []
 def train_step(*args):
     steps.append(1)
@@ -334,27 +311,24 @@ def train_step(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args)
 train_gpt2.train_step = train_step
-cli.run(train_gpt2.main)
 """
 
 
 def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED_ONCE, encoding="utf-8")
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS | {"batch_size": 2})
-    options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    done = subprocess.run([*torchrun(*options), str(tmp_path / "killed.py"), *args], capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"from step 4 to 12" in done.stdout
+    done = torchrun(tmp_path, KILLED_ONCE, *args, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "from step 4 to 12" in done.stdout
     assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 
 @pytest.mark.slow
 def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     """torchrun --nnodes=2 twice on this machine, as on two; the losses are those of one process."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})
-    command = [*torchrun(*options, "--rdzv-id=test", "--local-addr=127.0.0.1"), train_gpt2.__file__, *args]
-    agents = [subprocess.Popen(command) for _ in range(2)]
+    agents = [subprocess.Popen([*agent, *options, train_gpt2.__file__, *args]) for _ in range(2)]
     assert [agent.wait(120) for agent in agents] == [0, 0]
     assert largest_difference(tmp_path / "two", straight) < 1e-5
 

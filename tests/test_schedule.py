@@ -39,15 +39,6 @@ def test_the_cosine_at_its_quarters():
     assert get_lr(85, config) == pytest.approx(0.2318019)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_the_learning_rate_rises_to_the_peak_then_never_rises_again(schedule):
-    config = TrainConfig(warmup_steps=7, max_steps=50, schedule=schedule)
-    rates = [get_lr(step, config) for step in range(50)]
-    assert rates[:7] == sorted(rates[:7]) and max(rates) == pytest.approx(config.max_lr)
-    assert all(a >= b for a, b in zip(rates[7:], rates[8:]))
-    assert min(rates) > 0
-
-
 def test_wsd_stays_at_the_peak_and_falls_in_a_line_to_zero():
     """100 steps, the last 40% decay: step 60 is the last at the peak, each after it loses 1/40."""
     config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1.0, schedule="wsd", decay_fraction=0.4)

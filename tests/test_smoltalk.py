@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, flags, refusal_of, status_of
+from conftest import TINY, flags, refused, status_of, talk
 
 import smoltalk
 import tokenizer
@@ -23,11 +23,6 @@ from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
-
-
-def talk(*contents):
-    """Alternating messages of a user and an assistant."""
-    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, s\u00fc\u00df!")]
@@ -211,6 +206,5 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     ]
     for words, reason in cases:
         args = words.split() + [""] * words.endswith("--out-dir")
-        status, _, stderr = refusal_of(smoltalk.main, "--tokenizer", "bytes", "--input", *args)
-        assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and reason in stderr
+        assert reason in refused(smoltalk.main, "--tokenizer", "bytes", "--input", *args)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "one.jsonl"]
