@@ -28,18 +28,18 @@ def tokenizer_files(enc, max_length=None):
     """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
 
-    def spell(token):
+    def to_chars(token):
         return "".join(map(chars.get, token))
 
     vocab, merges = {}, []
     for token in sorted(ranks, key=ranks.get):
-        parts, word = tokenizer.last_merge(token, ranks), spell(token)
+        parts, word = tokenizer.last_merge(token, ranks), to_chars(token)
         if word in enc._special_tokens or not all(part in ranks for part in parts):
             problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
             raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
         vocab[word] = ranks[token]
         if len(token) > 1:
-            merges.append(tuple(map(spell, parts)))
+            merges.append(tuple(map(to_chars, parts)))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     model.add_special_tokens(list(enc._special_tokens))
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
