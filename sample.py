@@ -147,10 +147,7 @@ def render_prompt(messages, enc):
 
 
 def fit_prompt(messages, enc, max_length):
-    """`render_prompt` of the newest messages that fit; removes older questions and their answers from `messages`.
-
-    Removes all, and returns None, if even the last message is too long.
-    """
+    """`render_prompt` of the newest messages that fit, or None; removes older questions and their answers."""
     while messages:
         ids = render_prompt(messages, enc)
         if len(ids) <= max_length:

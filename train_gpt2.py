@@ -6,16 +6,11 @@
 
 (On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
 
-    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu, with GPT-3's
-                  hyperparameters; the default
-    gpt2-medium   350M parameters, on the same tokens
-    gpt2-large    774M parameters
-    gpt2-xl       1.6B parameters
-    speedrun      gpt2's architecture on half as many tokens, with Muon and
-                  another schedule
+    gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu; the default
+    gpt2-medium, gpt2-large, gpt2-xl    350M, 774M and 1.6B parameters
+    speedrun      gpt2 on half as many tokens, with Muon and another schedule
     quickstart    a small model of bytes, on Python's own documentation
-    chat          fine-tunes the model given by --init-from on conversations
-                  prepared by smoltalk.py
+    chat          fine-tunes --init-from on conversations from smoltalk.py
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
@@ -31,7 +26,6 @@ import gc
 import math
 import sys
 import time
-from dataclasses import dataclass
 from typing import Literal
 
 from plumbing import cli  # before torch: sets how OpenMP threads wait
@@ -40,7 +34,7 @@ from plumbing import cli  # before torch: sets how OpenMP threads wait
 # Configuration
 
 
-@dataclass
+@dataclasses.dataclass
 class TrainConfig:
     """All settings of a run. Each is a flag, and its comment is the help text."""
 
@@ -111,24 +105,26 @@ PRESETS = {
     "speedrun": dict(max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3)
     | dict(optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
     "quickstart": dict(data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ")
-    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=16, sequence_length=128, total_batch_size=2048)
-    | dict(max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4, optimizer="muon", muon_lr=0.04)
-    | dict(val_every=100, val_tokens=2**15, hellaswag_every=0, sample_every=200, checkpoint_every=200, keep_best=True),
+    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128)
+    | dict(batch_size=16, sequence_length=128, total_batch_size=2048)
+    | dict(max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4)
+    | dict(optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0)
+    | dict(sample_every=200, checkpoint_every=200, keep_best=True),
     "chat": dict(data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0)
-    | dict(batch_size=32, total_batch_size=2**17, max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5)
-    | dict(keep_best=True),
+    | dict(batch_size=32, total_batch_size=2**17, keep_best=True)
+    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5),
 }
 PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
 
 
-def parse_args(args=None, inherited=None):
+def parse_args(args=None, **inherited):
     """Parse a command line into a TrainConfig. Flags override `inherited` settings, which override the preset's."""
-    presets = {name: dataclasses.replace(preset, **inherited or {}) for name, preset in PRESETS.items()}
+    presets = {name: dataclasses.replace(preset, **inherited) for name, preset in PRESETS.items()}
     return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # --help and mistyped flags are answered before the imports below, which take seconds
+    cli.run(parse_args)  # answers --help and mistyped flags before the slow imports below
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -148,22 +144,19 @@ from plumbing import checkpoint, distributed, fit, kernels, runs, shards
 # Model
 
 
-@dataclass
+@dataclasses.dataclass
 class GPTConfig:
     """The five numbers that define the shape of a GPT-2."""
 
     block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64, which makes the largest matmul faster
+    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2).
-
-    Shapes: B sequences, T tokens, C channels = nh heads * hs channels each; S >= T tokens to attend to.
-    """
+    """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -172,12 +165,14 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, attn_mask=None, cache=None):
+        # B sequences, T tokens, C channels = nh heads * hs channels each; with a cache, S >= T tokens to attend to
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        if cache is not None:
+        heads = (B, T, self.n_head, C // self.n_head)
+        q = q.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        if cache:
             k, v = cache.update(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
         options = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
@@ -226,18 +221,14 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.residual_dtype = torch.float32  # dtype of the residual stream
-        self.float8_lm_head = False  # multiply by the output layer in float8 when only the loss is needed
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd),
-            )
-        )
+        self.float8_lm_head = False  # output layer in float8 when only the loss is needed
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
-
         # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -257,7 +248,8 @@ class GPT(nn.Module):
         if pos is None:
             start = cache.length if cache else 0
             pos = torch.arange(start, start + idx.size(1), device=idx.device)
-        x = (self.transformer.wte(idx) + self.transformer.wpe(pos)).to(self.residual_dtype)  # (B, T, C)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        x = x.to(self.residual_dtype)
         for block in self.transformer.h:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = recompute_in_backward(block, x, attn_mask, cache, use_reentrant=False)
@@ -270,8 +262,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, return_logits=True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary) and the mean loss over the targets.
 
-        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False is for callers that need only the loss:
-        it returns None in place of the logits, which take more memory than anything else.
+        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False saves the logits' memory: they are None.
         """
         x = self.hidden_states(idx)
         if targets is None:
@@ -279,11 +270,12 @@ class GPT(nn.Module):
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
         x, targets = x.flatten(0, 1), targets.flatten()
         if self.float8_lm_head and not return_logits:
-            return None, kernels.linear_cross_entropy(x, self.lm_head.weight, targets, IGNORE_INDEX) / num_targets
+            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, IGNORE_INDEX)
+            return None, loss / num_targets
         logits = self.lm_head(x)
         # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
-        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX) / num_targets
-        return logits.view(*idx.shape, -1) if return_logits else None, loss
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+        return logits.view(*idx.shape, -1) if return_logits else None, loss / num_targets
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -294,7 +286,7 @@ class GPT(nn.Module):
         vocabulary, are never sampled. Beyond the block size, the context is the last block_size tokens.
         """
         block_size = self.config.block_size
-        cache = KVCache(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens))
+        cache = KVCache(min(block_size, idx.size(1) + max_new_tokens))
         for _ in range(max_new_tokens):
             with distributed.disable_cudnn_attention():  # the number of keys grows with every token
                 if idx.size(1) <= block_size:
@@ -336,18 +328,18 @@ class GPT(nn.Module):
 class KVCache:
     """Keys and values of the `length` tokens so far, with room for max_len, for generating one token at a time."""
 
-    def __init__(self, model, batch_size, max_len):
-        self.length = 0
-        self.shape = (batch_size, model.config.n_head, max_len, model.config.n_embd // model.config.n_head)
-        self.keys_values = {}  # attention layer -> two tensors (B, nh, max_len, hs)
+    def __init__(self, max_len):
+        self.length, self.max_len = 0, max_len
+        self.keys_values = {}  # attention layer -> its keys and values (2, B, nh, max_len, hs)
 
     def update(self, layer, k, v):
         """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (B, nh, S, hs)."""
-        assert self.length == 0 or k.size(2) == 1, "feed the whole prompt first, then one token at a time"
+        B, nh, T, hs = k.shape
+        assert self.length == 0 or T == 1, "feed the whole prompt first, then one token at a time"
         if layer not in self.keys_values:
-            self.keys_values[layer] = k.new_empty(self.shape), v.new_empty(self.shape)
+            self.keys_values[layer] = k.new_empty(2, B, nh, self.max_len, hs)
         keys, values = self.keys_values[layer]
-        end = self.length + k.size(2)
+        end = self.length + T
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
@@ -366,20 +358,20 @@ def load_model(source):
 def permute(index, n, keys):
     """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
 
-    Computed rather than stored: a Feistel network permutes range(4**half), the smallest power of four that holds
-    range(n) (Luby and Rackoff 1988); values outside range(n) are permuted again until they are inside (cycle walking).
+    It is computed, not stored: a Feistel network (Luby and Rackoff 1988) permutes range(4**half), which holds range(n);
+    values outside range(n) are permuted again until they are inside (cycle walking).
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = 2**half - 1
     index = index.astype(np.uint64)
     outside = np.ones(len(index), bool)
     while outside.any():
         left, right = index[outside] >> half, index[outside] & mask
         for key in keys:
             # multiply and xor-shift as in splitmix64, whose upper 32 bits are mixed best
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+            mixed = (right + key) * 0x9E3779B97F4A7C15
+            mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9
+            left, right = right, left ^ ((mixed >> 32) & mask)
         index[outside] = (left << half) | right
         outside = index >= n
     return index.astype(np.int64)
@@ -388,10 +380,9 @@ def permute(index, n, keys):
 class DataLoaderLite:
     """Batches of token windows, the same for any B and any number of ranks.
 
-    The shards of a split are cut into windows of T tokens at multiples of T (a tail shorter than T is dropped).
-    All windows are visited in one global order, epoch after epoch: file order, or a permutation seeded by seed
-    and epoch. Each call consumes the next B * world_size windows, and rank r reads the B of them starting at r * B.
-    A step thus sees the same windows whatever B and the number of ranks, and `position` alone records the progress.
+    The shards of a split are cut into windows of T tokens at multiples of T; a tail shorter than T is dropped. All
+    windows are visited in one global order, epoch after epoch: file order, or a permutation by seed and epoch. Each
+    call consumes the next B * world_size windows, and rank r reads the B of them from r * B on.
     """
 
     def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
@@ -405,12 +396,12 @@ class DataLoaderLite:
         self.first_window = np.cumsum([0, *windows])  # the number of each shard's first window
         self.num_windows = int(self.first_window[-1])
         shards.check_size(self, folder, split, T)
-        self.position = 0  # windows of the global order read so far
+        self.position = 0  # windows of the global order read so far: all that a resume needs
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
 
     def locate(self, positions):
-        """Map positions in the global order to (shard indices, token offsets of the windows)."""
+        """Map positions in the global order to (shard index, token offset) of each window."""
         epochs, windows = np.divmod(positions, self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
@@ -418,31 +409,31 @@ class DataLoaderLite:
                 in_epoch = epochs == epoch
                 windows[in_epoch] = permute(windows[in_epoch], self.num_windows, keys)
         indices = np.searchsorted(self.first_window, windows, side="right") - 1
-        return indices, (windows - self.first_window[indices]) * self.T
+        return zip(indices, (windows - self.first_window[indices]) * self.T)
 
     def gather(self, arrays, positions):
         """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
-        indices, offsets = self.locate(positions)
-        return np.stack([arrays[i].read(offset, self.T + 1) for i, offset in zip(indices, offsets)])
+        return np.stack([arrays[i].read(offset, self.T + 1) for i, offset in self.locate(positions)])
 
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
         positions = position + self.rank * B + np.arange(B)
         sources = [self.shards, self.masks] if self.masks else [self.shards]
         batch = [torch.from_numpy(self.gather(arrays, positions)) for arrays in sources]
-        if self.device.startswith("cuda"):  # pinned memory lets the copy to the GPU overlap with computation
+        if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
     def next_batch(self, B=None):
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
         B = B or self.B
+        step = B * self.world_size
         # this batch, and two more that are read while the device works on it
-        keys = [(self.position + i * B * self.world_size, B) for i in range(3)]
+        keys = [(self.position + i * step, B) for i in range(3)]
         known = self.prefetched
         self.prefetched = {key: known.get(key) or self.executor.submit(self.read_batch, *key) for key in keys}
         batch = self.prefetched.pop(keys[0]).result()
-        self.position += B * self.world_size
+        self.position += step
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
         tokens = tokens.long()
@@ -456,17 +447,18 @@ class DataLoaderLite:
         """Count the targets in the next num_windows windows of the global order, over all ranks."""
         if not self.masks:
             return num_windows * self.T
-        return max(1, int(self.gather(self.masks, self.position + np.arange(num_windows))[:, 1:].sum()))
+        masks = self.gather(self.masks, self.position + np.arange(num_windows))
+        return max(1, int(masks[:, 1:].sum()))
 
     def describe(self, positions):
         """Say where windows of the global order are stored: "x_train_000001.npy token 2048, ..."."""
-        places = zip(*self.locate(np.array(positions)))
+        places = self.locate(np.array(positions))
         return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
 
     def state_dict(self):
         """The position, and the data and T that it refers to."""
-        data = {"num_windows": self.num_windows, "T": self.T, "fingerprint": self.fingerprint}
-        return {"position": self.position, **data}
+        names = ("position", "num_windows", "T", "fingerprint")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state):
         """Restore the position; `runs.find_start` has checked that the data and T are the same."""
@@ -487,8 +479,10 @@ def get_lr(step, config):
         decay_steps = max(1, config.decay_fraction * config.max_steps)
         return config.max_lr * min(1.0, max(0, config.max_steps - step) / decay_steps)
     # 3) cosine: from max_lr to min_lr at max_steps, and min_lr from there on
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+    decay_steps = max(1, config.max_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    coefficient = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + coefficient * (config.max_lr - config.min_lr)
 
 
 def get_batch_size(tokens_seen, config):
@@ -501,15 +495,12 @@ def get_batch_size(tokens_seen, config):
 
 @torch.no_grad()
 def orthogonalize(G):
-    """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one: all singular values near 1.
-
-    Five steps of a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al.
-    2024). bfloat16 suffices on GPUs; CPUs keep float32.
-    """
-    X = G.to(torch.bfloat16) if G.is_cuda else G
+    """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one: all singular values near 1."""
+    X = G.to(torch.bfloat16) if G.is_cuda else G  # it suffices, but not every CPU is faster with it
     tall = G.size(1) > G.size(2)
     X = X.mT if tall else X  # so that X @ X.mT is the smaller of the two Gram matrices
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    # a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al. 2024)
     for _ in range(5):
         A = X @ X.mT
         A = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
@@ -520,9 +511,8 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
-    Not for embeddings, the output layer or vectors. All parameters of a group have the same shape, and each is a stack
-    of `split` matrices (3 for the fused query, key and value). All matrices of a group are orthogonalized as one
-    batch, shared out among the ranks.
+    All parameters of a group have the same shape, and each is a stack of `split` matrices (3 for the fused query, key
+    and value). All matrices of a group are orthogonalized as one batch, shared out among the ranks.
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -540,13 +530,15 @@ class Muon(torch.optim.Optimizer):
             momenta = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
-            rows, cols = params[0].size(0) // group["split"], params[0].size(1)
+            rows, cols = params[0].shape
+            rows //= group["split"]
             matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
-            updates = self.orthogonalize_over_ranks(matrices).float().view(len(params), -1, cols)  # one per parameter
+            matrices = self.orthogonalize_over_ranks(matrices).float()
+            updates = matrices.view(len(params), -1, cols).unbind()  # one per parameter
             # scaled so that tall and square matrices change their outputs by similar amounts
-            lr = group["lr"] * max(1, rows / cols) ** 0.5
+            scale = max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(updates), alpha=-lr)
+            torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
     @staticmethod
     def orthogonalize_over_ranks(matrices):
@@ -563,25 +555,23 @@ class Muon(torch.optim.Optimizer):
 
 
 def configure_optimizers(model, config):
-    """The optimizers of a run, in a list: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
-
-    Each parameter group has `peak_lr`: its learning rate where the schedule is at its peak.
-    """
+    """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
     optimizers, taken = [], set()
     if config.optimizer == "muon":
         blocks, groups = model.transformer.h, []
-        for name in [name for name, p in blocks[0].named_parameters() if p.dim() == 2]:
-            matrices = [block.get_parameter(name) for block in blocks]
-            groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1, "peak_lr": config.muon_lr})
-            taken.update(matrices)
-        optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
+        for name, parameter in blocks[0].named_parameters():
+            if parameter.dim() == 2:
+                matrices = [block.get_parameter(name) for block in blocks]
+                groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1})
+                taken.update(matrices)
+        optimizers = [Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
     rest = [p for p in model.parameters() if p not in taken]  # tied weights appear once
-    # weight decay for matrices and embeddings, not for biases and norms
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay, "peak_lr": config.max_lr},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak_lr": config.max_lr},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
     ]
-    betas, fused = (config.beta1, config.beta2), rest[0].device.type in ("cuda", "cpu")
+    betas = (config.beta1, config.beta2)
+    fused = rest[0].device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
     return optimizers
 
@@ -591,35 +581,10 @@ def apply_schedules(optimizers, step, config):
     lr = get_lr(step, config)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["peak_lr"] / config.max_lr
-            # momentum warmup: early on there are few gradients to average over
-            if "momentum" in group:
+            group["lr"] = lr * optimizer.defaults["lr"] / config.max_lr
+            if "momentum" in group:  # warmup: early on there are few gradients to average over
                 group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / 300)
     return lr
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Fitting the machine
-
-
-def wrap(raw_model, compiled, world):
-    """The model to train: compiled if asked for, and in DDP if there are several ranks."""
-    model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
-    if world.size > 1:
-        # subtle: compilation starts with the first call, when DDP already wraps the model; the graph is then split at
-        # DDP's gradient buckets, so that each bucket's all-reduce overlaps with the rest of the backward pass
-        # at the default of 25 MB, cuts between a LayerNorm and its matmul make a float32 copy of the norm's output
-        model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
-    return model
-
-
-def fit_to_machine(raw_model, config, world):
-    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/fit.py."""
-    raw_model.to(world.device).activation_checkpointing = config.activation_checkpointing
-    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
-    raw_model.residual_dtype = torch.bfloat16 if world.dtype == torch.bfloat16 else torch.float32
-    raw_model.float8_lm_head = config.dtype == "fp8"
-    return fit.find_what_fits(raw_model, wrap, config, world)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -661,20 +626,18 @@ def evaluate_hellaswag(raw_model, examples, enc, signals, world):
 
 
 def generate_samples(raw_model, enc, config, world):
-    """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it.
-
-    They have a random generator of their own, so that the samples of different steps can be compared.
-    """
+    """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
     text = config.sample_prompt
     ids = enc.encode_ordinary(text) or [enc.eot_token]
     if tokenizer.has_chat_tokens(enc):
         text = f"<|user|>{text}<|end|><|assistant|>"
         ids = [enc.eot_token, *enc.encode(text, allowed_special="all")]
-    generator = torch.Generator(device=world.device).manual_seed(config.seed)
+    prompt = torch.tensor([ids] * 4, device=world.device)
+    generator = torch.Generator(world.device).manual_seed(config.seed)  # so that steps can be compared
     with world.autocast():
-        prompt = torch.tensor([ids] * 4, device=world.device)
         next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
-    return [text + enc.decode(row).partition("<|end|>")[0] for row in torch.stack(next_ids, 1).tolist()]
+    rows = torch.stack(next_ids, 1).tolist()
+    return [text + enc.decode(row).partition("<|end|>")[0] for row in rows]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -715,8 +678,9 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # the only host-device synchronization in a step (float16's scaler adds its own); it sums the ranks' signals, too
-    loss_sum, signalled = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
+    sums = torch.stack([losses.sum(), torch.full_like(norm, len(signals))])
+    loss_sum, signalled = world.all_reduce_sum(sums)
+    # the only host-device synchronization in a step, but for the one of float16's scaler
     loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
     # float16: after an overflow, which all ranks see alike, no optimizer takes a step, and the scaler lowers its scale
     scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
@@ -726,7 +690,7 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     for optimizer in optimizers:
         if math.isfinite(norm):
             scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     scaler.update()
     # a single rank also sees signals received since then
     return loss, norm, signalled > 0 or (world.size == 1 and len(signals) > 0)
@@ -761,6 +725,26 @@ def load_or_make_model(config, enc, fingerprints, world):
     return model, start if "optimizer" in start else {}
 
 
+def wrap(raw_model, compiled, world):
+    """The model to train: compiled if asked for, and in DDP if there are several ranks."""
+    model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
+    if world.size > 1:
+        # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
+        # all-reduces overlap with the backward pass. At 25 MB, cuts after a LayerNorm copy its output in float32
+        model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    return model
+
+
+def fit_to_machine(raw_model, config, world):
+    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/fit.py."""
+    raw_model.to(world.device)
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
+    raw_model.residual_dtype = torch.bfloat16 if world.dtype == torch.bfloat16 else torch.float32
+    raw_model.float8_lm_head = config.dtype == "fp8"
+    return fit.find_what_fits(raw_model, wrap, config, world)
+
+
 def training_state(raw_model, optimizers, scaler, loader):
     """Return everything that an exact resume needs except the step, which `Run.save` adds."""
     return {
@@ -775,7 +759,7 @@ def restore_state(saved, optimizers, scaler, loader):
     """Restore everything from `training_state` except the weights, which `GPT.from_state` loads."""
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
-        optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
     loader.load_state_dict(saved["loader"])
@@ -810,8 +794,6 @@ def train(config, world, lock):
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
         restore_state(saved, optimizers, scaler, loader)
-
-    # a checkpoint contains everything that its model needs, including the tokenizer
     metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
@@ -823,7 +805,7 @@ def train(config, world, lock):
         signals, saved = run.signals, None  # dropping `saved` frees gigabytes
         run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
         gc.collect()
-        gc.freeze()  # objects allocated so far live to the end of the run: exclude them from garbage collection
+        gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
 
         # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
         for step in range(run.start_step, max_steps + 1):
@@ -853,13 +835,12 @@ def train(config, world, lock):
                 model, loader, num_windows, optimizers, scaler, step, config, signals, world
             )
             run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
-
         return run.finish(step, stopping, raw_model, enc)  # exports the model, unless the run was stopped
 
 
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
-    config = runs.inherit(parse_args(args), lambda parent: parse_args(args, parent))
+    config = runs.inherit(parse_args(args), lambda taken: parse_args(args, **taken))
     fit.check_config(config, distributed.environment_number("WORLD_SIZE", 1))
     world = distributed.setup_distributed(config.device)
     if config.compile is None:

@@ -66,10 +66,8 @@ def has_float8(device):
 
 
 def flops_per_token(c, T):
-    """Training FLOPs per token of a GPTConfig: 6 per weight of every matmul, and 12 * L * T * C for attention.
-
-    The convention of PaLM (Chowdhery et al. 2022, appendix B): attention counts the full square of scores.
-    """
+    """Training FLOPs per token of a GPTConfig, by PaLM's convention (Chowdhery et al. 2022, appendix B)."""
+    # 6 per weight of every matmul, and 12 * L * T * C for attention, which counts the full square of scores
     return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
 
 
@@ -102,10 +100,8 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name):
-    """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known.
-
-    Names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU.
-    """
+    """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known."""
+    # names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU
     name = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name)
     return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
 
@@ -184,10 +180,7 @@ class World:
         return max(self.gather(number))
 
     def find_not_finite(self, losses):
-        """The numbers, in the global order, of a step's micro-batches without a finite loss; if there are none, of all.
-
-        losses: this rank's, one per micro-step. Each micro-step has a micro-batch from every rank in turn.
-        """
+        """The numbers of the micro-batches without a finite loss, or of all; `losses`: this rank's in a step."""
         finite = torch.tensor(self.gather(losses.isfinite().tolist())).T.flatten()
         return (~finite).nonzero().flatten().tolist() or range(len(finite))
 
@@ -238,10 +231,8 @@ TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wa
 
 
 def create_store(rank, world_size):
-    """The store through which the ranks find each other, created afresh by rank 0 on every start.
-
-    torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712).
-    """
+    """The store through which the ranks find each other, created afresh by rank 0 on every start."""
+    # torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712)
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)

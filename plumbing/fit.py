@@ -65,11 +65,8 @@ def not_a_multiple(config, name, unit, what, advice="Try"):
 
 
 def not_enough_memory(c, device):
-    """The complaint that a model of this config needs more memory than the device has.
-
-    Only weights, gradients and Adam's two moments count, all float32, and Python's objects for a block (64 KB, whatever
-    its size), so that nothing that could fit is refused.
-    """
+    """The complaint that a model of this config needs more memory than the device has."""
+    # weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block: never too much
     num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd) + (c.vocab_size + c.block_size + 2) * c.n_embd
     needed, available = 16 * num_params + c.n_layer * 2**16, math.inf
     if device.startswith("cuda"):
@@ -130,10 +127,7 @@ def find_what_fits(raw_model, wrap, config, world):
 
 
 def try_step(model, raw_model, B, T, micro_steps, world):
-    """Forward and backward passes on random tokens, with the memory of a training step.
-
-    If a step has two micro-steps or more, so has the trial, because the second one starts with gradients in memory.
-    """
+    """Forward and backward passes on random tokens; from the second one on, gradients are in memory."""
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
     reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
     x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=world.device).unbind()
@@ -152,10 +146,7 @@ def largest_divisor(number, at_most):
 
 
 def is_out_of_memory(error):
-    """Whether an exception, or one that led to it, says that memory ran out.
-
-    torch.compile wraps torch.OutOfMemoryError in exceptions of its own, some of which keep only its text.
-    """
+    """Whether an exception, or one that led to it, says that memory ran out: torch.compile may keep only the text."""
     said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
     words = ("MemoryError", "out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
     return any(word in said for word in words)

@@ -42,9 +42,8 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-100, cross_entropy=cr
     """The sum of the cross-entropy losses of the logits x @ weight.T, in float32, with matmuls in float8.
 
     x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
-    softmax is over all V ids, padding included. float8 matmuls run at twice the rate of bfloat16 (Ada, Hopper and
-    newer; N, C and V must be multiples of 16). Part of that is lost again: Hopper only multiplies rows by rows, so the
-    large gradient is also needed transposed, byte by byte.
+    softmax is over all V ids, padding included. float8 matmuls run at twice the rate of bfloat16, but N, C and V must
+    be multiples of 16, and Hopper multiplies only rows by rows, so the large gradient is also transposed, byte by byte.
     """
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index, cross_entropy)
 

@@ -78,8 +78,8 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
 def test_apply_schedules_moves_every_group_in_proportion():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, muon_lr=0.02)
-    muon = train_gpt2.Muon([{"params": [matrix], "peak_lr": 0.02}], 0.02, 0.95, 0.0)
-    adamw = torch.optim.AdamW([{"params": [vector], "peak_lr": 1e-3}])
+    muon = train_gpt2.Muon([{"params": [matrix]}], 0.02, 0.95, 0.0)
+    adamw = torch.optim.AdamW([{"params": [vector]}])
     assert train_gpt2.apply_schedules([muon, adamw], 4, config) == pytest.approx(5e-4)
     assert adamw.param_groups[0]["lr"] == pytest.approx(5e-4)
     assert muon.param_groups[0]["lr"] == pytest.approx(0.01)
