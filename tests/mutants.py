@@ -3,8 +3,8 @@
     python tests/mutants.py                   # all mutants of mutants.txt, in five minutes
     python tests/mutants.py milestone mask    # those with one of these words in their names
 
-mutants.txt says in its first lines how a mutant is written. A mutant is noticed if one of its tests fails with it. In
-the end these tests are run on the program as it is, where they must pass.
+mutants.txt says how a mutant is written. It is noticed if one of its tests fails. In the end these tests are run on the
+program as it is, where they must pass.
 """
 
 import os
@@ -38,13 +38,12 @@ def read_mutants(path):
 
 def copy_tree(place):
     """A copy of the files that git tracks, with the shared data beside it, if there are any."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
         target = place / "tree" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    if (ROOT.parent / "shared").exists():
-        (place / "shared").symlink_to(ROOT.parent / "shared")
+    (place / "shared").symlink_to(ROOT.parent / "shared")  # leads nowhere in a clone, as if it were not there
     return place / "tree"
 
 
