@@ -432,7 +432,8 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
     """
     next_download = None
     for number in range(first_source, len(sources)):
-        source = next_download.result() if next_download else fetch(sources[number], folder)
+        attempts = 3 if number == first_source else 9
+        source = next_download.result() if next_download else fetch(sources[number], folder, attempts)
         if prefetch and number + 1 < len(sources):
             next_download = run_in_background(fetch, sources[number + 1], folder, 9)
         batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core

@@ -728,6 +728,20 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_outage_later_than_the_first_download_is_survived(tmp_path, monkeypatch, prefetch):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    attempts = []
+
+    def fetch(source, folder, number=3):
+        attempts.append(number)
+        return source._replace(path=str(tmp_path / "a.txt"))
+
+    monkeypatch.setattr(documents, "fetch", fetch)
+    sources = [documents.Source(f"http://host/{name}.txt") for name in "abc"]
+    assert list(documents.read_batches(sources, "text", str(tmp_path), prefetch=prefetch)) and attempts == [3, 9, 9]
+
+
 def test_a_download_is_whole_or_not_there(tmp_path, server):
     server.files, path, bars = {"/a.bin": b"content" * 1000}, tmp_path / "a.bin", []
     server.flaky = "short"
