@@ -256,6 +256,12 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
         make(tmp_path, str(path), name="out")
 
 
+def test_a_single_story_that_ends_with_the_separator_has_it(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("Once upon a time.\n<|endoftext|>\n", encoding="utf-8")
+    assert len(list(documents.read_txt(documents.local_source(str(tmp_path / "a.txt")), "<|endoftext|>"))) == 1
+    assert not capsys.readouterr().out
+
+
 def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
     texts = random_documents(12)
     (tmp_path / "texts").mkdir()
