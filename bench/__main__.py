@@ -1,7 +1,7 @@
 """Benchmarks: the program's own code compared with a reference, alternating in one process.
 
     python -m bench train       a step, and transformers in a plain loop
-    python -m bench train --peer ../nanoGPT --variants batch_size=8
+    python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=fp8
     python -m bench ladder      what each optimization adds to plain float32
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
@@ -15,8 +15,10 @@ gpu adds each answer to --out/answers.jsonl as a line of JSON, and starts nothin
 the command to continue; delete a line to ask its question again.
 """
 
+import dataclasses
+import json
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from plumbing import cli
 
@@ -29,62 +31,50 @@ class Options:
 
     what: Annotated[str, "positional"] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of activations, for every side
     json: str = ""  # write the numbers to this file
-    rounds: int = 0  # rounds in which each side runs once; 0: 20 for train, 5 for the others
-    # train, ladder and gpu, and the shape of the model elsewhere; 0: the preset's
-    preset: str = ""  # a preset of train_gpt2.py; default quickstart on a CPU, gpt2 on a GPU
-    steps: int = 0  # train: steps per round; 0: about half a second of them
+    rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
+    # train, ladder, hellaswag, sample and gpu
+    settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
+    # train and gpu
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
-    peer: str = ""  # train, gpu: a nanoGPT checkout, whose model.py is imported and trained
-    batch_size: int = 0  # B, sequences per micro-step (sample: sequences at a time)
-    sequence_length: int = 0  # T, tokens per sequence
-    total_batch_size: int = 0  # tokens per step
-    n_layer: int = 0  # blocks
-    n_head: int = 0  # attention heads
-    n_embd: int = 0  # channels
-    vocab_size: int = 0  # rows of the embedding
+    peer: str = ""  # a nanoGPT checkout, whose model.py is imported and trained
     # data, hellaswag and sample
-    input: tuple[str, ...] = ()  # data: documents, as fineweb.py takes them; default the built-in corpus
-    tokenizer: str = "gpt2"  # gpt2, bytes or a .tiktoken file
-    model: str = ""  # a GPT-2 name, checkpoint or folder; default GPT-2 124M with random weights
-    data: str = "hellaswag/hellaswag_val.jsonl"  # hellaswag: the examples
-    limit: int = 0  # hellaswag: examples; 0: 24 on a CPU, 1000 on a GPU
+    tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
+    hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too
+    limit: int = 24  # hellaswag: examples; gpu scores 1000
     max_new_tokens: int = 256  # sample: tokens to generate
+    num_samples: int = 1  # sample: sequences at a time
     # gpu
     out: str = "gpu_log"  # folder of the answers and raw logs
     minutes: float = 9.0  # time budget: start nothing that would exceed it
-    shards: str = "python_docs"  # shards to train on, 10M or more of GPT-2's tokens; default the built-in corpus
-    hellaswag: str = ""  # HellaSwag's examples, which the runs on text then score
+    shards: str = "edu_fineweb10B"  # shards to train on, 10M or more of GPT-2's tokens
     build_nanogpt: str = ""  # a build-nanogpt checkout, run as published except for its data and number of steps
 
 
-def parse_args(args=None):
-    """The checked Options of a command line. --help and a mistyped flag need no torch, which takes seconds."""
+def main(args=None):
+    """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = cli.parse(Options, args)
-    errors = cli.check_numbers(options, above_0=["max_new_tokens"])
+    errors = cli.check_numbers(options, above_0=["max_new_tokens", "num_samples", "limit"])
     if options.what not in BENCHMARKS:
         errors.append(f"There is no benchmark called {options.what!r}. {cli.suggest(options.what, BENCHMARKS)}")
     if errors:
         raise cli.UserError(" ".join(errors))
-    return options
-
-
-def main(args=None):
-    """Parse the flags and run one benchmark."""
-    options = parse_args(args)
-    from bench import gpu, programs, steps
+    from bench import gpu, measure, programs, steps
     from plumbing.distributed import choose_device
-    from plumbing.files import check_new_output
+    from plumbing.files import check_new_output, new_output
 
     if options.json:
         check_new_output(options.json)  # measuring takes minutes
     device = choose_device(options.device)
     options.device = "cuda:0" if device == "cuda" else device
-    options.rounds = options.rounds or (20 if options.what == "train" else 5)
+    options.rounds = options.rounds or (40 if options.what == "train" else 5)
     benchmarks = dict(train=steps.train, ladder=steps.ladder, gpu=gpu.run)
     benchmarks |= dict(data=programs.data, hellaswag=programs.score, sample=programs.sample)
-    benchmarks[options.what](options)
+    numbers = benchmarks[options.what](options)
+    if options.json:
+        numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}
+        with new_output(options.json) as file:
+            file.write(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

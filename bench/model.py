@@ -3,6 +3,8 @@
 import math
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from plumbing import kernels
 from train_gpt2 import GPT, IGNORE_INDEX, CausalSelfAttention
@@ -11,16 +13,14 @@ from train_gpt2 import GPT, IGNORE_INDEX, CausalSelfAttention
 class BenchGPT(GPT):
     """GPT whose loss may come from the Triton kernel, and which may return logits that nobody uses."""
 
-    def __init__(self, config, triton_loss=False, return_logits=False):
-        super().__init__(config)
-        self.triton_loss, self.return_logits = triton_loss, return_logits
+    triton_loss = return_logits = False
 
     def forward(self, idx, targets=None, return_logits=True):
-        if targets is None or return_logits or not self.triton_loss:
+        if not self.triton_loss or return_logits:
             return super().forward(idx, targets, return_logits or self.return_logits)
         x, targets, weight = self.hidden_states(idx).flatten(0, 1), targets.flatten(), self.lm_head.weight
         if self.float8_lm_head:
-            loss = kernels.linear_cross_entropy(x, weight, targets, IGNORE_INDEX, cross_entropy_float8)
+            loss = kernels.linear_cross_entropy(x, weight, targets, IGNORE_INDEX, cross_entropy)
         else:
             loss = TritonLoss.apply(x, weight, targets)
         return None, loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
@@ -33,22 +33,20 @@ class PlainAttention(CausalSelfAttention):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
-        scores = q @ k.mT / math.sqrt(k.size(-1))  # (B, nh, T, T)
         future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        scores = (q @ k.mT / math.sqrt(k.size(-1))).masked_fill(future, -math.inf)  # (B, nh, T, T)
+        y = scores.softmax(-1) @ v
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 class TritonLoss(torch.autograd.Function):
-    """The sum of the losses of the logits x @ weight.T, in bfloat16; their gradient takes the logits' place."""
+    """The sum of the losses of the logits x @ weight.T, in bfloat16."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):
-        ctx.dtypes = x.dtype, weight.dtype
-        x, weight = x.bfloat16(), weight.bfloat16()
-        logits = x @ weight.T
-        losses = cross_entropy_in_place(logits, targets)
-        ctx.save_for_backward(x, weight, logits)
+        ctx.x_dtype, x, weight = x.dtype, x.bfloat16(), weight.bfloat16()
+        losses, gradient = cross_entropy(x @ weight.T, targets, IGNORE_INDEX, False)
+        ctx.save_for_backward(x, weight, gradient)
         return losses.sum()
 
     @staticmethod
@@ -56,34 +54,39 @@ class TritonLoss(torch.autograd.Function):
         x, weight, gradient = ctx.saved_tensors
         # multiply the small results by grad_output, this loss's weight in the step, not the large gradient
         grad_x, grad_weight = (gradient @ weight) * grad_output, (gradient.T @ x) * grad_output
-        return grad_x.to(ctx.dtypes[0]), grad_weight.to(ctx.dtypes[1]), None
+        return grad_x.to(ctx.x_dtype), grad_weight.float(), None
 
 
-# Custom operators, so that torch.compile calls the kernel as it is. They import triton, which only CUDA builds have
+def check_kernel(num_rows, vocab_size, device):
+    """Errors of the kernel in the last of many rows, whose offsets do not fit into 32 bits; RuntimeError if large."""
+    logits = torch.randn(num_rows, vocab_size, device=device, dtype=torch.bfloat16) * 3
+    targets = torch.randint(vocab_size, (num_rows,), device=device)
+    targets[::5] = IGNORE_INDEX
+    exact = logits[-256:].double().requires_grad_()
+    exact_losses = F.cross_entropy(exact, targets[-256:], reduction="none")
+    exact_losses.sum().backward()
+    for float8, scale, limit in ((False, 1.0, 0.004), (True, kernels.GRADIENT_SCALE, 0.08)):
+        losses, gradient = cross_entropy(logits, targets, IGNORE_INDEX, float8)
+        error = (gradient[-256:].double() / scale - exact.grad).norm() / exact.grad.norm()
+        loss_error = (losses[-256:] - exact_losses).abs().max()
+        if not (error < limit and loss_error < 1e-4):
+            raise RuntimeError(f"The kernel is wrong: errors of {error:.1e} in gradients, {loss_error:.1e} in losses.")
+    return {"loss_error": loss_error.item(), "float8_gradient_error": error.item()}
 
 
-@torch.library.custom_op("train_gpt2::cross_entropy_in_place", mutates_args=["logits"])
-def cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    from bench import triton_cross_entropy
+# A custom operator, so that torch.compile calls the kernel as it is
+@torch.library.custom_op("train_gpt2::cross_entropy", mutates_args=[])
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, float8: bool = True) -> tuple[Tensor, Tensor]:
+    """The losses, and the logits' gradient in the logits' dtype, or in float8 times GRADIENT_SCALE."""
+    from bench.triton_cross_entropy import kernel  # needs triton, which only CUDA builds of torch bring
 
-    return triton_cross_entropy.launch(logits, targets, logits, 1.0, IGNORE_INDEX)
-
-
-@torch.library.custom_op("train_gpt2::cross_entropy_float8", mutates_args=[])
-def cross_entropy_float8(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from bench import triton_cross_entropy
-
-    gradient = torch.empty_like(logits, dtype=torch.float8_e5m2)
-    return triton_cross_entropy.launch(logits, targets, gradient, kernels.GRADIENT_SCALE, ignore_index), gradient
+    losses, gradient = fake_cross_entropy(logits, targets, ignore_index, float8)
+    log2_scale, (N, V) = math.log2(kernels.GRADIENT_SCALE if float8 else 1.0), logits.shape
+    kernel[(N,)](logits, targets, losses, gradient, log2_scale, ignore_index, V, num_warps=32)
+    return losses, gradient
 
 
-@cross_entropy_in_place.register_fake
-def _(logits, targets):
-    return logits.new_empty(len(logits), dtype=torch.float32)
-
-
-@cross_entropy_float8.register_fake
-def _(logits, targets, ignore_index):
-    return logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits, dtype=torch.float8_e5m2)
+@cross_entropy.register_fake
+def fake_cross_entropy(logits, targets, ignore_index, float8=True):
+    dtype = torch.float8_e5m2 if float8 else logits.dtype
+    return logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits, dtype=dtype)

@@ -1,41 +1,28 @@
 """Cross-entropy as a Triton kernel: one program per row, which reads its logits twice and writes their gradient.
 
-`model.py` imports this file only when the kernel is called: a CPU needs no triton. With TRITON_INTERPRET=1 in the
-environment the kernel runs on a CPU, for tests.
+With TRITON_INTERPRET=1 in the environment it runs on a CPU, for tests.
 """
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LOG_2 = tl.constexpr(math.log(2))
-# 1,024 threads; each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
+LOG2_E, LOG_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+# 1,024 threads (32 warps); each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a
 # multiprocessor, so the rows in progress (26 MB on an H200) are still in the L2 cache when they are read again
-WARPS, PER_THREAD = 32, 8
+THREADS, PER_THREAD = tl.constexpr(1024), tl.constexpr(8)
 
 
 @triton.jit
-def cross_entropy_kernel(
-    logits,
-    targets,
-    losses,
-    gradient,
-    log2_scale,
-    V: tl.constexpr,
-    IGNORE_INDEX: tl.constexpr,
-    THREADS: tl.constexpr,
-    PER_THREAD: tl.constexpr,
-):
-    """losses[row] = logsumexp(logits[row]) - logits[row, target],
+def kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.constexpr):
+    """losses[row] = logsumexp(logits[row]) - logits[row, target], of contiguous logits (N, V), on a grid of N programs,
 
-    gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is IGNORE_INDEX.
+    gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is ignore_index.
     """
     row = tl.program_id(0)
     target = tl.load(targets + row)
-    is_target = target != IGNORE_INDEX
+    is_target = target != ignore_index
     start_of_row = row.to(tl.int64) * V  # 64 bits: a micro-batch has more than 2**31 logits
     logits += start_of_row
     gradient += start_of_row
@@ -57,24 +44,10 @@ def cross_entropy_kernel(
     log2_sum = row_maximum * LOG2_E + tl.log2(row_total)
     tl.store(losses + row, tl.where(is_target, log2_sum * LOG_2 - target_logit, 0.0))
 
-    # 2) the softmax. `gradient` may be `logits`, because a thread writes only what it has read itself
+    # 2) the softmax minus the one-hot
     shift = tl.where(is_target, log2_scale - log2_sum, -float("inf"))  # 2**-inf is 0
     for first in range(0, V, THREADS * PER_THREAD):
         x = tl.load(logits + first + columns, mask=first + columns < V, other=0.0).to(tl.float32)
-        softmax = tl.exp2(x * LOG2_E + shift)
-        tl.store(gradient + first + columns, softmax.to(gradient.dtype.element_ty), mask=first + columns < V)
-
-    # 3) minus the one-hot, once all threads have written: cheaper than a comparison for every logit
-    tl.debug_barrier()
-    difference = tl.exp2(target_logit * LOG2_E + shift) - tl.exp2(log2_scale)
-    tl.store(gradient + target, difference.to(gradient.dtype.element_ty), mask=is_target)
-
-
-def launch(logits, targets, gradient, scale, ignore_index):
-    """Return the losses (N,) of contiguous logits (N, V); write their gradient times `scale` into `gradient`."""
-    N, V = logits.shape
-    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
-    cross_entropy_kernel[(N,)](
-        logits, targets, losses, gradient, math.log2(scale), V, ignore_index, WARPS * 32, PER_THREAD, num_warps=WARPS
-    )
-    return losses
+        one_hot = tl.where(first + columns == target, tl.exp2(log2_scale), 0.0)
+        difference = tl.exp2(x * LOG2_E + shift) - one_hot
+        tl.store(gradient + first + columns, difference.to(gradient.dtype.element_ty), mask=first + columns < V)

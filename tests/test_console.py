@@ -16,11 +16,15 @@ from train_gpt2 import DataLoaderLite, TrainConfig
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
 def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val_tokens, validated):
-    """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's."""
-    assert train(data, tmp_path / "run", val_tokens=val_tokens) == 0
+    """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's.
+
+    3 does not divide a step's 8 sequences, so B is 2.
+    """
+    assert train(data, tmp_path / "run", val_tokens=val_tokens, batch_size=3) == 0
     printed = capsys.readouterr().out
     assert "data: 4,688 training tokens, which the run reads 0.328 times\n" in printed
     assert f"validation: {validated} tokens; tokenizer bytes\n" in printed
+    assert "step: 128 tokens = B 2 * T 16 *" in printed
 
 
 def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
