@@ -54,6 +54,8 @@ EOT = "<|endoftext|>"  # stands before every document
 # the model's embedding: with GPT-2's tokenizer 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
+# many kinds of text, to test a tokenizer
+PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
 # How text is split before merging: no token crosses a split. GPT-2's pattern is OpenAI's; GPT-4's
 # lets one punctuation character precede a word and splits digits into groups of up to three.
@@ -191,7 +193,10 @@ def loads(text):
     special_tokens = fields["special_tokens"]
     check_ids(ranks, special_tokens)
     pat_str = fields["pat_str"]
-    return tiktoken.Encoding(fields["name"], pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    enc = tiktoken.Encoding(fields["name"], pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    if not pat_str or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:  # tiktoken panics at an empty one
+        raise cli.UserError(f"Tokenizer {enc.name} is damaged: its pattern skips a part of the text. Use another one.")
+    return enc
 
 
 def check_ids(ranks, special_tokens):

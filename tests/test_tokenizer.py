@@ -320,3 +320,12 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
         assert status == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
         assert words in stderr, stderr
     assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("pattern", ["", "a", "(a+)+$"])
+def test_a_pattern_that_skips_text_is_refused(pattern):
+    """Without this, tiktoken panics at some of them, and others lose the text without a word."""
+    header, ranks = tokenizer.dumps(tokenizer.get_encoding("bytes")).split("\n", 1)
+    text = json.dumps(json.loads(header) | {"pat_str": pattern}) + "\n" + ranks
+    with pytest.raises(UserError, match="skips a part"):
+        tokenizer.loads(text)
