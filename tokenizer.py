@@ -53,6 +53,8 @@ EOT = "<|endoftext|>"  # stands before every document
 # with the ids after the tokenizer's own, which are padding in the embedding: with GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
+# many kinds of text, to test a tokenizer
+PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
 # How text is split before merging: no token crosses a split. GPT-4's pattern lets one punctuation character
 # precede a word and splits digits into groups of up to three.
@@ -184,18 +186,26 @@ def loads(text):
     for line in lines:
         token, rank = line.split()
         ranks[base64.b64decode(token, validate=True)] = int(rank)
-    special_tokens, pat_str = fields["special_tokens"], fields["pat_str"]
-    check_ids(ranks, special_tokens)
-    return tiktoken.Encoding(fields["name"], pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return make_encoding(fields["name"], fields["pat_str"], ranks, fields["special_tokens"])
 
 
-def check_ids(ranks, special_tokens):
-    """Raise ValueError unless the ids of all tokens together are those of a whole tokenizer."""
+def make_encoding(name, pat_str, ranks, special_tokens):
+    """Make a tokenizer. Raises ValueError if its ids are not all there, or its pattern does not split any text."""
     # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
     ids = sorted([*ranks.values(), *special_tokens.values()])
     has_bytes = all(bytes([i]) in ranks for i in range(256))
     if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
         raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
+    try:
+        enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+        decoded = enc.decode(enc.encode_ordinary(PROBE))
+    except BaseException as error:  # where tiktoken panics, it raises no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(f"its pattern cannot be used: {cli.first_line(error)}") from None
+    if decoded != PROBE:
+        raise ValueError("its pattern skips a part of the text")
+    return enc
 
 
 def encode_text(enc, text):

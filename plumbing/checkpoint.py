@@ -140,7 +140,10 @@ def model_state(checkpoint):
 def model_tokenizer(checkpoint):
     """The tokenizer in a checkpoint's dict, or GPT-2's if there is none."""
     text = checkpoint["tokenizer_file"]
-    return tokenizer.loads(text) if text else tokenizer.get_encoding("gpt2")
+    try:
+        return tokenizer.loads(text) if text else tokenizer.get_encoding("gpt2")
+    except ValueError as error:
+        raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
 
 
 def load_model_state(source):

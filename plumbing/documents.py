@@ -228,29 +228,26 @@ def open_text(path):
 
 def read_txt(source, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
-    num_documents = 0
     with open_text(source.path) as file:
-        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator):
+        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
                 print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, add --separator "<|endoftext|>".')
-            num_documents += piece.starts
             yield piece
-    if separator and num_documents == 1:
-        print(f"note: {source.name} does not contain --separator {separator!r}, so it is one document.")
 
 
-def split_text(blocks, separator=""):
+def split_text(blocks, separator="", name=""):
     """Split text into pieces: at each `separator`, and long documents where no token crosses the boundary.
 
     Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
     # a document that has more characters than `whole` is split
     line_ends, whole = ("\r\n", 2 * BLOCK_CHARS) if separator else ("", 0)
-    held, starts = "", True  # text read but not yet yielded, and whether a document starts there
+    held, starts, found = "", True, False  # text read but not yet yielded, and whether a document starts there
     for block in itertools.chain(blocks, [""]):
         held = (held + block).lstrip(line_ends if starts else "")
         texts = held.split(separator) if separator else [held]
+        found = found or len(texts) > 1
         held = texts.pop() if block else ""
         for text in texts:  # each up to the end of a document
             text = text.lstrip(line_ends if starts else "").rstrip(line_ends)
@@ -265,6 +262,8 @@ def split_text(blocks, separator=""):
             if cut:
                 yield Piece(held[:cut], starts)
                 held, starts = held[cut:], False
+    if separator and not found:
+        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -412,7 +411,8 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
     next_download = None
     with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
         for number in range(first_source, len(sources)):
-            source = next_download.get() if next_download else fetch(sources[number], folder)
+            attempts = 3 if number == first_source else 9
+            source = next_download.get() if next_download else fetch(sources[number], folder, attempts)
             if prefetch and number + 1 < len(sources):
                 next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
             batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core

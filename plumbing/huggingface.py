@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tokenizer
 from plumbing.cli import UserError, first_line
-from plumbing.files import atomic_write, free_name, read_json
+from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
@@ -169,10 +169,13 @@ def is_export_of(directory, weights, n_head, enc):
     files = export_files(weights, shape_of(weights, n_head, directory), enc)
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-        is_whole = all((directory / name).read_bytes() == content for name, content in files.items())
+        for name, content in files.items():
+            with open_regular(directory / name) as file:
+                if file.read() != content:
+                    return False
     except (UserError, OSError):
         return False
-    return is_whole and tokenizer.digest(found) == tokenizer.digest(enc)
+    return tokenizer.digest(found) == tokenizer.digest(enc)
 
 
 def remove_part(part, names):

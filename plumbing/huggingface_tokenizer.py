@@ -2,15 +2,11 @@
 
 import json
 
-import tiktoken
-
 import tokenizer
 from plumbing.cli import UserError, first_line
 
 # digest of GPT-2's tokenizer, by which a copy of it is recognized
 GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
-# many kinds of text, to test a tokenizer
-PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 # for apply_chat_template: a conversation as smoltalk.py renders it
 CHAT_TEMPLATE = (
     "{{ '<|endoftext|>' }}"
@@ -63,7 +59,7 @@ def import_tokenizer(directory):
         enc = encoding_from_fields(json.loads(theirs.to_str()))
         tokens = list(enc._mergeable_ranks)
         sample = b"".join(tokens[:: len(tokens) // 5000 + 1])
-        text = PROBE + sample.decode("utf-8", "replace")
+        text = tokenizer.PROBE + sample.decode("utf-8", "replace")
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
             raise ValueError("tiktoken gives the same text other ids")
     except Exception as error:  # the library raises nothing more specific
@@ -88,8 +84,7 @@ def encoding_from_fields(fields):
     char_bytes = {char: byte for byte, char in tokenizer.byte_chars().items()}
     words = sorted(vocab.keys() - special_tokens.keys(), key=vocab.get)
     ranks = {bytes(char_bytes[char] for char in word): vocab[word] for word in words}
-    tokenizer.check_ids(ranks, special_tokens)
-    enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    enc = tokenizer.make_encoding("", pat_str, ranks, special_tokens)
     digest = tokenizer.digest(enc)
     return tokenizer.copy_encoding(enc, "gpt2" if digest == GPT2_DIGEST else f"hf-{digest[:8]}", special_tokens)
 

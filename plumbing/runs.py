@@ -70,7 +70,7 @@ def inherit(config, parse):
     if not config.branch_from:
         length = then.get("block_size", math.inf)
         taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
-    elif then:
+    elif "max_steps" in then:  # the settings of a run
         taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
     else:
         raise UserError(f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt.")

@@ -210,7 +210,7 @@ def check_meta(folder, shards):
     if (Path(folder) / "meta.pkl").exists():
         raise UserError(f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input.")
     metas = read_metas(folder).values()
-    if not all(meta["complete"] for meta in metas):
+    if not all(meta["complete"] and meta["tokens"] in (0, sum(meta["shards"].values())) for meta in metas):
         raise UserError(f"The shards in {folder} are not complete. Rerun the command that makes them: it continues.")
     listed = {name: length for meta in metas for name, length in meta["shards"].items()}
     found = {shard.path.name: len(shard) for shard in shards}

@@ -189,9 +189,9 @@ def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, t
     assert_refused(folder, tmp_path / "out", reason, str(source), branch_from=source, **changes)
 
 
-def test_where_no_checkpoint_is_there_is_nothing_to_branch(folder, tmp_path):
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(folder, parent, tmp_path):
     (tmp_path / "empty").mkdir()
-    for source in (tmp_path / "nowhere", tmp_path / "empty"):
+    for source in (tmp_path / "nowhere", tmp_path / "empty", parent / "hf"):
         assert_refused(folder, tmp_path / "out", "no checkpoint", str(source), branch_from=source)
 
 

@@ -256,6 +256,12 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
         make(tmp_path, str(path), name="out")
 
 
+def test_a_single_story_that_ends_with_the_separator_has_it(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("Once upon a time.\n<|endoftext|>\n", encoding="utf-8")
+    assert len(list(documents.read_txt(documents.local_source(str(tmp_path / "a.txt")), "<|endoftext|>"))) == 1
+    assert not capsys.readouterr().out
+
+
 def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
     texts = random_documents(12)
     (tmp_path / "texts").mkdir()
@@ -727,6 +733,20 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
     assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_outage_later_than_the_first_download_is_survived(tmp_path, monkeypatch, prefetch):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    attempts = []
+
+    def fetch(source, folder, number=3):
+        attempts.append(number)
+        return source._replace(path=str(tmp_path / "a.txt"))
+
+    monkeypatch.setattr(documents, "fetch", fetch)
+    sources = [documents.Source(f"http://host/{name}.txt") for name in "abc"]
+    assert list(documents.read_batches(sources, "text", str(tmp_path), prefetch=prefetch)) and attempts == [3, 9, 9]
 
 
 def test_a_download_is_whole_or_not_there(tmp_path, server):

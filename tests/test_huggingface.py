@@ -218,6 +218,7 @@ NOT_THIS_MODEL = {
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 5000),
     "tokenizer cut short": lambda hf: os.truncate(hf / "tokenizer.json", 50),
     "another tokenizer": lambda hf: give_tokenizer(hf, other_tokenizer()),
+    "mkfifo": lambda hf: ((hf / "tokenizer.json").unlink(), os.mkfifo(hf / "tokenizer.json")),  # it would block
 }
 
 

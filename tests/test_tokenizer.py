@@ -318,3 +318,12 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
     for args, words in cases:
         assert words in refused(tokenizer.main, *args)
     assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("pattern", ["", "a", "(a+)+$", "x*", "("])
+def test_a_pattern_that_does_not_split_all_text_is_refused(pattern):
+    """Without this, tiktoken panics at some of them, and others lose the text without a word."""
+    header, ranks = tokenizer.dumps(tokenizer.get_encoding("bytes")).split("\n", 1)
+    text = json.dumps(json.loads(header) | {"pat_str": pattern}) + "\n" + ranks
+    with pytest.raises(ValueError, match="its pattern"):
+        tokenizer.loads(text)
