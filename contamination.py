@@ -63,12 +63,12 @@ def open_shards(folder):
     # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
     step = max(map(num_parts_of, files), default=1)
 
-    def place(file):
+    def part_and_number(file):
         number = int(re.search(r"\d*$", file.stem)[0] or 0)
         return number % step, number
 
     shards = [file for file in files if split_of(file.name)]
-    return [open_shard(file) for file in sorted(shards, key=place)]
+    return [open_shard(file) for file in sorted(shards, key=part_and_number)]
 
 
 def ngram_hashes(tokens):

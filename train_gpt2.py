@@ -7,7 +7,9 @@
 (On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
 
     gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu; the default
-    gpt2-medium, gpt2-large, gpt2-xl    350M, 774M and 1.6B parameters
+    gpt2-medium   350M parameters
+    gpt2-large    774M parameters
+    gpt2-xl       1.6B parameters
     speedrun      gpt2 on half as many tokens, with Muon and another schedule
     quickstart    a small model of bytes, on Python's own documentation
     chat          fine-tunes --init-from on conversations from smoltalk.py

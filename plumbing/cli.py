@@ -25,6 +25,7 @@ import sys
 import textwrap
 import time
 import traceback
+import types
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -127,7 +128,9 @@ def read_field(field):
         kind, *aliases = get_args(kind)
     if "positional" in aliases:
         return kind, [flag[2:].upper()]
-    if kind in (bool, bool | None):
+    if isinstance(kind, types.UnionType):  # bool | None
+        kind = get_args(kind)[0]
+    if kind is bool:
         return SWITCH, [flag, f"--no-{flag[2:]}"]
     if get_origin(kind) is Literal:
         kind = {choice: choice for choice in get_args(kind)}

@@ -151,7 +151,7 @@ def test_a_folder_without_validation_shards(folder):
     [
         ('{"tokenizer": "byt', "meta.json"),
         ('{"tokenizer": "bytes", "complete": false}', "not complete"),
-        ('{"tokenizer": "bytes", "shards": {"x_train_000001.npy": 50}}', "does not describe its shards"),
+        ('{"tokenizer": "bytes", "shards": {"x_train_000001.npy": 50}}', "0 tokens in meta.json"),
         ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken"),
     ],
 )
