@@ -414,8 +414,8 @@ def continue_meta(folder, path, meta):
 
 def settings(path, meta):
     """What must be the same in meta.json, besides the sources, if one run continues another."""
-    fixed = {"the number of parts": num_parts_of(path), "sources": None}
-    return meta["made_from"] | fixed | {key: meta[key] for key in ("dataset", "tokenizer")}
+    named = {"the number of parts": num_parts_of(path), "dataset": meta["dataset"], "tokenizer": meta["tokenizer"]}
+    return named | meta["made_from"] | {"sources": None}
 
 
 def compare_sources(old, meta):
