@@ -45,7 +45,9 @@ BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache
 def read_examples(path, enc):
     """[(line number, tokens)] of a HellaSwag file: the context with each ending."""
     if not os.path.exists(path):
-        raise UserError(f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval.")
+        raise UserError(
+            f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval."
+        )
     examples = []
     for number, example in read_json_lines(path):
         context, endings = example.get("ctx"), example.get("endings")

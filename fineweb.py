@@ -28,13 +28,19 @@ from plumbing import cli
 class Options:
     # The text
     dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
-    input: tuple[str, ...] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
+    input: tuple[
+        str, ...
+    ] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str = ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
+    separator: str = (
+        ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
+    )
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # The shards
-    out_dir: str | None = None  # folder of the shards; by default edu_fineweb10B, python_docs or the first file's name
+    out_dir: str | None = (
+        None  # folder of the shards; by default edu_fineweb10B, python_docs or the first file's name
+    )
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
@@ -87,14 +93,16 @@ def check_options(options):
     part, num_parts = map(int, match.groups()) if match else (1, 0)
     complaints = [
         (ready, "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."),
-        (part > num_parts, f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."),
+        (
+            part > num_parts,
+            f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4.",
+        ),
     ]
     cli.check(options, complaints, above_0="shard_size")
     return part % num_parts, num_parts
 
 
-# -----------------------------------------------------------------------------
-# Tokens
+# ----- Tokens -------------------------------------------------------------------------------------------
 
 
 def encode_pieces(enc, read):
@@ -119,7 +127,9 @@ def encode_all(enc, batches, num_proc):
             # subtle: threads that share a tokenizer take a tenth more CPU time, and a process a second to load GPT-2's,
             # which is pickled by name; a copy has neither fault
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
-            worker.encode = functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
+            worker.encode = (
+                functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
+            )
         return worker.encode(read)
 
     def take(batch, future):
@@ -163,7 +173,9 @@ def start_process(enc):
             send(question, process.stdin)
             answer = pickle.load(process.stdout)
         except ENDED:
-            answer = UserError("A process that tokenizes came to an end. If memory is short, use a smaller --num-proc.")
+            answer = UserError(
+                "A process that tokenizes came to an end. If memory is short, use a smaller --num-proc."
+            )
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -187,8 +199,7 @@ def serve():
     os._exit(0)  # another end would try once more to send what was left, and report a broken pipe
 
 
-# -----------------------------------------------------------------------------
-# Shards
+# ----- Shards -------------------------------------------------------------------------------------------
 
 
 def limit_tokens(stream, limit, bar):
@@ -263,8 +274,7 @@ def cut_into_shards(stream, shard_size, skip=0):
     yield shard[:filled], None
 
 
-# -----------------------------------------------------------------------------
-# From the options to a folder of shards
+# ----- From the options to a folder of shards -----------------------------------------------------------
 
 
 def prepare(options):
@@ -310,7 +320,9 @@ def plan(options, part, num_parts):
             return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
-        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part).")
+        raise UserError(
+            f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part)."
+        )
     recorded = [source.recorded() for source in sources]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
@@ -345,7 +357,9 @@ def make_shards(writer, options, enc, sources):
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
     try:
-        with tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5) as bar:
+        with tqdm(
+            total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5
+        ) as bar:
             stream = sample.remove_from(limit_tokens(encoded, limit, bar))
             for tokens, end in cut_into_shards(stream, options.shard_size, skip):
                 if end:
@@ -362,7 +376,9 @@ def check_disk_space(folder, size):
     free = shutil.disk_usage(folder).free
     if free < size:
         needed = f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free"
-        raise UserError(f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized.")
+        raise UserError(
+            f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized."
+        )
 
 
 def write_shard(writer, enc, tokens, end, sample):

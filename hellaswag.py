@@ -74,24 +74,32 @@ from plumbing.files import check_new_output, new_output
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
-PAD_TO = 16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
+PAD_TO = (
+    16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
+)
 # positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB
 # keep a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
-# -----------------------------------------------------------------------------
-# Data
+# ----- Data ---------------------------------------------------------------------------------------------
 
 
 def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
     for number, example in documents.read_json_lines(path):
-        texts = [example.get("activity_label"), example.get("ctx"), example.get("ctx_a", ""), example.get("ctx_b", "")]
+        texts = [
+            example.get("activity_label"),
+            example.get("ctx"),
+            example.get("ctx_a", ""),
+            example.get("ctx_b", ""),
+        ]
         if isinstance(example.get("endings"), list):
             texts += example["endings"]
         has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
-        if not has_texts or str(example.get("label")) not in list("0123"):  # the hub's copy has labels that are strings
+        if not has_texts or str(example.get("label")) not in list(
+            "0123"
+        ):  # the hub's copy has labels that are strings
             raise UserError(
                 f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, "
                 f"four texts as endings, and a label from 0 to 3. Fix or remove it: {cli.plain(example, 60)}"
@@ -161,8 +169,7 @@ def harness_text(example):
     return context, [clean(ending) for ending in example["endings"]]
 
 
-# -----------------------------------------------------------------------------
-# Scoring
+# ----- Scoring ------------------------------------------------------------------------------------------
 
 
 def truncate(example, block_size):
@@ -293,8 +300,7 @@ def evaluate(model, examples, n_vocab, **options):
     return Counts(len(examples), *correct.sum(1).tolist())
 
 
-# -----------------------------------------------------------------------------
-# Command line
+# ----- Command line -------------------------------------------------------------------------------------
 
 # what is printed, the prefix of names in --predictions, and which of the scores acc_norm compares
 CONVENTIONS = [

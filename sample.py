@@ -111,7 +111,9 @@ def complete(model, enc, options):
     prompt, num_samples, block_size = options.prompt, options.num_samples, model.config.block_size
     ids = enc.encode_ordinary(prompt)
     if len(ids) > block_size:
-        raise UserError(f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it.")
+        raise UserError(
+            f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it."
+        )
     if num_samples == 1:
         for piece in itertools.chain([prompt], stream_text(model, enc, ids, options)):
             print(piece, end="", flush=True)
@@ -178,10 +180,15 @@ def answer(model, enc, messages, options):
 
 def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
-    print("Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer.", file=sys.stderr)
+    print(
+        "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer.",
+        file=sys.stderr,
+    )
     if not tokenizer.has_chat_tokens(enc):
         remedy = f"To teach it, begin with smoltalk.py --init-from {options.model}."
-        print(f"note: {options.model} was not trained to chat, so it continues the text. {remedy}", file=sys.stderr)
+        print(
+            f"note: {options.model} was not trained to chat, so it continues the text. {remedy}", file=sys.stderr
+        )
     messages = []
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":

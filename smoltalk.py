@@ -28,9 +28,13 @@ from plumbing import cli
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
+    input: tuple[
+        str, ...
+    ] = ()  # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
-    init_from: str = ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
+    init_from: str = (
+        ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
+    )
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
     max_length: int = 0  # tokens per block: the sequence length to train with; 0: 1024, or the model's longest
@@ -57,8 +61,7 @@ HUB_DATASET = "HuggingFaceTB/smoltalk"
 ROLES = ("user", "assistant", "system")
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 
-# -----------------------------------------------------------------------------
-# Conversations
+# ----- Conversations ------------------------------------------------------------------------------------
 
 
 def read_hub():
@@ -82,7 +85,9 @@ def read_files(sources):
             for number, record in tqdm(lines, unit=" conversations", desc=source.name, delay=0.5):
                 fault = find_fault(record.get("messages"))
                 if fault:
-                    raise UserError(f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it.")
+                    raise UserError(
+                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it."
+                    )
                 yield record["messages"]
 
 
@@ -94,7 +99,9 @@ def find_fault(messages):
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
         if fields.get("role") not in ROLES or not isinstance(content, str) or not content.strip():
-            return f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
+            return (
+                f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
+            )
     return ""
 
 
@@ -115,8 +122,7 @@ def render_conversation(messages, enc, max_length=sys.maxsize):
     return ids, mask, stop
 
 
-# -----------------------------------------------------------------------------
-# Blocks and shards
+# ----- Blocks and shards --------------------------------------------------------------------------------
 
 
 def pack(conversations, max_length, pad):
@@ -201,8 +207,12 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
         del blocks[::10]
     write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
-    print(f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut")
-    print(f"after the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out")
+    print(
+        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut"
+    )
+    print(
+        f"after the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out"
+    )
 
 
 def training_command(init_from, folder, shape, max_length, lengths):

@@ -23,7 +23,9 @@ from plumbing import cli
 @dataclass
 class Options:
     input: tuple[str, ...] = ()  # files, folders, globs or URLs to learn from, as fineweb.py takes them
-    out: str = ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
+    out: str = (
+        ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
+    )
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
@@ -67,8 +69,7 @@ PATTERNS = {
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
 
-# -----------------------------------------------------------------------------
-# Opening a tokenizer, by its name or with a folder of shards
+# ----- Opening a tokenizer, by its name or with a folder of shards --------------------------------------
 
 
 def get_encoding(name_or_path):
@@ -84,7 +85,9 @@ def get_encoding(name_or_path):
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
-        problem = f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__})"
+        problem = (
+            f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__})"
+        )
         raise UserError(
             f"{problem}. Set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes."
         ) from None
@@ -130,8 +133,7 @@ def save_for_folder(enc, folder):
     write_encoding(enc, Path(folder, "tokenizer.tiktoken"))
 
 
-# -----------------------------------------------------------------------------
-# Tokenizers in files and in checkpoints
+# ----- Tokenizers in files and in checkpoints -----------------------------------------------------------
 
 
 def write_encoding(enc, path):
@@ -212,7 +214,9 @@ def encode_text(enc, text):
     """The ids of `text` as uint32, with special tokens treated as plain text. Avoids a Python list of ints."""
     try:
         return enc.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # half a surrogate pair, as JSON can spell one: replaced, as in tiktoken's `encode`
+    except (
+        UnicodeEncodeError
+    ):  # half a surrogate pair, as JSON can spell one: replaced, as in tiktoken's `encode`
         return encode_text(enc, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except ValueError:  # tiktoken's regex fails on a million blanks; two halves lose nothing
         middle = len(text) // 2
@@ -230,8 +234,7 @@ def token_bytes(enc):
     return num_bytes
 
 
-# -----------------------------------------------------------------------------
-# Training with Hugging Face's `tokenizers`
+# ----- Training with Hugging Face's `tokenizers` --------------------------------------------------------
 
 
 def byte_chars():

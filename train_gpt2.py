@@ -32,8 +32,7 @@ from typing import Literal
 
 from plumbing import cli  # before torch: sets how OpenMP threads wait
 
-# ----------------------------------------------------------------------------------------------------------
-# Configuration
+# ----- Configuration ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -142,8 +141,7 @@ import hellaswag
 import tokenizer
 from plumbing import checkpoint, distributed, fit, kernels, runs, shards
 
-# ----------------------------------------------------------------------------------------------------------
-# Model
+# ----- Model --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -353,8 +351,7 @@ def load_model(source):
     return GPT.from_state(shape, weights), enc
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Data
+# ----- Data ---------------------------------------------------------------------------------------------
 
 
 def permute(index, n, keys):
@@ -467,8 +464,7 @@ class DataLoaderLite:
         self.position = state["position"]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Schedules and optimizers
+# ----- Schedules and optimizers -------------------------------------------------------------------------
 
 
 def get_lr(step, config):
@@ -589,8 +585,7 @@ def apply_schedules(optimizers, step, config):
     return lr
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Evaluation
+# ----- Evaluation ---------------------------------------------------------------------------------------
 
 
 def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
@@ -642,8 +637,7 @@ def generate_samples(raw_model, enc, config, world):
     return [text + enc.decode(row).partition("<|end|>")[0] for row in rows]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Training
+# ----- Training -----------------------------------------------------------------------------------------
 
 
 def is_due(step, every, max_steps):

@@ -86,7 +86,9 @@ class Questions:
         with open(self.out / "programs.txt", "a+", encoding="utf-8") as file:
             start, left = file.tell(), self.deadline + 30 - time.monotonic()
             command = [sys.executable, *map(str, arguments)]
-            status = subprocess.run(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=left).returncode
+            status = subprocess.run(
+                command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=left
+            ).returncode
             file.seek(start)
             text = file.read()
         if status:
@@ -165,5 +167,7 @@ def run(options):
         torch.cuda.empty_cache()  # does nothing without CUDA
     left = ", ".join(name for name in asked if name not in answers)
     if left:
-        print(f"The {options.minutes:g} minutes are over. Run the same command again to measure the rest: {left}.")
+        print(
+            f"The {options.minutes:g} minutes are over. Run the same command again to measure the rest: {left}."
+        )
     return {"answers": answers}

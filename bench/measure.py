@@ -55,7 +55,9 @@ def measure(sides, rounds, work, unit, ours=None):
             side[ratio] = float(np.median(np.array(side[clock]) / work[name] / ours_per_unit))
         seconds, cpu_seconds = np.median(side["seconds"]), np.median(side["cpu_seconds"])
         side[f"{unit}_per_s"] = float(work[name] / seconds)
-        print(f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu_seconds:10.2f}", end="")
+        print(
+            f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu_seconds:10.2f}", end=""
+        )
         print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
     ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
@@ -77,4 +79,6 @@ def machine(device):
 
 def output_of(*command):
     """What a command prints; "" if it is not installed."""
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
+    return (
+        subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
+    )

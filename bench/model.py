@@ -70,13 +70,17 @@ def check_kernel(num_rows, vocab_size, device):
         error = (gradient[-256:].double() / scale - exact.grad).norm() / exact.grad.norm()
         loss_error = (losses[-256:] - exact_losses).abs().max()
         if not (error < limit and loss_error < 1e-4):
-            raise RuntimeError(f"The kernel is wrong: errors of {error:.1e} in gradients, {loss_error:.1e} in losses.")
+            raise RuntimeError(
+                f"The kernel is wrong: errors of {error:.1e} in gradients, {loss_error:.1e} in losses."
+            )
     return {"loss_error": loss_error.item(), "float8_gradient_error": error.item()}
 
 
 # A custom operator, so that torch.compile calls the kernel as it is
 @torch.library.custom_op("train_gpt2::cross_entropy", mutates_args=[])
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, float8: bool = True) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, float8: bool = True
+) -> tuple[Tensor, Tensor]:
     """The losses, and the logits' gradient in the logits' dtype, or in float8 times GRADIENT_SCALE."""
     from bench.triton_cross_entropy import kernel  # needs triton, which only CUDA builds of torch bring
 

@@ -45,7 +45,12 @@ def roofline(side, tok_per_s):
     mfu = {name: flops / peak for name, peak in peaks.items() if peak}
     print("MFU: " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
     longest = sorted(kernels, key=kernels.get, reverse=True)[:40]
-    return {"peaks": peaks, "mfu": mfu, "families": families, "kernels": {name: kernels[name] for name in longest}}
+    return {
+        "peaks": peaks,
+        "mfu": mfu,
+        "families": families,
+        "kernels": {name: kernels[name] for name in longest},
+    }
 
 
 def matmul_rate(a, b):

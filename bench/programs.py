@@ -34,7 +34,9 @@ def data(options):
         def ours():
             out_dir = tempfile.mkdtemp(dir=folder)
             with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
-                fineweb.prepare(fineweb.Options(input=(str(source),), out_dir=out_dir, tokenizer=options.tokenizer))
+                fineweb.prepare(
+                    fineweb.Options(input=(str(source),), out_dir=out_dir, tokenizer=options.tokenizer)
+                )
             return json.loads(Path(out_dir, "meta.json").read_text(encoding="utf-8"))["tokens"]
 
         def theirs():
@@ -51,7 +53,11 @@ def random_model(options):
     config = configure(options)
     torch.manual_seed(0)
     dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
-    return GPT(GPTConfig(**config.shape)).to(config.device).eval(), config, World(device=config.device, dtype=dtype)
+    return (
+        GPT(GPTConfig(**config.shape)).to(config.device).eval(),
+        config,
+        World(device=config.device, dtype=dtype),
+    )
 
 
 @torch.no_grad()

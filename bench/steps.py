@@ -180,8 +180,7 @@ def make_nanogpt(config, folder, checkout):
     return Reference(config, folder, model, lambda m, x, y: m(x, y)[1], optimizer)
 
 
-# -----------------------------------------------------------------------------
-# The benchmarks
+# ----- The benchmarks -----------------------------------------------------------------------------------
 
 
 def compare(makers, rounds, ours):

@@ -36,8 +36,7 @@ torch.serialization.add_safe_globals(
 )
 unpickle = functools.partial(torch.load, map_location="cpu", weights_only=True)
 
-# ----------------------------------------------------------------------------------------------------------
-# Reading
+# ----- Reading ------------------------------------------------------------------------------------------
 
 
 def list_checkpoints(folder):
@@ -63,7 +62,9 @@ def newest_checkpoint(source):
         except UserError as error:
             print(f"warning: {error} Skipping it and trying the checkpoint before it.", flush=True)
     if paths:
-        raise UserError(f"None of the checkpoints in {source} can be read. Restore one, or train with --no-resume.")
+        raise UserError(
+            f"None of the checkpoints in {source} can be read. Restore one, or train with --no-resume."
+        )
     return None
 
 
@@ -118,8 +119,7 @@ def peek_settings(*sources):
     return {}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A model for any purpose: its shape, weights and tokenizer
+# ----- A model for any purpose: its shape, weights and tokenizer ----------------------------------------
 
 
 def load_weights(model, weights):
@@ -165,8 +165,7 @@ def load_model_state(source):
     return shape, weights, enc
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The model that a run begins with
+# ----- The model that a run begins with -----------------------------------------------------------------
 
 
 def check_tokenizer(model_enc, enc, data):
@@ -180,7 +179,9 @@ def check_vocab_size(vocab_size, enc):
     """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
     if vocab_size < enc.n_vocab:
         found = f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}"
-        raise UserError(f"{found}. Use the model's own, or set a new model's --vocab-size to {enc.n_vocab} or more.")
+        raise UserError(
+            f"{found}. Use the model's own, or set a new model's --vocab-size to {enc.n_vocab} or more."
+        )
 
 
 def padded_vocab_size(enc):
@@ -219,8 +220,7 @@ def load_initial_weights(config, preset, enc):
     return {"config": shape, "model": weights}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Writing
+# ----- Writing ------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:

@@ -55,8 +55,7 @@ class UserError(Exception):
     """A mistake that the user can fix. Its message says in whole sentences what is wrong and what to do."""
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Flags
+# ----- Flags --------------------------------------------------------------------------------------------
 
 FLAG = re.compile("--?[A-Za-z]")  # the beginning of a flag; -1 is a value
 SEE_HELP = "Run with --help to see all flags."
@@ -176,7 +175,9 @@ def help_text(config_class, default):
     # examples and tables, which are indented, stay as they are
     paragraphs = [text if re.search("^ ", text, re.M) else fill(text) for text in paragraphs]
     program = Path(sys.argv[0])
-    usage = f"usage: python -m {program.parent.name}" if program.name == "__main__.py" else f"usage: {program.name}"
+    usage = (
+        f"usage: python -m {program.parent.name}" if program.name == "__main__.py" else f"usage: {program.name}"
+    )
     entries, column = [], " " * 25
     source = inspect.getsource(config_class)
     for above, field, comment in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", source):
@@ -267,8 +268,7 @@ def check(options, complaints=(), above_0="", below_1=""):
         raise UserError(" ".join(errors))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Messages
+# ----- Messages -----------------------------------------------------------------------------------------
 
 
 def plain(text, limit=200):
@@ -303,8 +303,7 @@ def quote(word):
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Running a program
+# ----- Running a program --------------------------------------------------------------------------------
 
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 
@@ -371,7 +370,9 @@ def fail(message):
     line = f"error: {plain(message, limit=2000)}"
     print(line, file=sys.stderr, flush=True)
     told = json.dumps({"message": line, "timestamp": int(time.time())})
-    with contextlib.suppress(KeyError, OSError):  # torchrun's own pages about the failed ranks then contain this line
+    with contextlib.suppress(
+        KeyError, OSError
+    ):  # torchrun's own pages about the failed ranks then contain this line
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
     leave(2)
 

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from plumbing.cli import UserError, first_line, is_rank_0
 
-# ----------------------------------------------------------------------------------------------------------
-# The device
+# ----- The device ---------------------------------------------------------------------------------------
 
 
 def choose_device(name):
@@ -29,7 +28,9 @@ def choose_device(name):
     if name == "auto":
         return known[0]
     if name not in known:
-        raise UserError(f"There is no device {name!r} here. Leave --device out, or choose from {', '.join(known)}.")
+        raise UserError(
+            f"There is no device {name!r} here. Leave --device out, or choose from {', '.join(known)}."
+        )
     return name
 
 
@@ -124,8 +125,7 @@ def enable_fused_attention(enabled):
     torch.backends.cuda.enable_mem_efficient_sdp(enabled)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The ranks
+# ----- The ranks ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,9 @@ class World:
         for rank, theirs in enumerate(gathered):
             names = [name for name in expected if theirs.get(name) != expected[name]]
             if names:
-                differences = "; ".join(f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names)
+                differences = "; ".join(
+                    f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names
+                )
                 advice = "Start all ranks with the same program, flags and data."
                 raise UserError(f"Rank {rank} does not agree with rank 0: {differences}. {advice}")
 
@@ -283,7 +285,10 @@ def setup_distributed(device):
             if rank >= world_size:
                 raise ValueError("ranks count from 0")
             store = create_store(rank, world_size)
-        except (RuntimeError, ValueError) as error:  # torch's, for addresses, ports, time-outs and what is not set
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch's, for addresses, ports, time-outs and what is not set
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "

@@ -34,9 +34,13 @@ OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$") 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
-MAX_PIECE = 2**17  # characters; a longer text without a token boundary, such as one repeated letter, is cut anyway
+MAX_PIECE = (
+    2**17
+)  # characters; a longer text without a token boundary, such as one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
-MAX_ROW_GROUP = 2**26  # bytes; a core reads a smaller one as a whole. FineWeb-Edu's have 1,000 documents, some 5 MB
+MAX_ROW_GROUP = (
+    2**26
+)  # bytes; a core reads a smaller one as a whole. FineWeb-Edu's have 1,000 documents, some 5 MB
 MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
@@ -79,7 +83,9 @@ def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
         names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
         if not names:
             kinds = ", ".join(types)
-            raise UserError(f"No file matches {pattern}. Give files that end in {kinds} (.gz and .zst are unpacked).")
+            raise UserError(
+                f"No file matches {pattern}. Give files that end in {kinds} (.gz and .zst are unpacked)."
+            )
         sources += [Source(name) if is_url(name) else local_source(name) for name in names]
     return sources
 
@@ -141,7 +147,9 @@ def explain_errors(name):
         problem = "is damaged, or not what its name says"
         if isinstance(error, UnicodeError):
             problem = "is not UTF-8 text (iconv -t UTF-8 converts it)"
-        raise UserError(f"{name} {problem}: {cli.first_line(error)}. Replace it, and run this command again.") from None
+        raise UserError(
+            f"{name} {problem}: {cli.first_line(error)}. Replace it, and run this command again."
+        ) from None
 
 
 def open_parquet(source, text_column):
@@ -191,9 +199,8 @@ def read_jsonl(source, text_column):
     for number, record in read_json_lines(source.path, source.name):
         text = record.get(text_column)
         if not isinstance(text, str):
-            wrong = (
-                f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {', '.join(record)}"
-            )
+            keys = ", ".join(record)
+            wrong = f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {keys}"
             raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove that line.")
         yield Piece(text, True)
 
@@ -211,7 +218,9 @@ def read_json_lines(path, name=None):
                     raise ValueError("it is not a JSON object")
             except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
                 reason = getattr(error, "msg", error)
-                raise UserError(f"Line {number} of {name} is not valid JSON: {reason}. Fix or remove it.") from None
+                raise UserError(
+                    f"Line {number} of {name} is not valid JSON: {reason}. Fix or remove it."
+                ) from None
             yield number, record
 
 
@@ -255,8 +264,12 @@ def split_text(blocks, separator="", name=""):
                 yield Piece(text, starts)
             starts = True
         if len(held) > whole:
-            stop = len(held.rstrip(line_ends)) - len(separator)  # the separator may have begun in the last characters
-            cut = find_token_boundary(held, max(0, len(held) - 2 * BLOCK_CHARS), stop)  # not once more what is before
+            stop = len(held.rstrip(line_ends)) - len(
+                separator
+            )  # the separator may have begun in the last characters
+            cut = find_token_boundary(
+                held, max(0, len(held) - 2 * BLOCK_CHARS), stop
+            )  # not once more what is before
             if len(held) > MAX_PIECE:
                 cut = cut or len(held) - len(separator)
             if cut:
@@ -325,8 +338,7 @@ def docstrings(path, module):
     return "\n\n".join(parts)
 
 
-# -----------------------------------------------------------------------------
-# Downloads
+# ----- Downloads ----------------------------------------------------------------------------------------
 
 
 def retry(name, advice, function, attempts=3):
@@ -342,7 +354,9 @@ def retry(name, advice, function, attempts=3):
             cause = error.__cause__ or error  # atomic_write turns the connection's errors, too, into a UserError
             if isinstance(cause, UserError):
                 raise
-            status = getattr(cause, "code", None) or getattr(getattr(cause, "response", None), "status_code", None)
+            status = getattr(cause, "code", None) or getattr(
+                getattr(cause, "response", None), "status_code", None
+            )
             number = getattr(cause, "errno", None)
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."
@@ -415,7 +429,9 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
             source = next_download.get() if next_download else fetch(sources[number], folder, attempts)
             if prefetch and number + 1 < len(sources):
                 next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
-            batches = [] if skip else list_row_groups(source, text_column)  # a file begun before is read by this core
+            batches = (
+                [] if skip else list_row_groups(source, text_column)
+            )  # a file begun before is read by this core
             for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
                 yield Batch(number, first, read)
             skip = 0

@@ -62,13 +62,17 @@ def atomic_write(path, mode="wb", **kwargs):
     part, file = path.with_name(f".{path.name}.part"), None
     check_replaceable(path)
     try:
-        part.unlink(missing_ok=True)  # left by a process that was killed; a link is removed, and not what it points to
+        part.unlink(
+            missing_ok=True
+        )  # left by a process that was killed; a link is removed, and not what it points to
         with open(part, mode.replace("w", "x"), **kwargs) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             if not is_same_file(file.fileno(), part):
-                raise UserError(f"Another process is writing {path}, too. Wait until it has ended, and try again.")
+                raise UserError(
+                    f"Another process is writing {path}, too. Wait until it has ended, and try again."
+                )
         check_replaceable(path)
         os.replace(part, path)
     except BaseException as error:
@@ -77,7 +81,9 @@ def atomic_write(path, mode="wb", **kwargs):
                 part.unlink()
         if isinstance(error, OSError):
             reason = error.strerror or error
-            raise UserError(f"Could not write {path}: {reason}. Check its folder and the room on its disk.") from error
+            raise UserError(
+                f"Could not write {path}: {reason}. Check its folder and the room on its disk."
+            ) from error
         raise
 
 
@@ -117,7 +123,9 @@ class FolderLock(contextlib.AbstractContextManager):
     def check(self):
         """Raise UserError if the locked folder is no longer the one at its path."""
         if not is_same_file(self.descriptor, self.path):
-            raise UserError(f"{self.folder} has been moved or replaced. Put it back and run the same command again.")
+            raise UserError(
+                f"{self.folder} has been moved or replaced. Put it back and run the same command again."
+            )
 
     def __exit__(self, *exception):
         """Release the lock, and remove the folders that it created and that are still empty."""
@@ -139,7 +147,9 @@ def lock_folder(folder, name=".lock"):
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can be locked and not written
+    is_anothers = path.exists() and not os.access(
+        path, os.W_OK
+    )  # another user's, which can be locked and not written
     flags = os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     owner = os.read(descriptor, 1000).decode(errors="replace")
@@ -150,7 +160,9 @@ def lock_folder(folder, name=".lock"):
     except BlockingIOError:
         os.close(descriptor)
         user = owner or "another process"
-        raise UserError(f"{folder} is in use by {user}. Wait until it has ended, or choose another folder.") from None
+        raise UserError(
+            f"{folder} is in use by {user}. Wait until it has ended, or choose another folder."
+        ) from None
     except OSError as error:
         print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock

@@ -11,8 +11,7 @@ from plumbing import distributed, mirror
 from plumbing.cli import UserError, check, count, first_line, flag_of
 from plumbing.distributed import print0
 
-# ----------------------------------------------------------------------------------------------------------
-# Before anything is loaded
+# ----- Before anything is loaded ------------------------------------------------------------------------
 
 
 def check_config(config, world_size):
@@ -37,14 +36,26 @@ def check_config(config, world_size):
         not_a_multiple(c, "n_embd", n_head, f"--n-head {n_head}"),
         not_a_multiple(c, "total_batch_size", tokens, smallest, advice),
         not_enough_memory(c, device),
-        (uneven_ramp, f"--batch-ramp starts at 32,768 tokens, no multiple of {tokens} that divides {total}. Use 0."),
+        (
+            uneven_ramp,
+            f"--batch-ramp starts at 32,768 tokens, no multiple of {tokens} that divides {total}. Use 0.",
+        ),
         (too_many, f"{ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."),
         (not c.out_dir, "--out-dir is empty. Give the folder in which the run is to be kept."),
-        (T > c.block_size, f"--sequence-length {T} is above --block-size {c.block_size}. Lower it, or raise that."),
-        (c.val_tokens < T, f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."),
+        (
+            T > c.block_size,
+            f"--sequence-length {T} is above --block-size {c.block_size}. Lower it, or raise that.",
+        ),
+        (
+            c.val_tokens < T,
+            f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence.",
+        ),
         (c.decay_fraction > 1, f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."),
         # nanoGPT's word
-        (c.init_from == "resume", "--init-from names a model. To resume a run, repeat its command without that flag."),
+        (
+            c.init_from == "resume",
+            "--init-from names a model. To resume a run, repeat its command without that flag.",
+        ),
         (c.wandb and not mirror.is_installed(), "--wandb needs a package. Install it with: pip install wandb"),
     ]
     if c.dtype == "fp8":
@@ -77,8 +88,7 @@ def not_enough_memory(c, device):
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Before the first step
+# ----- Before the first step ----------------------------------------------------------------------------
 
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on the worst one
 
@@ -118,7 +128,9 @@ def find_what_fits(raw_model, wrap, config, world):
             print0(f"warning: {failed} failed ({reason}). Continuing without it.")
             distributed.enable_fused_attention("Fused attention" in optional)
         elif B == 1:
-            raise UserError(f"{T} tokens do not fit in memory. Try --activation-checkpointing or a smaller model.")
+            raise UserError(
+                f"{T} tokens do not fit in memory. Try --activation-checkpointing or a smaller model."
+            )
         else:
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             print0(f"warning: Out of memory. Continuing with --batch-size {B}.")

@@ -69,7 +69,9 @@ def read_weights(directory):
 
     paths = list(filter(Path.is_file, directory.glob("model*.safetensors")))
     if not paths:
-        raise UserError(f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}")
+        raise UserError(
+            f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}"
+        )
     found, weights = {}, {}
     try:
         for path in paths:

@@ -64,7 +64,9 @@ def import_tokenizer(directory):
             raise ValueError("tiktoken gives the same text other ids")
     except Exception as error:  # the library raises nothing more specific
         problem = f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}"
-        raise UserError(f"{problem}. Copy its files again, or use a model with a tokenizer like GPT-2's.") from None
+        raise UserError(
+            f"{problem}. Copy its files again, or use a model with a tokenizer like GPT-2's."
+        ) from None
     return enc
 
 

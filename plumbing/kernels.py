@@ -55,7 +55,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index, cross_entropy):
         x, x_scale = to_float8(x)
         weight, weight_scale = to_float8(weight)
-        logits = torch._scaled_mm(x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        logits = torch._scaled_mm(
+            x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
         losses, gradient = cross_entropy(logits, targets, ignore_index)
         ctx.save_for_backward(x, x_scale, weight, weight_scale, gradient)
         return losses.sum()

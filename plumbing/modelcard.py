@@ -21,7 +21,9 @@ DATASETS = {
     "conversations": "the author's own conversations",
 }
 # settings that say where files are on the author's machine, or how the run was watched
-NOT_OF_THE_MODEL = set("data out_dir init_from branch_from resume device hellaswag_data sample_prompt wandb".split())
+NOT_OF_THE_MODEL = set(
+    "data out_dir init_from branch_from resume device hellaswag_data sample_prompt wandb".split()
+)
 
 TEMPLATE = """\
 ---

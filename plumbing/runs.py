@@ -46,8 +46,7 @@ OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "comp
 # the names of what this program writes into a run's folder
 OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
 
-# ----------------------------------------------------------------------------------------------------------
-# Finding what a run continues
+# ----- Finding what a run continues ---------------------------------------------------------------------
 
 
 def claim(config, world):
@@ -71,9 +70,13 @@ def inherit(config, parse):
         length = then.get("block_size", math.inf)
         taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
     elif "max_steps" in then:  # the settings of a run
-        taken = {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
+        taken = {
+            name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH
+        }
     else:
-        raise UserError(f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt.")
+        raise UserError(
+            f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt."
+        )
     changed = parse(taken)
     words = [f"{name} {value}" for name, value in vars(changed).items() if value != getattr(config, name)]
     if words:
@@ -107,7 +110,9 @@ def find_start(config, preset, enc, fingerprints):
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
     then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
-        raise UserError(f"The shards in {config.data} are not those of the run. Give those, or start another run.")
+        raise UserError(
+            f"The shards in {config.data} are not those of the run. Give those, or start another run."
+        )
     hf, finished = Path(config.out_dir, "hf"), False
     if saved["step"] == config.max_steps:
         finished = is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
@@ -121,7 +126,9 @@ def load_state(source):
     """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
     saved = checkpoints.newest_checkpoint(source)
     if saved and "optimizer" not in saved:
-        raise UserError(f"{source} has weights, but no state of a run. To start a run from them, use --init-from.")
+        raise UserError(
+            f"{source} has weights, but no state of a run. To start a run from them, use --init-from."
+        )
     # older versions did not write these
     return saved and {"temporary": [], "val_fingerprint": None} | saved
 
@@ -151,12 +158,16 @@ def check_branch(config, saved):
     parent = Path(config.branch_from)
     folder = parent.parent if parent.is_file() else parent
     if folder.samefile(config.out_dir):  # also with --no-resume, which would move the parent aside
-        raise UserError(f"--branch-from continues the run in {folder} itself. Choose another --out-dir for the branch.")
+        raise UserError(
+            f"--branch-from continues the run in {folder} itself. Choose another --out-dir for the branch."
+        )
     changed = changes(config, saved["config"])
     changed.pop("branch_from", None)
     fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
     if fixed:
-        raise UserError(f"A branch of {parent} keeps its settings: {say(fixed)}. Leave them out, or use --init-from.")
+        raise UserError(
+            f"A branch of {parent} keeps its settings: {say(fixed)}. Leave them out, or use --init-from."
+        )
     if saved["step"] >= config.max_steps:
         done, steps = saved["step"], config.max_steps
         raise UserError(f"--max-steps is {steps}, but {parent} has done {done} steps already. Give more steps.")
@@ -176,8 +187,7 @@ def launch():
     return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Starting a run
+# ----- Starting a run -----------------------------------------------------------------------------------
 
 
 def start_run(config, start_step, saved):
@@ -226,7 +236,9 @@ def describe_run(config, start_step, saved):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        if shutil.which("git")
+        else "",
         "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
     }
     return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
@@ -279,7 +291,11 @@ def install_signal_handlers():
             os._exit(128 + number)
         received.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):  # Windows has no SIGHUP
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        getattr(signal, "SIGHUP", signal.SIGINT),
+    ):  # Windows has no SIGHUP
         signal.signal(number, record)
     return received
 
@@ -292,8 +308,7 @@ def diverged(step, loss, norm, where, out_dir):
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A run in progress
+# ----- A run in progress --------------------------------------------------------------------------------
 
 
 class Run(contextlib.AbstractContextManager):
@@ -451,4 +466,6 @@ def duration(seconds):
     minutes = int(seconds) // 60
     if minutes < 10:
         return f"{minutes}:{int(seconds) % 60:02d}"
-    return f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"
+    return (
+        f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"
+    )

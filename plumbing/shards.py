@@ -79,10 +79,14 @@ def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
     try:
         found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
         if found != dtype or len(shape) != 1 or length not in (None, *shape):
-            raise ValueError(f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)")
+            raise ValueError(
+                f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
+            )
     except (ValueError, FileNotFoundError) as error:
         reason = cli.first_line(error)
-        raise UserError(f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again.") from None
+        raise UserError(
+            f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again."
+        ) from None
     return Shard(path, dtype, shape[0], offset, open_file)
 
 
@@ -154,8 +158,7 @@ def sample(path):
     return sampled
 
 
-# -----------------------------------------------------------------------------
-# What a run checks before it trains
+# ----- What a run checks before it trains ---------------------------------------------------------------
 
 
 def check_size(loader, folder, split, num_tokens):
@@ -192,7 +195,9 @@ def check_token_ids(shards, tokenizer, n_vocab):
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
     if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and cli.is_rank_0():
-        print(f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as")
+        print(
+            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as"
+        )
         print(f"{tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input.")
 
 
@@ -202,16 +207,22 @@ def check_masks(masks):
         return
     largest, path = find_largest(masks)
     if largest != 1:
-        raise UserError(f"The largest value in loss mask {path} is {largest}, not 1. Make it again with smoltalk.py.")
+        raise UserError(
+            f"The largest value in loss mask {path} is {largest}, not 1. Make it again with smoltalk.py."
+        )
 
 
 def check_meta(folder, shards):
     """Raise UserError unless the meta.json in `folder`, if it has any, are complete and list the shards."""
     if (Path(folder) / "meta.pkl").exists():
-        raise UserError(f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input.")
+        raise UserError(
+            f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input."
+        )
     metas = read_metas(folder).values()
     if not all(meta["complete"] and meta["tokens"] in (0, sum(meta["shards"].values())) for meta in metas):
-        raise UserError(f"The shards in {folder} are not complete. Rerun the command that makes them: it continues.")
+        raise UserError(
+            f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
+        )
     listed = {name: length for meta in metas for name, length in meta["shards"].items()}
     found = {shard.path.name: len(shard) for shard in shards}
     if listed and listed != found:
@@ -222,8 +233,7 @@ def check_meta(folder, shards):
         )
 
 
-# -----------------------------------------------------------------------------
-# Writing
+# ----- Writing ------------------------------------------------------------------------------------------
 
 
 def shard_name(prefix, number):
@@ -341,7 +351,9 @@ class ShardWriter:
         self.meta["complete"] = True
         self.save()
         lengths = split_lengths([self.meta])
-        print(f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on")
+        print(
+            f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
+        )
         num_shards = cli.count(len(self.meta["shards"]), "shard")
         print(f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}")
 
@@ -367,14 +379,18 @@ def num_parts_of(path):
 
 # ends: for each shard, the position in the input at which it ends (source, piece, token; with a sampled validation
 # split, also the tokens sampled so far), and the number of documents so far
-META_TYPES = dict(dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards=dict, complete=bool)
+META_TYPES = dict(
+    dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards=dict, complete=bool
+)
 META_TYPES |= dict(made_from=dict, ends=dict)
 
 
 def new_meta(dataset, enc, made_from):
     """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
     if enc.n_vocab > 2**16:
-        raise UserError(f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one.")
+        raise UserError(
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
+        )
     meta = {key: kind() for key, kind in META_TYPES.items()}
     meta |= {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
     return meta
@@ -399,7 +415,9 @@ def continue_meta(folder, path, meta):
     if not metas:
         is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
     if not is_ours:
-        raise UserError(f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder.")
+        raise UserError(
+            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
+        )
     for other_path, old in metas.items():
         was, now = settings(other_path, old), settings(path, meta)
         changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
@@ -408,13 +426,21 @@ def continue_meta(folder, path, meta):
         for key, before, after in changes:
             if before != after:
                 change = f"{key} was {cli.plain(repr(before))} and is now {cli.plain(repr(after))}"
-                raise UserError(f"{folder} has shards of other data: {change}. Choose another folder with --out-dir.")
-    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of files that were fixed
+                raise UserError(
+                    f"{folder} has shards of other data: {change}. Choose another folder with --out-dir."
+                )
+    return metas.get(path, meta) | {
+        "made_from": meta["made_from"]
+    }  # with the present sizes of files that were fixed
 
 
 def settings(path, meta):
     """What must be the same in meta.json, besides the sources, if one run continues another."""
-    named = {"the number of parts": num_parts_of(path), "dataset": meta["dataset"], "tokenizer": meta["tokenizer"]}
+    named = {
+        "the number of parts": num_parts_of(path),
+        "dataset": meta["dataset"],
+        "tokenizer": meta["tokenizer"],
+    }
     return named | meta["made_from"] | {"sources": None}
 
 

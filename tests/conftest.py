@@ -40,13 +40,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._pytree import tree_flatten
-
 import tokenizer
+import torch
 import train_gpt2
 from plumbing import cli, distributed, modelcard, runs
 from plumbing.checkpoint import list_checkpoints, newest_checkpoint
+from torch.utils._pytree import tree_flatten
 
 torch.set_num_threads(1)
 # the picture of its losses takes as long as the rest of a tiny run: only test_modelcard.py and the real scripts draw it

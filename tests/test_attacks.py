@@ -8,7 +8,14 @@ import types
 from pathlib import Path
 
 import pytest
+import sample
+import tokenizer
 import torch
+import train_gpt2
+from plumbing import runs
+from plumbing.cli import UserError
+from plumbing.files import lock_folder
+
 from conftest import (
     flags,
     killed_at,
@@ -24,13 +31,6 @@ from conftest import (
     torchrun,
     train,
 )
-
-import sample
-import tokenizer
-import train_gpt2
-from plumbing import runs
-from plumbing.cli import UserError
-from plumbing.files import lock_folder
 
 try:
     import resource
@@ -79,8 +79,7 @@ def change_checkpoint(path, change):
     torch.save(content, path)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# One process per folder
+# ----- One process per folder ---------------------------------------------------------------------------
 
 
 def test_a_folder_belongs_to_one_process(folder, capsys):
@@ -119,8 +118,7 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
     assert listing(others) == before
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A run is what its checkpoint says, on the data that it was started on
+# ----- A run is what its checkpoint says, on the data that it was started on ----------------------------
 
 
 def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
@@ -173,8 +171,7 @@ def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_t
     assert (folder / "run.1" / "model_00004.pt").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Ranks agree or stop
+# ----- Ranks agree or stop ------------------------------------------------------------------------------
 
 
 def train_alone_otherwise(args, changes, data, version):
@@ -206,8 +203,7 @@ def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
     succeed(train_alone_otherwise, args, changes, data, "", output=output, ranks=2)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Only our own files, and what the machine has
+# ----- Only our own files, and what the machine has -----------------------------------------------------
 
 
 def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_in(folder, monkeypatch, capsys):
@@ -296,8 +292,7 @@ def test_more_shards_than_files_may_be_open(folder, tmp_path):
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Checkpoints of the peers
+# ----- Checkpoints of the peers -------------------------------------------------------------------------
 
 
 def peer_weights(bias=True):
@@ -345,7 +340,10 @@ def test_a_peers_checkpoint_is_read(name, peers):
     [
         (lambda c: c["model_args"].update(n_head=3), "an n_head of 3"),
         (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}), "lm_head.weight"),
-        (lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}), "transformer.ln_f.weight"),
+        (
+            lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}),
+            "transformer.ln_f.weight",
+        ),
         (lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"), "transformer.ln_f.weight"),
         (lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()], "not finite"),
     ],

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import listing, make_shards, patched, read_log, refused, run, status_of, tiny_flags, torchrun, train
-
 import train_gpt2
 from plumbing import checkpoint, distributed, documents, fit
 from plumbing.cli import UserError
+
+from conftest import listing, make_shards, patched, read_log, refused, run, status_of, tiny_flags, torchrun, train
 
 try:
     import resource
@@ -61,8 +61,7 @@ def error_of_run(folder, **changes):
     return line
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Configuration
+# ----- Configuration ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,7 @@ def test_a_configuration_that_cannot_be(changes, said, folder):
     assert all(text in line for text in said), line
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Data
+# ----- Data ---------------------------------------------------------------------------------------------
 
 
 class Touch:
@@ -169,8 +167,7 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Checkpoints
+# ----- Checkpoints --------------------------------------------------------------------------------------
 
 
 def other_encoding():
@@ -258,8 +255,7 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder, monkeyp
     assert (folder / "touched").exists(), "the file does hold code"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Environment
+# ----- Environment --------------------------------------------------------------------------------------
 
 
 def test_hellaswag_is_not_there_or_damaged(folder):
@@ -348,8 +344,7 @@ def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_
     assert not (tmp_path / "out").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A full disk
+# ----- A full disk --------------------------------------------------------------------------------------
 
 needs_limits = pytest.mark.skipif(resource is None, reason="Windows has no limits on the size of files")
 

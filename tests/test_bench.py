@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, flags, refusal_of, status_of
-
 import train_gpt2
 from bench import gpu, steps
 from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
+
+from conftest import ROOT, flags, refusal_of, status_of
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
 TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,total_batch_size=64"
@@ -130,7 +130,9 @@ def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch, has_bfloat16):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or torch.nn.Sequential(model))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: compiled.append(model) or torch.nn.Sequential(model)
+    )
     monkeypatch.setattr(torch.nn.Sequential, "forward", lambda self, *args, **options: self[0](*args, **options))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
     numbers = measure("ladder", settings=f"{SHAPE},batch_size=1,sequence_length=16,total_batch_size=16")
@@ -152,7 +154,10 @@ def test_mistakes_are_one_line(tmp_path):
         "is not a multiple of 48": ["train", "--settings", "batch_size=3,sequence_length=16"],
         "--max-new-tokens is 0": ["sample", "--max-new-tokens", "0"],
         "--n-embd is -4": ["sample", "--settings", "n_embd=-4"],
-        "no-such.jsonl": ["hellaswag", *flags(hellaswag=tmp_path / "no-such.jsonl", tokenizer="bytes", settings=TINY)],
+        "no-such.jsonl": [
+            "hellaswag",
+            *flags(hellaswag=tmp_path / "no-such.jsonl", tokenizer="bytes", settings=TINY),
+        ],
         "tpu": ["train", "--device", "tpu"],
     }
     for part, args in mistakes.items():
@@ -160,8 +165,7 @@ def test_mistakes_are_one_line(tmp_path):
         assert status == 2 and error.startswith("error: ") and part in error and error.count("\n") == 1, error
 
 
-# -----------------------------------------------------------------------------
-# What a GPU is asked, as far as a CPU goes
+# ----- What a GPU is asked, as far as a CPU goes --------------------------------------------------------
 
 
 @pytest.fixture
@@ -239,15 +243,16 @@ def test_what_was_not_measured_as_asked_is_an_error_not_a_number(ask, monkeypatc
     monkeypatch.setattr(train_gpt2, "fit_to_machine", fit_half)
     entries = {"compiled": gpu.Questions.step, "trainer": gpu.Questions.trainer, "B": gpu.Questions.step}
     changes = {"compiled": "compile=True", "trainer": "max_lr=-1.0", "B": ""}
-    monkeypatch.setattr(gpu, "questions", lambda q: {name: (1, ask, q, changes[name]) for name, ask in entries.items()})
+    monkeypatch.setattr(
+        gpu, "questions", lambda q: {name: (1, ask, q, changes[name]) for name, ask in entries.items()}
+    )
     answers = ask()
     assert "torch.compile failed" in answers["compiled"]["error"]
     assert "Only 1 of 2 sequences fit in memory" in answers["B"]["error"]
     assert "status 2: error:" in answers["trainer"]["error"] and "-1.0" in answers["trainer"]["error"]
 
 
-# -----------------------------------------------------------------------------
-# The Triton kernel. Triton decides when it is imported whether its kernels run in its interpreter, that is, on a CPU
+# ----- The Triton kernel. When it is imported, Triton decides whether kernels run in its interpreter, on a CPU
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton, which CUDA builds of torch bring")

@@ -11,7 +11,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import sample
 import torch
+import train_gpt2
+from plumbing import runs
+from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.runs import Run
+
 from conftest import (
     assert_same_run,
     assert_same_tensors,
@@ -31,12 +37,6 @@ from conftest import (
     wait_for_checkpoint,
     write_half,
 )
-
-import sample
-import train_gpt2
-from plumbing import runs
-from plumbing.checkpoint import load_checkpoint, newest_checkpoint
-from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9)
 
@@ -60,12 +60,17 @@ def branched(out_dir):
     return json.loads([line for line in lines if line.startswith("branched: ")][-1].removeprefix("branched: "))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A branch without changes
+# ----- A branch without changes -------------------------------------------------------------------------
 
 EPOCHS = dict(total_batch_size=1024, batch_size=32)  # 64 of 293 windows a step: step 6 is in the second epoch
 RAMP = dict(  # 32K tokens a step, in step 4 twice and from step 5 on three times as many
-    total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, n_layer=1, n_embd=16, max_steps=6, warmup_steps=5
+    total_batch_size=3 * 2**15,
+    batch_ramp=6 * 2**15,
+    batch_size=256,
+    n_layer=1,
+    n_embd=16,
+    max_steps=6,
+    warmup_steps=5,
 )
 
 
@@ -160,8 +165,7 @@ def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, fo
     assert branched(tmp_path / "out")["step"] == 4
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What a branch may not change
+# ----- What a branch may not change ---------------------------------------------------------------------
 
 
 def assert_refused(folder, out_dir, *texts, **options):
@@ -235,8 +239,7 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What a branch may change, and that it takes effect
+# ----- What a branch may change, and that it takes effect -----------------------------------------------
 
 
 @contextlib.contextmanager
@@ -328,8 +331,7 @@ def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
         assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Extended, and decayed from anywhere
+# ----- Extended, and decayed from anywhere --------------------------------------------------------------
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 
@@ -364,8 +366,7 @@ def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp
         assert float(read_log(tmp_path / f"branch{step}", "lr")[max_steps - 1]) < 3e-3 / 3
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The best and the milestones stay
+# ----- The best and the milestones stay -----------------------------------------------------------------
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
 SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from conftest import ROOT
-
 import train_gpt2
 from plumbing import cli
 from plumbing.cli import UserError
+
+from conftest import ROOT
 
 
 @dataclass
@@ -47,8 +47,7 @@ def error_of(*args, config_class=Options, **kwargs):
     return str(error.value)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Flags
+# ----- Flags --------------------------------------------------------------------------------------------
 
 
 def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
@@ -72,7 +71,10 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
-        (["Hi", "--max-lr", "3", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
+        (
+            ["Hi", "--max-lr", "3", "there"],
+            "The argument 'there' was not expected. Run with --help to see all flags.",
+        ),
         (["--tf32=maybe"], "--tf32 cannot be 'maybe'. Choose from true, false."),
         (["--compil=False"], "There is no flag called --compil. Did you mean --compile?"),
         (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
@@ -96,8 +98,7 @@ def test_all_mistakes_are_told_at_once():
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Suggestions
+# ----- Suggestions --------------------------------------------------------------------------------------
 
 
 def test_the_names_of_other_trainers_are_answered_with_ours():
@@ -133,8 +134,7 @@ def test_a_suggestion_names_the_nearest_or_all():
     assert cli.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Help
+# ----- Help ---------------------------------------------------------------------------------------------
 
 
 def help_of(capsys, config_class=Options, **kwargs):
@@ -233,8 +233,7 @@ def test_a_preset_without_its_flag_and_an_unknown_one_are_told_with_the_other_mi
     assert str(error.value).endswith("There is no flag called --max-iters. Use --max-steps.")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Programs
+# ----- Programs -----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import errno, os, sys, time
@@ -296,7 +295,8 @@ TALK = [
 
 
 @pytest.mark.parametrize(
-    "shell", ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"]
+    "shell",
+    ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_the_console_does_not_end_a_program(shell, unbuffered, tmp_path):

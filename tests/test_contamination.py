@@ -3,14 +3,14 @@
 import json
 import random
 
+import contamination
 import numpy as np
+import tokenizer
+from fineweb import Options, prepare
+
 from conftest import refused
 from test_fineweb import read
 from test_tokenizer import corpus, train_small
-
-import contamination
-import tokenizer
-from fineweb import Options, prepare
 
 
 def nonsense(rng, words, count):

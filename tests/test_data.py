@@ -10,10 +10,10 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from conftest import make_shards
-
 from plumbing.cli import UserError
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
+
+from conftest import make_shards
 
 
 def counting_shards(folder, lengths):
@@ -63,8 +63,7 @@ def random_cases(n, seed=0):
             yield lengths, T, S, rng.sample(layouts, 3)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The order of the windows
+# ----- The order of the windows -------------------------------------------------------------------------
 
 
 def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
@@ -99,8 +98,7 @@ def test_the_order_differs_between_epochs_and_seeds(tmp_path):
     assert len(orders) == 4
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The permutation
+# ----- The permutation ----------------------------------------------------------------------------------
 
 
 def keys(seed):
@@ -136,8 +134,7 @@ def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus()
     assert peak < 100_000
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Position
+# ----- Position -----------------------------------------------------------------------------------------
 
 
 def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path):
@@ -157,8 +154,7 @@ def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path
             assert torch.equal(got[0], x) and torch.equal(got[1], y)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Masks
+# ----- Masks --------------------------------------------------------------------------------------------
 
 
 def test_masked_targets_are_ignored_and_counted(tmp_path):
@@ -177,8 +173,7 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
         assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What is refused; what else can be wrong with a file is in test_shards.py, and missing shards are in test_bad_input.py
+# ----- What is refused; see also test_shards.py and, for missing shards, test_bad_input.py
 
 
 def expect_refusal(folder, text):
@@ -202,8 +197,7 @@ def test_shards_shorter_than_a_window_are_refused(tmp_path):
     expect_refusal(counting_shards(tmp_path, [4]), "0 tokens in sequences of 4 and one more, but 4 are needed")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Reading ahead
+# ----- Reading ahead ------------------------------------------------------------------------------------
 
 
 def test_two_batches_are_read_ahead_each_once_and_no_later_one_overwrites_one(tmp_path):

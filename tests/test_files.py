@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, patched
-
 from plumbing import files
 from plumbing.cli import UserError
 from plumbing.files import atomic_write, lock_folder, new_output, open_regular
+
+from conftest import ROOT, patched
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
 
@@ -133,7 +133,9 @@ def test_an_output_that_the_user_names_is_new(tmp_path):
 def test_an_output_may_be_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     texts = []
-    reader = threading.Thread(target=lambda: texts.append((tmp_path / "pipe").read_text(encoding="utf-8")), daemon=True)
+    reader = threading.Thread(
+        target=lambda: texts.append((tmp_path / "pipe").read_text(encoding="utf-8")), daemon=True
+    )
     reader.start()
     with new_output(tmp_path / "pipe") as file:
         file.write("through it")

@@ -23,16 +23,12 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fineweb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from conftest import ROOT, die_at, listing, patched, refused, run, status_of
-from test_tokenizer import train_small
-from tqdm import tqdm
-
-import fineweb
 import tokenizer
 import train_gpt2
 from fineweb import Options, prepare
@@ -40,6 +36,10 @@ from plumbing import documents
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 from plumbing.shards import new_meta
+from tqdm import tqdm
+
+from conftest import ROOT, die_at, listing, patched, refused, run, status_of
+from test_tokenizer import train_small
 
 TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
 WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
@@ -117,8 +117,7 @@ def full_disk(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
 
 
-# -----------------------------------------------------------------------------
-# Reading
+# ----- Reading ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst"])
@@ -132,7 +131,9 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
         texts = texts if "jsonl" in kind else [content]
         data = content.encode()
         if kind.endswith("gz"):
-            data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])  # of two members, as pigz and cat make them
+            data = gzip.compress(data[:1000]) + gzip.compress(
+                data[1000:]
+            )  # of two members, as pigz and cat make them
         elif kind.endswith("zst"):
             data = pa.compress(data, codec="zstd", asbytes=True)
         path.write_bytes(data)
@@ -169,7 +170,21 @@ def test_a_run_of_blanks_that_tiktoken_gives_up_on_loses_nothing(pattern):
 SCRIPTS = [
     WORDS,
     [" ", "  ", "\n", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\x1c", "\u2028", "\x85"],
-    [".", "...", ",", "'s", "'", "\u2019s", "3.14", "1234567", "\u00b2", "_", "<|endoftext|>", "\U0001f642", "\u200b"],
+    [
+        ".",
+        "...",
+        ",",
+        "'s",
+        "'",
+        "\u2019s",
+        "3.14",
+        "1234567",
+        "\u00b2",
+        "_",
+        "<|endoftext|>",
+        "\U0001f642",
+        "\u200b",
+    ],
     ["\u0412\u0441\u0435", "\u0441\u0447\u0430\u0441\u0442\u044c\u0435", "\u0441\u0435\u043c\u044c\u0438"],
     ["\u6211\u662f", "\u4eba", "\u3002", "\uff0c", "\u300c", "\u300d", "\u4e8c\u5341", "\uff12"],
     ["\u0643\u062a\u0627\u0628", "\u060c"],
@@ -313,8 +328,7 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     assert documents.python_docs() == texts
 
 
-# -----------------------------------------------------------------------------
-# Shards
+# ----- Shards -------------------------------------------------------------------------------------------
 
 
 def test_shards_are_cut_as_the_docstring_says():
@@ -411,8 +425,7 @@ def test_much_text_is_for_gpt2():
     assert command[2:] == ["--data", "x", "--max-steps", 1907, "--warmup-steps", 70]
 
 
-# -----------------------------------------------------------------------------
-# Cores, kills, faults
+# ----- Cores, kills, faults -----------------------------------------------------------------------------
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
@@ -605,7 +618,10 @@ def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     usage = types.SimpleNamespace(free=10**8)
-    with patched(shutil, "disk_usage", lambda folder: usage), pytest.raises(UserError, match="0.4 GB, .* 0.1 GB free"):
+    with (
+        patched(shutil, "disk_usage", lambda folder: usage),
+        pytest.raises(UserError, match="0.4 GB, .* 0.1 GB free"),
+    ):
         prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
@@ -672,8 +688,7 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-# -----------------------------------------------------------------------------
-# Downloads
+# ----- Downloads ----------------------------------------------------------------------------------------
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -825,8 +840,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
 
 
-# -----------------------------------------------------------------------------
-# Bad input: one line, status 2, nothing written
+# ----- Bad input: one line, status 2, nothing written ---------------------------------------------------
 
 
 def bad_inputs(tmp_path):

@@ -5,17 +5,17 @@ import os
 import shutil
 
 import pytest
-import tiktoken
-import torch
-from conftest import listing, parrot_model, tiny_model
-from safetensors.torch import load_file, save_file
-
 import smoltalk
+import tiktoken
 import tokenizer
+import torch
 from plumbing.checkpoint import load_model_state
 from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
+from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT
+
+from conftest import listing, parrot_model, tiny_model
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -42,8 +42,7 @@ def refusal(function, *args):
     return line
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Import
+# ----- Import -------------------------------------------------------------------------------------------
 
 
 VARIANTS = [
@@ -136,8 +135,7 @@ def test_openais_names_parts_and_half_precision_are_read(hf):
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A folder's tokenizer
+# ----- A folder's tokenizer -----------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_with_its_own_tokenizer(hf):
@@ -170,8 +168,7 @@ def test_openais_models_have_gpt2s_tokenizer(hf, monkeypatch):
         assert load_tokenizer(name, vocab_size) is BYTES
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Export
+# ----- Export -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
@@ -238,8 +235,7 @@ def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name
     assert is_export_of(hf, weights, 2, BYTES) == (name is None)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Chat
+# ----- Chat ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

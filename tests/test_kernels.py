@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from plumbing import kernels
 from plumbing.distributed import has_float8, peak_flops
 from plumbing.fit import is_out_of_memory
@@ -111,7 +110,9 @@ def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
     ]:
         assert is_out_of_memory(error), error
     for error in [
-        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block sizes"),
+        RuntimeError(
+            "out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block sizes"
+        ),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
     ]:
         assert not is_out_of_memory(error), error

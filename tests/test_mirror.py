@@ -6,9 +6,9 @@ import shutil
 import sys
 
 import pytest
-from conftest import listing, read_log, train
-
 from plumbing import mirror
+
+from conftest import listing, read_log, train
 
 # Stands for wandb: notes every call in calls.jsonl and, as the server, knows each run's steps. $FAKE_WANDB says what
 # goes wrong.

@@ -4,11 +4,9 @@ import dataclasses
 import math
 
 import pytest
+import tokenizer
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
-
-import tokenizer
 import train_gpt2
 from plumbing.checkpoint import resize
 from plumbing.distributed import has_float8
@@ -16,8 +14,9 @@ from plumbing.huggingface import export_huggingface
 from plumbing.kernels import attention_on_cpu
 from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig
 
-# ----------------------------------------------------------------------------------------------------------
-# Shape and initial weights
+from conftest import tiny_model
+
+# ----- Shape and initial weights ------------------------------------------------------------------------
 
 
 def meta_model(**changes):
@@ -102,8 +101,7 @@ def test_initial_weights_are_gpt2s():
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Compared with transformers
+# ----- Compared with transformers -----------------------------------------------------------------------
 
 
 def test_logits_loss_and_gradients_equal_transformers(tmp_path):
@@ -148,8 +146,7 @@ def test_export_cuts_the_padding_off_and_transformers_agrees(tmp_path):
     assert not (tmp_path / "hf.part").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Forward
+# ----- Forward ------------------------------------------------------------------------------------------
 
 
 def test_a_token_does_not_see_the_future():

@@ -5,14 +5,14 @@ import re
 import sys
 
 import pytest
-import yaml
-from conftest import status_of, tiny_model, train, write_curve
-
 import sample
 import tokenizer
+import yaml
 from plumbing import modelcard
 from plumbing.huggingface import export_huggingface
 from plumbing.modelcard import write_model_card
+
+from conftest import status_of, tiny_model, train, write_curve
 
 CONFIG = {
     "preset": "gpt2",
@@ -89,7 +89,9 @@ def test_the_card_has_what_the_run_measured(card, exported):
     assert "| training loss of the last update, nats per token | 2.0000 | 4 |" in page
     assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
     assert "Training: 4 updates of 1,000 tokens,\n4,000 in all." in page
-    assert "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page and "    commit: fd912143f159\n" in page
+    assert (
+        "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page and "    commit: fd912143f159\n" in page
+    )
     assert "\n\n    To be,\n    ```or```\n\n" in page
     assert "AutoModelForCausalLM.from_pretrained" in page and '"max_lr": 0.0006' in page
     assert "/home/somebody" not in text

@@ -7,10 +7,10 @@ import os
 import nbformat
 import pytest
 import torch
-from conftest import ROOT, make_shards, train
+import train_gpt2
 from nbclient import NotebookClient
 
-import train_gpt2
+from conftest import ROOT, make_shards, train
 
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
 
@@ -52,7 +52,9 @@ def execute(notebook, folder, monkeypatch):
         "CUDA_VISIBLE_DEVICES": "",
     }.items():
         monkeypatch.setenv(name, value)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
     client.execute()  # raises CellExecutionError where a cell does
     assert not notes.exists(), notes.read_text(encoding="utf-8")
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]

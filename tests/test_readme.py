@@ -8,8 +8,6 @@ import re
 import shlex
 import sys
 
-from conftest import ROOT, flags, status_of
-
 import contamination
 import fineweb
 import hellaswag
@@ -18,6 +16,8 @@ import smoltalk
 import tokenizer
 import train_gpt2
 from bench import __main__ as bench
+
+from conftest import ROOT, flags, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -95,7 +95,9 @@ def make_inputs(folder):
     import pyarrow
     from pyarrow import parquet
 
-    text = "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n" * 80
+    text = (
+        "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n" * 80
+    )
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
     (folder / "texts").mkdir()
     parquet.write_table(pyarrow.table({"text": [text[i::7] for i in range(7)]}), folder / "texts" / "a.parquet")

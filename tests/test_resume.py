@@ -13,7 +13,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import tokenizer
 import torch
+import train_gpt2
+from plumbing import checkpoint as checkpoints
+from plumbing import distributed
+from plumbing.checkpoint import CheckpointWriter, newest_checkpoint
+from plumbing.files import lock_folder
+from plumbing.runs import Run
+from safetensors.torch import load_file, save_file
+
 from conftest import (
     assert_same_run,
     die_at,
@@ -31,15 +40,6 @@ from conftest import (
     wait_for_checkpoint,
     write_half,
 )
-from safetensors.torch import load_file, save_file
-
-import tokenizer
-import train_gpt2
-from plumbing import checkpoint as checkpoints
-from plumbing import distributed
-from plumbing.checkpoint import CheckpointWriter, newest_checkpoint
-from plumbing.files import lock_folder
-from plumbing.runs import Run
 
 OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
 
@@ -51,8 +51,7 @@ def straight(folder):
     return folder.parent / "straight"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Killed with -9 at chosen moments, and torn files
+# ----- Killed with -9 at chosen moments, and torn files -------------------------------------------------
 
 
 def train_until(moment, args):
@@ -68,7 +67,9 @@ def train_until(moment, args):
         "after the log line of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 7, wait_for_4),
         "in the validation of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 6, wait_for_4),
         "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", in_step_9, wait_for_8),
-        "half of checkpoint 8 written": lambda: die_at(torch, "save", lambda state, _: state["step"] == 8, write_half),
+        "half of checkpoint 8 written": lambda: die_at(
+            torch, "save", lambda state, _: state["step"] == 8, write_half
+        ),
         "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
         "checkpoint 8 there, nothing deleted": lambda: die_at(
             checkpoints, "list_checkpoints", lambda path: Path(path, "model_00008.pt").exists()
@@ -167,8 +168,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     assert newest_checkpoint(tmp_path)["step"] == 100_000
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What the same command does in a folder that holds a run, and after a signal
+# ----- What the same command does in a folder that holds a run, and after a signal ----------------------
 
 
 def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
@@ -276,8 +276,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_goes_on
     assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Other numbers of ranks, other batch sizes
+# ----- Other numbers of ranks, other batch sizes --------------------------------------------------------
 
 
 def largest_difference(out_dir, straight, steps=None):

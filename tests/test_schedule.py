@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 import train_gpt2
 from plumbing import distributed, fit
 from plumbing.cli import UserError
@@ -14,7 +13,9 @@ def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
     recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
     recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
     recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
-    recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+    recipe |= dict(
+        optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0
+    )
     recipe |= dict(dtype="auto")
     config = train_gpt2.parse_args([])
     assert {name: getattr(config, name) for name in recipe} == recipe
@@ -52,7 +53,9 @@ def test_wsd_stays_at_the_peak_and_falls_in_a_line_to_zero():
 
 def test_schedules_of_odd_lengths_work():
     assert get_lr(0, TrainConfig(warmup_steps=0, max_steps=1)) == pytest.approx(6e-4)
-    assert get_lr(0, TrainConfig(warmup_steps=0, max_steps=1, schedule="wsd", decay_fraction=0)) == pytest.approx(6e-4)
+    assert get_lr(0, TrainConfig(warmup_steps=0, max_steps=1, schedule="wsd", decay_fraction=0)) == pytest.approx(
+        6e-4
+    )
     longer = TrainConfig(warmup_steps=10, max_steps=5)  # ends in its warm-up
     assert [get_lr(step, longer) for step in range(5)] == pytest.approx([6e-4 * (s + 1) / 10 for s in range(5)])
 
@@ -94,8 +97,7 @@ def test_flops_per_token_of_gpt2_by_the_palm_convention():
     assert distributed.flops_per_token(train_gpt2.GPTConfig(), 1024) == 741_408_768 + 113_246_208
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Presets on any number of ranks
+# ----- Presets on any number of ranks -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -110,7 +112,9 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
         except UserError as error:
             refused.append(ranks)
             advice = str(error).split(". ")[1]
-            assert advice.startswith(f"Start a number of ranks that divides {windows}"), "before the recipe is changed"
+            assert advice.startswith(f"Start a number of ranks that divides {windows}"), (
+                "before the recipe is changed"
+            )
             continue
         B = fit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0

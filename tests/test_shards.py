@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import make_shards, patched
-
 from plumbing import shards
 from plumbing.cli import UserError
 from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
+
+from conftest import make_shards, patched
 
 
 def all_paths(folder):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, flags, refused, status_of, talk
-
 import smoltalk
 import tokenizer
 import train_gpt2
@@ -20,6 +18,8 @@ from plumbing import documents
 from plumbing.cli import UserError
 from smoltalk import Options, pack, prepare, render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
+
+from conftest import TINY, flags, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from conftest import listing, patched, refused
-from tiktoken.load import load_tiktoken_bpe
-
 import tokenizer
 from plumbing.cli import UserError
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
+from tiktoken.load import load_tiktoken_bpe
+
+from conftest import listing, patched, refused
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
@@ -299,7 +299,12 @@ def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkey
 
 
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
-    for name, content in {"a.txt": "text", "empty.txt": "", "old.tiktoken": "mine", "x.tiktoken.json": "mine"}.items():
+    for name, content in {
+        "a.txt": "text",
+        "empty.txt": "",
+        "old.tiktoken": "mine",
+        "x.tiktoken.json": "mine",
+    }.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     text, new = ["--input", tmp_path / "a.txt"], ["--out", tmp_path / "new.tiktoken"]
     cases = [

@@ -15,9 +15,23 @@ import threading
 import weakref
 from pathlib import Path
 
+import hellaswag
 import numpy as np
 import pytest
+import tokenizer
 import torch
+import train_gpt2
+from plumbing import distributed, fit
+from plumbing.checkpoint import load_checkpoint, load_model_state, newest_checkpoint, resize
+from plumbing.cli import UserError
+from plumbing.distributed import World, has_float8
+from plumbing.huggingface import export_huggingface
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from train_gpt2 import IGNORE_INDEX, orthogonalize
+
 from conftest import (
     ROOT,
     TINY,
@@ -33,28 +47,13 @@ from conftest import (
     tiny_model,
     train,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-import hellaswag
-import tokenizer
-import train_gpt2
-from plumbing import distributed, fit
-from plumbing.checkpoint import load_checkpoint, load_model_state, newest_checkpoint, resize
-from plumbing.cli import UserError
-from plumbing.distributed import World, has_float8
-from plumbing.huggingface import export_huggingface
-from train_gpt2 import IGNORE_INDEX, orthogonalize
 
 
 def losses(out_dir, stream="train"):
     return np.array([float(value) for value in read_log(out_dir, stream).values()])
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Compared with a plain loop
+# ----- Compared with a plain loop -----------------------------------------------------------------------
 
 
 def windows_of(folder, split, T, masks):
@@ -147,7 +146,9 @@ def train_and_report(args, report):
         return result
 
     def counting_ddp(*args, **options):
-        assert options["bucket_cap_mb"] > 3 * 28, "GPT-2 124M's blocks have 28 MB: torch's 25 would cut inside of each"
+        assert options["bucket_cap_mb"] > 3 * 28, (
+            "GPT-2 124M's blocks have 28 MB: torch's 25 would cut inside of each"
+        )
         model = DDP(*args, **options)
 
         def reduce(state, bucket):
@@ -220,11 +221,12 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, 
     targets = y[:37][y[:37] != IGNORE_INDEX]
     num_bytes = (targets < 256).sum().item()  # a byte each, <|endoftext|> none
     bits_per_byte = expected * len(targets) / math.log(2) / num_bytes
-    assert num_bytes < len(targets) and losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(bits_per_byte, rel=1e-5)
+    assert num_bytes < len(targets) and losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(
+        bits_per_byte, rel=1e-5
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Learning
+# ----- Learning -----------------------------------------------------------------------------------------
 
 
 def test_the_same_command_gives_the_same_bits_and_another_seed_others(data, tmp_path):
@@ -297,8 +299,7 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Muon
+# ----- Muon ---------------------------------------------------------------------------------------------
 
 
 def newton_schulz_by_hand(G):
@@ -345,8 +346,7 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What a run writes
+# ----- What a run writes --------------------------------------------------------------------------------
 
 
 def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
@@ -427,8 +427,7 @@ def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path, cap
     assert status_of(train_gpt2.main, args) == 2 and "--sequence-length 64" in capsys.readouterr().err
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Precision and compiler
+# ----- Precision and compiler ---------------------------------------------------------------------------
 
 
 needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
@@ -554,8 +553,7 @@ def test_a_batch_ramp_compiles_for_few_shapes(data):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What goes wrong in a step
+# ----- What goes wrong in a step ------------------------------------------------------------------------
 
 
 def no_room(largest_B):
@@ -676,7 +674,9 @@ def spoiled(step, micro_step, spoil):
 
 def train_with_a_nan_on_rank_1(args):
     """Rank 1's loss is NaN in the second micro-step of step 3."""
-    with spoiled(3, 1, lambda model, loss: loss * math.nan) if os.environ["RANK"] == "1" else contextlib.nullcontext():
+    with (
+        spoiled(3, 1, lambda model, loss: loss * math.nan) if os.environ["RANK"] == "1" else contextlib.nullcontext()
+    ):
         train_gpt2.main(args)
 
 
@@ -715,8 +715,7 @@ def test_a_presets_flags_are_defaults_and_the_command_line_wins():
     assert train_gpt2.parse_args(["--preset=quickstart"]).data == "python_docs"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The machine and the ranks
+# ----- The machine and the ranks ------------------------------------------------------------------------
 
 
 def test_fp8_is_refused_in_one_line_where_torch_cannot_multiply_it(data, tmp_path):
