@@ -38,7 +38,7 @@ from plumbing.shards import num_parts_of, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
-TABLE_BITS = 27  # 128 MB of flags: with a million n-grams to find, 1 token in 100 passes and needs an exact check
+TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and needs an exact check
 BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache
 
 
@@ -52,7 +52,9 @@ def read_examples(path, enc):
     for number, example in read_json_lines(path):
         context, endings = example.get("ctx"), example.get("endings")
         if not isinstance(context, str) or not isinstance(endings, list):
-            raise UserError(f"Line {number} of {path} has no ctx or no list of endings. Fix or remove that line.")
+            raise UserError(
+                f"Line {number} of {path} has no ctx or no list of endings. Fix or remove that line."
+            )
         for ending in endings:
             tokens = tokenizer.encode_text(enc, f"{context} {ending}")
             examples.append((number, tokens.astype(np.uint16)))
@@ -84,12 +86,11 @@ def ngram_hashes(tokens):
 
 
 class NgramIndex:
-    """All distinct n-grams of NGRAM tokens in some texts, indexed for searching."""
+    """All distinct n-grams of NGRAM tokens in some texts; `ngram_ids` has the one at each position of each text."""
 
     def __init__(self, texts):
         ngrams = np.concatenate([sliding_window_view(tokens, NGRAM) for tokens in texts])
         hashes = np.concatenate([ngram_hashes(tokens) for tokens in texts])
-        # ngram_ids: for each position in each text, the index of the n-gram that starts there
         self.hashes, first, self.ngram_ids = np.unique(hashes, return_index=True, return_inverse=True)
         self.ngrams = ngrams[first]  # (distinct n-grams, NGRAM)
         collides = self.ngrams[self.ngram_ids] != ngrams
@@ -148,19 +149,19 @@ def report(folder, path, num_proc=0):
     examples = read_examples(path, enc)
     texts = [tokens for _, tokens in examples if len(tokens) >= NGRAM]
     if not texts:
-        raise UserError(f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval.")
+        raise UserError(
+            f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval."
+        )
     num_examples = len({number for number, _ in examples})
     print(f"{path}: {num_examples:,} examples")
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
-
     index, found = NgramIndex(texts), {}
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
         results = executor.map(index.search, shards, [*shards[1:], None])
         for result in tqdm(results, total=len(shards), unit="shard", desc=folder, delay=0.5):
             found = result | found  # the first place counts
-
     longest = longest_overlaps(examples, index, found)
     lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
@@ -173,7 +174,6 @@ def report(folder, path, num_proc=0):
 
 
 def main(args=None):
-    """Search a folder of shards for an evaluation's examples."""
     options = cli.parse(Options, args)
     cli.check(options)
     report(options.data, options.eval, options.num_proc)

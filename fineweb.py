@@ -81,6 +81,7 @@ DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("py
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; only the progress bar needs it
 READY_REPO = "kjj0/finewebedu10B-gpt2"
+# tiktoken releases Python's lock, but more threads would mostly wait for it (records/2026-11-21-data-preparation)
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
 SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
@@ -115,11 +116,7 @@ def encode_pieces(enc, read):
 
 
 def encode_all(enc, batches, num_proc):
-    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores.
-
-    A few threads tokenize themselves, as tiktoken releases the interpreter's lock. Many would mostly wait for it
-    (records/2026-11-21-data-preparation), so each of them has a process tokenize for it.
-    """
+    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores."""
     worker = threading.local()
 
     def encode(read):
@@ -150,8 +147,7 @@ def encode_all(enc, batches, num_proc):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-# what is raised if the other process is gone, perhaps since the middle of a message
-ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError
+ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError  # the other process is gone, perhaps amid a message
 
 
 def send(message, stream):
@@ -160,10 +156,8 @@ def send(message, stream):
 
 
 def start_process(enc):
-    """Return a function that calls encode_pieces(enc, read) in a process of its own.
-
-    multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever.
-    """
+    """Return a function that calls encode_pieces(enc, read) in a process of its own."""
+    # multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
     command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -214,10 +208,7 @@ def limit_tokens(stream, limit, bar):
 
 
 class ValidationSample:
-    """Every `every`-th piece of the input, while these are at most a tenth of it and at most a shard; 0: none.
-
-    The choice depends only on a piece's place in the input and the lengths of the pieces before it.
-    """
+    """Every `every`-th piece of the input, while these are at most a tenth of it and at most a shard; 0: none."""
 
     def __init__(self, every, shard_size, num_seen):
         self.every, self.num_seen = every, num_seen  # tokens of both splits so far
@@ -234,6 +225,7 @@ class ValidationSample:
         """Keep the chosen pieces of a stream of (source, piece, tokens), and yield the others."""
         for source, piece, tokens in stream:
             self.num_seen += len(tokens)
+            # the choice depends only on a piece's place in the input and the lengths of the pieces up to it
             largest = min(len(self.buffer), self.num_seen // 10)
             fits = self.num_tokens + len(tokens) <= largest
             if fits and self.every and (source + piece + 1) % self.every == 0:
@@ -342,7 +334,6 @@ def make_shards(writer, options, enc, sources):
     if num_sampled:
         shard = shards.open_shard(writer.path(writer.validation_file))
         sample.add(shard.read(0, num_sampled))
-
     total = options.max_tokens or None
     if sources[0].repo:
         total = total or EDU_TOKENS // writer.num_parts

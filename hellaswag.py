@@ -74,9 +74,8 @@ from plumbing.files import check_new_output, new_output
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 NUM_EXAMPLES = 10042  # lines of that file
-PAD_TO = (
-    16  # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
-)
+# row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
+PAD_TO = 16
 # positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB
 # keep a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
@@ -97,9 +96,8 @@ def iterate_examples(path):
         if isinstance(example.get("endings"), list):
             texts += example["endings"]
         has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
-        if not has_texts or str(example.get("label")) not in list(
-            "0123"
-        ):  # the hub's copy has labels that are strings
+        # the hub's copy has labels that are strings
+        if not has_texts or str(example.get("label")) not in list("0123"):
             raise UserError(
                 f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, "
                 f"four texts as endings, and a label from 0 to 3. Fix or remove it: {cli.plain(example, 60)}"
@@ -153,8 +151,7 @@ def render_example(example, enc, harness=False):
 def harness_text(example):
     """Context and endings as lm-evaluation-harness formats them (task hellaswag, version 1.0).
 
-    It capitalizes ctx_b, the begun sentence that the endings complete: if a file has only ctx, the text after its
-    last full stop, question mark or exclamation mark.
+    It capitalizes ctx_b, the begun sentence that the endings complete: without ctx_b, what follows the last .?! in ctx.
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
@@ -175,8 +172,7 @@ def harness_text(example):
 def truncate(example, block_size):
     """Truncate (context, endings) to what a model with `block_size` positions can read.
 
-    Too long a context loses its oldest tokens, as many as the longest ending requires; too long an ending
-    counts only with its first `block_size` tokens, of which the last is only predicted.
+    An ending keeps its first `block_size` tokens (the last is only predicted), the context its newest that still fit.
     """
     endings = [ending[:block_size] for ending in example.endings]
     longest = max(len(ending) for ending in endings)
@@ -184,10 +180,9 @@ def truncate(example, block_size):
 
 
 def pack(rows, L):
-    """Pack (context, endings) pairs into a batch of rows of L tokens: the context once, then each ending.
+    """Pack each (context, endings) into a row of L tokens: half as many as the usual four rows per example take.
 
-    This takes half the tokens of the usual four rows. The position ids of every ending start after the context, and
-    the attention mask hides the endings from one another. A context of 3 tokens and endings a, b of 3 and 2 make:
+    The attention mask hides the endings from one another. A context of 3 tokens and endings a, b of 3 and 2 make:
 
         idx      c0 c1 c2  a0 a1  b0  0  0     a2 and b1 are only predicted
         pos       0  1  2   3  4   3  0  0
@@ -236,8 +231,7 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     row_lengths = lengths.sum(1) - 4  # the last token of each ending is not read
     # longest first: memory use peaks early, and rows of similar length share a batch
     order = np.argsort(-row_lengths, kind="stable")
-    # a CPU's caches hold few rows; a GPU needs many to keep busy
-    batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)
+    batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)  # few rows fit a CPU's caches
     batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
     log_probs = []
     with (
@@ -254,7 +248,8 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
     tokens, characters = lengths[:, 1:], np.array([example.characters for example in examples])
     total = np.empty(tokens.shape)
-    total[order] = np.add.reduceat(log_probs, tokens[order].cumsum() - tokens[order].ravel()).reshape(-1, 4)
+    starts = tokens[order].cumsum() - tokens[order].ravel()
+    total[order] = np.add.reduceat(log_probs, starts).reshape(-1, 4)
     return np.stack([total, total / tokens, total / characters.clip(1)])
 
 

@@ -80,10 +80,7 @@ from train_gpt2 import load_model
 
 
 def generate_rows(model, enc, ids, options, rows=1):
-    """Continue the token ids in `rows` rows: yields a list of each row's next id, None for rows that have stopped.
-
-    A row stops at any special token, such as <|endoftext|>. `ids` must fit into the block size.
-    """
+    """Continue `ids`, at most a block: yield lists of the rows' next ids, None in rows that had a special token."""
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
     # the flags may be too small for float32; below these values, only the most likely token is left
     temperature = options.temperature if options.temperature > 1e-6 else 0
@@ -237,8 +234,7 @@ def main(args=None):
     if options.export:
         export(model, enc, options)
         return
-    # cast the weights once: autocast would convert them again for every token
-    model.to(device, dtype)
+    model.to(device, dtype)  # cast once: autocast would convert the weights again for every token
     model.residual_dtype = dtype
     if options.chat:
         chat(model, enc, options)

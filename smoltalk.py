@@ -16,9 +16,8 @@ where the markers are single ids after the tokenizer's own; text that spells out
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
 (np.save, uint8, same length): 1 where a token counts as a target.
 
-Blocks of `--max-length` tokens hold whole conversations, so that a model with that sequence length
-sees each one from its first token; the rest of a block is padded with <|end|>, mask 0. A longer
-conversation is cut after the last answer that fits.
+Blocks of `--max-length` tokens hold whole conversations, so that a model with that sequence length sees each from its
+first token, and padding of <|end|>, mask 0. A longer conversation is cut after the last answer that fits.
 """
 
 from dataclasses import dataclass
@@ -28,13 +27,11 @@ from plumbing import cli
 
 @dataclass
 class Options:
-    input: tuple[
-        str, ...
-    ] = ()  # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
+    # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
+    input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
-    init_from: str = (
-        ""  # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
-    )
+    # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
+    init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
     max_length: int = 0  # tokens per block: the sequence length to train with; 0: 1024, or the model's longest
@@ -99,9 +96,7 @@ def find_fault(messages):
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
         if fields.get("role") not in ROLES or not isinstance(content, str) or not content.strip():
-            return (
-                f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
-            )
+            return f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
     return ""
 
 
@@ -128,8 +123,7 @@ def render_conversation(messages, enc, max_length=sys.maxsize):
 def pack(conversations, max_length, pad):
     """Pack conversations, arrays (2, n) of ids and mask, into blocks (2, max_length), filled up with `pad` (2, 1).
 
-    Best fit, with up to OPEN_BLOCKS open blocks. Conversations of 5, 6, 3 and 4 tokens in blocks of 9: 5 with 4, 6 with
-    3. Within a block the order is random (seeded): otherwise no short conversation would begin a block, as a chat does.
+    Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3, shuffled so that short ones begin blocks, too.
     """
     rng = random.Random(0)
     blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
@@ -260,7 +254,6 @@ def prepare(options):
     if not tokenizer.has_chat_tokens(enc):
         enc = tokenizer.with_chat(enc)
     max_length = options.max_length or shape["block_size"]
-
     made_from = {"shard_size": options.shard_size, "max_length": max_length}
     made_from["sources"] = [source.recorded() for source in sources]
     meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
@@ -273,7 +266,6 @@ def prepare(options):
 
 
 def main(args=None):
-    """Make shards of conversations."""
     prepare(cli.parse(Options, args))
 
 

@@ -58,8 +58,7 @@ MAX_VOCAB = 2**16  # shards hold uint16
 # many kinds of text, to test a tokenizer
 PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
-# How text is split before merging: no token crosses a split. GPT-4's pattern lets one punctuation character
-# precede a word and splits digits into groups of up to three.
+# No token crosses a split. GPT-4's pattern lets one punctuation character precede a word and groups up to three digits.
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
@@ -94,7 +93,6 @@ def get_encoding(name_or_path):
 
 
 def copy_encoding(enc, name, special_tokens):
-    """Return a copy of `enc` with another name and other special tokens."""
     ranks = enc._mergeable_ranks
     return tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
 
@@ -214,9 +212,7 @@ def encode_text(enc, text):
     """The ids of `text` as uint32, with special tokens treated as plain text. Avoids a Python list of ints."""
     try:
         return enc.encode_to_numpy(text, disallowed_special=())
-    except (
-        UnicodeEncodeError
-    ):  # half a surrogate pair, as JSON can spell one: replaced, as in tiktoken's `encode`
+    except UnicodeEncodeError:  # half a surrogate pair, as JSON can have one: replaced, as in `encode`
         return encode_text(enc, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except ValueError:  # tiktoken's regex fails on a million blanks; two halves lose nothing
         middle = len(text) // 2
@@ -261,10 +257,7 @@ def huggingface_model(pat_str, vocab=None, merges=None):
 
 
 def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
-    """Train byte-level BPE on an iterable of strings; `vocab_size` counts the special tokens, <|endoftext|> first.
-
-    The name ends in a digest of the contents. There are fewer ids if the text runs out of pairs to merge.
-    """
+    """Train byte-level BPE to `vocab_size` ids, special tokens included; fewer if the text runs out of pairs."""
     from tokenizers import trainers
 
     pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
@@ -332,7 +325,6 @@ def check_options(options):
 
 
 def main(args=None):
-    """Train a tokenizer on --input, write it to --out, and compare it with GPT-2's on --compare."""
     options = cli.parse(Options, args)
     check_options(options)
     column = options.text_column

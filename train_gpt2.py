@@ -260,10 +260,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def forward(self, idx, targets=None, return_logits=True):
-        """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary) and the mean loss over the targets.
-
-        Targets (B, T) equal to IGNORE_INDEX are excluded. return_logits=False saves the logits' memory: they are None.
-        """
+        """Map ids, targets (B, T) to (logits (B, T, vocabulary) or None, to save memory; mean loss over targets)."""
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None
@@ -281,9 +278,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Continue the token ids (B, T): yield one (B,) tensor of next ids at a time.
 
-        temperature 0 is greedy; top_k > 0 keeps the k most likely ids, top_p < 1 the smallest set of most likely
-        ids whose probabilities add up to top_p (Holtzman et al. 2020). Ids >= vocab_size, which only pad the
-        vocabulary, are never sampled. Beyond the block size, the context is the last block_size tokens.
+        temperature 0 is greedy; top_k > 0 keeps the k most likely ids, top_p < 1 the fewest with this total probability
+        (Holtzman et al. 2020). Ids >= vocab_size are padding, never sampled. The context is the last block_size tokens.
         """
         block_size = self.config.block_size
         cache = KVCache(min(block_size, idx.size(1) + max_new_tokens))
@@ -390,8 +386,7 @@ class DataLoaderLite:
         self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = shards.fingerprint([shard.path for shard in self.shards])
-        # a window has T targets, so T + 1 tokens
-        windows = [max(0, len(shard) - 1) // T for shard in self.shards]
+        windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # T targets take T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # the number of each shard's first window
         self.num_windows = int(self.first_window[-1])
         shards.check_size(self, folder, split, T)
@@ -509,8 +504,7 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
-    All parameters of a group have the same shape, and each is a stack of `split` matrices (3 for the fused query, key
-    and value). All matrices of a group are orthogonalized as one batch, shared out among the ranks.
+    All parameters of a group have the same shape, and each is a stack of `split` matrices (3: query, key and value).
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -533,8 +527,7 @@ class Muon(torch.optim.Optimizer):
             matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
             matrices = self.orthogonalize_over_ranks(matrices).float()
             updates = matrices.view(len(params), -1, cols).unbind()  # one per parameter
-            # scaled so that tall and square matrices change their outputs by similar amounts
-            scale = max(1, rows / cols) ** 0.5
+            scale = max(1, rows / cols) ** 0.5  # so that tall matrices change outputs as square ones do
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
@@ -660,8 +653,7 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
-        # all-reduce the gradients only once, in the backward pass of the last micro-step
-        last = micro_step == grad_accum_steps - 1
+        last = micro_step == grad_accum_steps - 1  # only its backward pass all-reduces the gradients
         with contextlib.nullcontext() if last else world.no_sync(model):
             with world.autocast():
                 _, loss = model(x, y, return_logits=False)
@@ -688,8 +680,7 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
             scaler.step(optimizer)
         optimizer.zero_grad()
     scaler.update()
-    # a single rank also sees signals received since then
-    return loss, norm, signalled > 0 or (world.size == 1 and len(signals) > 0)
+    return loss, norm, signalled > 0 or (world.size == 1 and len(signals) > 0)  # one rank sees newer signals
 
 
 def load_data(config, world):
@@ -765,7 +756,6 @@ def train(config, world, lock):
     """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
-
     # everything is loaded and checked; nothing is written before the `with` below
     loader, val_loader, enc = load_data(config, world)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
@@ -802,7 +792,6 @@ def train(config, world, lock):
         run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
-
         # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
         for step in range(run.start_step, max_steps + 1):
             if not stopping and is_due(step, config.val_every, max_steps):
@@ -823,7 +812,6 @@ def train(config, world, lock):
                 run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied before it returns
             if ends:
                 break
-
             start = time.perf_counter()
             lr = apply_schedules(optimizers, step, config)
             num_windows = get_batch_size(loader.position * T, config) // T

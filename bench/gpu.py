@@ -77,8 +77,7 @@ class Questions:
         shutil.rmtree(folder)  # gigabytes; the console's output is kept
         speeds = list(log["tok/s"].values())
         numbers = {"tok_per_s": statistics.median(speeds[20:] or speeds)}
-        # such as that B does not fit, and the peak of the memory
-        numbers["notes"] = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)
+        numbers["notes"] = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)  # a lower B, the memory
         return numbers | {stream: log.get(stream) for stream in ("train", "val", "hella")}
 
     def run_program(self, *arguments, cwd):
@@ -102,7 +101,9 @@ def questions(q):
     B, T = q.config.batch_size, q.config.sequence_length
     headline = "val_every=0,hellaswag_every=0,sample_every=0,checkpoint_every=0"
     small, twice = max(1, B // 16), dataclasses.replace(options, rounds=2, limit=1000)
-    text = f"{headline},batch_size={small},total_batch_size={2 * small * T},val_every=100,val_tokens={16 * B * T}"
+    text = (
+        f"{headline},batch_size={small},total_batch_size={2 * small * T},val_every=100,val_tokens={16 * B * T}"
+    )
     text += ",hellaswag_every=500"
     table = {
         "machine": (20, measure.machine, q.device),

@@ -30,9 +30,8 @@ def timed(function):
 def measure(sides, rounds, work, unit, ours=None):
     """Call the functions in `sides`, {name: function}, alternately: a warm-up, then `rounds` rounds that count.
 
-    work: {name: units per call, such as tokens}; ours: the side that the others are compared with, by default the
-    first. Prints a table; returns (its numbers, {name: the last result}). CPU seconds show what a side costs when other
-    processes share the machine. The peak is a GPU's, with the weights of all sides.
+    work: {name: units per call, such as tokens}; ours: the reference, by default the first. Prints a table; returns
+    (its numbers, {name: last result}). CPU seconds leave other processes out. The GPU's peak has all sides' weights.
     """
     ours, results = ours or next(iter(sides)), {}
     measured = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
@@ -67,10 +66,14 @@ def machine(device):
     """The hardware and software versions of a measurement."""
     cpu = ", ".join(re.findall(r"Model name: +(.+)", output_of("lscpu")))
     cpu += f", {torch.get_num_threads()} of {os.cpu_count()} threads"
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "transformers", "tiktoken")}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "numpy", "transformers", "tiktoken")
+    }
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu,
-        "nvidia-smi": output_of("nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"),
+        "nvidia-smi": output_of(
+            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"
+        ),
         "versions": versions | {"python": sys.version},
         "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"),
         "command": " ".join(sys.argv),
@@ -80,5 +83,7 @@ def machine(device):
 def output_of(*command):
     """What a command prints; "" if it is not installed."""
     return (
-        subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
+        subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        if shutil.which(command[0])
+        else ""
     )

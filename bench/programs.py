@@ -71,9 +71,11 @@ def four_rows(model, examples, n_vocab):
         masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
         mask = pad_sequence(masks, batch_first=True).to(device)
         logits = model(tokens)[0][:, :-1, :n_vocab].float()
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
+        targets = tokens[:, 1:].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view(4, -1)
         total = (losses * mask[:, 1:]).sum(1)
-        predictions.append([total.argmin().item(), (total / mask.sum(1)).argmin().item()])
+        mean = total / mask.sum(1)
+        predictions.append([total.argmin().item(), mean.argmin().item()])
     return np.array(predictions)
 
 
@@ -112,10 +114,11 @@ def sample(options):
     theirs = transformers_model(config).to(world.dtype).eval()
     theirs.load_state_dict(transposed(model.state_dict()))
     limits = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0)
+    limits["attention_mask"] = torch.ones_like(prompt)
     sides = {
         "sample.py": lambda: torch.stack(list(model.generate(prompt, n, config.vocab_size, temperature=0)), 1),
         "without a cache": lambda: generate_without_cache(model, prompt, n)[:, -n:],
-        "transformers": lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)[:, -n:],
+        "transformers": lambda: theirs.generate(prompt, **limits)[:, -n:],
     }
     with disable_cudnn_attention():
         numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), "tok")

@@ -184,10 +184,7 @@ def make_nanogpt(config, folder, checkout):
 
 
 def compare(makers, rounds, ours):
-    """Measure sides; makers: {name: (the function that makes it, its Settings, more arguments)}.
-
-    Returns the numbers, with the losses, and where the step of the side called `ours` spends its time.
-    """
+    """Measure {name: (the function that makes a side, its Settings, more arguments)}, and profile the side `ours`."""
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, min(config.vocab_size for _, config, *_ in makers.values()))
@@ -240,8 +237,7 @@ RUNGS = {  # the changes, in the order of build-nanogpt's lecture; 50304 is the 
 
 def ladder(options):
     """Measure what each optimization adds to the training step, on top of those before it."""
-    # the lecture's B of 16 on a GPU, a small GPT on a CPU
-    defaults, missing = "batch_size=16,total_batch_size=16384", []
+    defaults, missing = "batch_size=16,total_batch_size=16384", []  # the lecture's B; on a CPU a small GPT
     if not options.device.startswith("cuda"):
         defaults = "n_layer=4,n_head=6,n_embd=384,batch_size=1,sequence_length=512,total_batch_size=512"
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported()

@@ -28,7 +28,6 @@ def kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.co
     gradient += start_of_row
     target_logit = tl.load(logits + target, mask=is_target, other=0.0).to(tl.float32)
     columns = tl.arange(0, THREADS)[:, None] * PER_THREAD + tl.arange(0, PER_THREAD)[None, :]
-
     # 1) each thread's maximum, and its sum of exponentials relative to that, rescaled when the maximum grows.
     # Exponentials have base 2, for which the hardware has an instruction
     maximum = tl.full((THREADS,), -1e30, tl.float32)  # finite, because inf - inf is not a number
@@ -43,7 +42,6 @@ def kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.co
     row_total = tl.sum(total * tl.exp2((maximum - row_maximum) * LOG2_E), 0)
     log2_sum = row_maximum * LOG2_E + tl.log2(row_total)
     tl.store(losses + row, tl.where(is_target, log2_sum * LOG_2 - target_logit, 0.0))
-
     # 2) the softmax minus the one-hot
     shift = tl.where(is_target, log2_scale - log2_sum, -float("inf"))  # 2**-inf is 0
     for first in range(0, V, THREADS * PER_THREAD):

@@ -21,7 +21,7 @@ from plumbing.huggingface import load_huggingface, load_tokenizer, shape_of
 
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")
+CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
 READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
@@ -47,7 +47,6 @@ def list_checkpoints(folder):
 
 
 def step_of(path):
-    """ "log/model_00500.pt" -> 500"""
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
@@ -138,7 +137,6 @@ def model_state(checkpoint):
 
 
 def model_tokenizer(checkpoint):
-    """The tokenizer in a checkpoint's dict, or GPT-2's if there is none."""
     text = checkpoint["tokenizer_file"]
     try:
         return tokenizer.loads(text) if text else tokenizer.get_encoding("gpt2")
@@ -202,10 +200,7 @@ def resize(shape, weights, block_size, vocab_size):
 
 
 def load_initial_weights(config, preset, enc):
-    """{"config": shape, "model": weights} of --init-from, fitted to the run's block size and tokenizer.
-
-    preset: that of --preset. Shape flags that differ from it are the user's, and must match the model.
-    """
+    """{"config": shape, "model": weights} of --init-from, fitted to the run. Flags not from `preset` must match it."""
     shape, weights, model_enc = load_model_state(config.init_from)
     check_tokenizer(model_enc, enc, config.data)
     for name in ("n_layer", "n_head", "n_embd"):
@@ -232,7 +227,6 @@ class CheckpointWriter:
         self.executor, self.pending, self.buffers = ThreadPoolExecutor(1), [], {}
 
     def write(self, checkpoint):
-        """Write the checkpoint of a step. It is temporary, unless it is a milestone."""
         step = checkpoint["step"]
         if not self.milestone_every or step % self.milestone_every:
             self.temporary.append(step)

@@ -2,7 +2,6 @@
 
 A program declares its options as a dataclass, one line per field, and ends in `cli.run(main)`. Importing torch takes
 seconds: a program that needs it runs its parser once above that import, too.
-
 A flag's help text is the comment at the end of its field's line or, if there is none, the comment above it; any other
 comment is a heading. Annotated[str, "-m"] gives a field a second name, Annotated[str, "positional"] makes it an
 argument without a flag.
@@ -66,8 +65,7 @@ SWITCH = {"true": True, "false": False}
 def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     """Parse the command line into the dataclass `config_class`. Raises one UserError with all mistakes.
 
-    default: an instance with the defaults; or presets: {name: an instance}, of which --preset chooses one.
-    synonyms: other names for the flags, as in OTHER_TRAINERS.
+    default: an instance with the defaults, or presets: {name: an instance} for --preset; synonyms: as OTHER_TRAINERS.
     """
     words = list(sys.argv[1:] if args is None else args)
     flags = {}
@@ -77,7 +75,6 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
     others = (synonyms or {}) | {f"--preset {name}": name for name in presets or ()}
     meanings = {name.strip("-").lower(): name for name in [*flags, "--help"]}
     meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
-
     arguments, *groups = split_at_flags(words)
     values, errors = {}, []
     for word, *following in groups:
@@ -102,7 +99,6 @@ def parse(config_class, args=None, default=None, presets=None, synonyms=None):
             errors.append(f"{name} {error}")
         if name.startswith("--no-"):
             values[field] = not values.get(field)
-
     positional = [field for name, (field, _) in flags.items() if not FLAG.match(name)]
     values |= zip(positional, arguments)
     for word in arguments[len(positional) :][:1]:
@@ -197,7 +193,6 @@ def help_text(config_class, default):
         if value not in ("", None, ()):
             text += f" (default: {value})"
         text = fill(text, initial_indent=column, subsequent_indent=column)
-        # a long flag has a line of its own
         entries.append(f"  {flag:23}{text[25:]}" if len(flag) <= 21 else f"  {flag}\n{text}")
     return "\n\n".join([*paragraphs, f"{usage} [flags]", "\n".join(entries).lstrip("\n")])
 
@@ -311,8 +306,7 @@ RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an
 def run(main, output_is_product=False):
     """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
 
-    A console that fails does not end the program: what cannot be printed is dropped. But if the output is what the
-    program is run for (`output_is_product`), a closed pipe ends it silently, and a full disk is an error.
+    Failed output is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     protect_console()
     Console.output_is_product = output_is_product
@@ -370,9 +364,8 @@ def fail(message):
     line = f"error: {plain(message, limit=2000)}"
     print(line, file=sys.stderr, flush=True)
     told = json.dumps({"message": line, "timestamp": int(time.time())})
-    with contextlib.suppress(
-        KeyError, OSError
-    ):  # torchrun's own pages about the failed ranks then contain this line
+    # torchrun's own pages about the failed ranks then contain this line
+    with contextlib.suppress(KeyError, OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
     leave(2)
 

@@ -50,8 +50,7 @@ def choose_dtype(name, device, n_embd):
             f"This device does not support --dtype {name}. NVIDIA's GPUs have bfloat16 since the Ampere generation and "
             "fp8 since Ada and Hopper. Leave --dtype out to use the best it has."
         )
-    # fp8: everything but the output layer is in bfloat16
-    return torch.bfloat16 if name == "fp8" else getattr(torch, name), name
+    return torch.bfloat16 if name == "fp8" else getattr(torch, name), name  # fp8 is for the output layer only
 
 
 def has_float8(device):
@@ -69,7 +68,8 @@ def has_float8(device):
 def flops_per_token(c, T):
     """Training FLOPs per token of a GPTConfig, by PaLM's convention (Chowdhery et al. 2022, appendix B)."""
     # 6 per weight of every matmul, and 12 * L * T * C for attention, which counts the full square of scores
-    return 6 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd) + 12 * c.n_layer * T * c.n_embd
+    num_weights = 12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd
+    return 6 * num_weights + 12 * c.n_layer * T * c.n_embd
 
 
 # TFLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
@@ -207,8 +207,7 @@ class World:
                 result = action(*args)
             except (UserError, OSError) as caught:
                 error = caught
-        # a checkpoint's tensors are broadcast one by one, and only the dict around them is pickled. HellaSwag's lists
-        # have none, and searching their million numbers for tensors would be slow
+        # a dict's tensors are broadcast one by one. HellaSwag's lists have none, and a search for them would be slow
         message = [result, error]
         if isinstance(result, dict):
             message[0] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)
@@ -248,7 +247,8 @@ def create_store(rank, world_size):
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:  # until rank 0 has published its port: one from before a restart refuses the connection
         try:
-            store = dist.TCPStore(host, int(shared.get("port")), timeout=datetime.timedelta(seconds=2), **options)
+            port = int(shared.get("port"))
+            store = dist.TCPStore(host, port, timeout=datetime.timedelta(seconds=2), **options)
             store.set_timeout(TIMEOUT)
             return store
         except dist.DistNetworkError:
@@ -285,10 +285,7 @@ def setup_distributed(device):
             if rank >= world_size:
                 raise ValueError("ranks count from 0")
             store = create_store(rank, world_size)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # torch's, for addresses, ports, time-outs and what is not set
+        except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, what is not set
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
@@ -300,7 +297,6 @@ def setup_distributed(device):
 
 
 def cleanup_distributed():
-    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         # subtle: gloo's thread needs the GIL to release its last tensor, but destroy_process_group holds the GIL
         # while it waits for that thread. Sleeping first lets the thread take the GIL and finish
@@ -309,6 +305,5 @@ def cleanup_distributed():
 
 
 def print0(*args):
-    """Print on rank 0."""
     if is_rank_0():
         print(*args, flush=True)

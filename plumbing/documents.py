@@ -34,13 +34,9 @@ OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$") 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
-MAX_PIECE = (
-    2**17
-)  # characters; a longer text without a token boundary, such as one repeated letter, is cut anyway
+MAX_PIECE = 2**17  # characters; a longer text without a token boundary, as of one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
-MAX_ROW_GROUP = (
-    2**26
-)  # bytes; a core reads a smaller one as a whole. FineWeb-Edu's have 1,000 documents, some 5 MB
+MAX_ROW_GROUP = 2**26  # bytes; a core reads a smaller one whole. FineWeb-Edu's have 1,000 documents, some 5 MB
 MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
@@ -264,12 +260,9 @@ def split_text(blocks, separator="", name=""):
                 yield Piece(text, starts)
             starts = True
         if len(held) > whole:
-            stop = len(held.rstrip(line_ends)) - len(
-                separator
-            )  # the separator may have begun in the last characters
-            cut = find_token_boundary(
-                held, max(0, len(held) - 2 * BLOCK_CHARS), stop
-            )  # not once more what is before
+            stop = len(held.rstrip(line_ends)) - len(separator)  # it may have begun in the last characters
+            # what is before the last two blocks was searched before
+            cut = find_token_boundary(held, max(0, len(held) - 2 * BLOCK_CHARS), stop)
             if len(held) > MAX_PIECE:
                 cut = cut or len(held) - len(separator)
             if cut:
@@ -429,9 +422,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
             source = next_download.get() if next_download else fetch(sources[number], folder, attempts)
             if prefetch and number + 1 < len(sources):
                 next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
-            batches = (
-                [] if skip else list_row_groups(source, text_column)
-            )  # a file begun before is read by this core
+            batches = [] if skip else list_row_groups(source, text_column)  # this core reads a file begun before
             for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
                 yield Batch(number, first, read)
             skip = 0

@@ -62,9 +62,7 @@ def atomic_write(path, mode="wb", **kwargs):
     part, file = path.with_name(f".{path.name}.part"), None
     check_replaceable(path)
     try:
-        part.unlink(
-            missing_ok=True
-        )  # left by a process that was killed; a link is removed, and not what it points to
+        part.unlink(missing_ok=True)  # left by a killed process; a link is removed, not what it points to
         with open(part, mode.replace("w", "x"), **kwargs) as file:
             yield file
             file.flush()
@@ -147,9 +145,7 @@ def lock_folder(folder, name=".lock"):
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_anothers = path.exists() and not os.access(
-        path, os.W_OK
-    )  # another user's, which can be locked and not written
+    is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can only be locked
     flags = os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     owner = os.read(descriptor, 1000).decode(errors="replace")

@@ -22,7 +22,6 @@ def check_config(config, world_size):
         distributed.choose_dtype(c.dtype, device, c.n_embd)
     except UserError as error:
         refused = str(error)
-
     # at least 1, so that a bad value reported above cannot cause a division by zero
     T, n_head, total = max(1, c.sequence_length), max(1, c.n_head), c.total_batch_size
     tokens = T * world_size  # in the smallest possible micro-step, with B = 1
@@ -40,7 +39,10 @@ def check_config(config, world_size):
             uneven_ramp,
             f"--batch-ramp starts at 32,768 tokens, no multiple of {tokens} that divides {total}. Use 0.",
         ),
-        (too_many, f"{ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."),
+        (
+            too_many,
+            f"{ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}.",
+        ),
         (not c.out_dir, "--out-dir is empty. Give the folder in which the run is to be kept."),
         (
             T > c.block_size,
@@ -51,9 +53,8 @@ def check_config(config, world_size):
             f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence.",
         ),
         (c.decay_fraction > 1, f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."),
-        # nanoGPT's word
         (
-            c.init_from == "resume",
+            c.init_from == "resume",  # nanoGPT's word
             "--init-from names a model. To resume a run, repeat its command without that flag.",
         ),
         (c.wandb and not mirror.is_installed(), "--wandb needs a package. Install it with: pip install wandb"),
@@ -76,7 +77,8 @@ def not_a_multiple(config, name, unit, what, advice="Try"):
 def not_enough_memory(c, device):
     """The complaint that a model of this config needs more memory than the device has."""
     # weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block: never too much
-    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd) + (c.vocab_size + c.block_size + 2) * c.n_embd
+    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
+    num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
     needed, available = 16 * num_params + c.n_layer * 2**16, math.inf
     if device.startswith("cuda"):
         available = torch.cuda.get_device_properties(device).total_memory
@@ -96,8 +98,7 @@ FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on 
 def find_what_fits(raw_model, wrap, config, world):
     """Try a training step, and do without whatever fails on this machine. Returns (model to train, B).
 
-    wrap(raw_model, compiled, world) makes the model to train. If memory runs out, B is halved. If the compiler or an
-    attention kernel fails, the run continues without it, after a warning. All ranks take the same fallback.
+    wrap(raw_model, compiled, world) makes the model. If memory runs out, B is halved. All ranks take the same fallback.
     """
     optional = ["Fused attention", "torch.compile"] if config.compile else ["Fused attention"]
     T = config.sequence_length

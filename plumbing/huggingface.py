@@ -1,8 +1,7 @@
 """Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
 
-GPT has the parameter names of transformers' GPT2LMHeadModel, but pads its vocabulary, and its nn.Linear stores a
-block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's own
-tokenizer, as it recognizes tokenizers by a list.
+GPT has the parameter names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in)
+where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's own tokenizer, as it has a list of them.
 """
 
 import json
@@ -16,7 +15,6 @@ from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.modelcard import write_model_card
 
-# the four matrices of a block, which Conv1D stores transposed
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
@@ -77,7 +75,9 @@ def read_weights(directory):
         for path in paths:
             found |= load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"Could not read the weights in {directory}: {first_line(error)}. {COPY_AGAIN}") from None
+        raise UserError(
+            f"Could not read the weights in {directory}: {first_line(error)}. {COPY_AGAIN}"
+        ) from None
     for name, weight in found.items():
         if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
             name = f"transformer.{name}"
@@ -114,7 +114,8 @@ def load_tokenizer(name_or_directory, vocab_size):
         return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     if (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
         return import_tokenizer(directory)
-    if not directory.is_dir() or vocab_size in (50257, 50304):  # GPT-2's size, or that padded to a multiple of 64
+    # GPT-2's size, or that padded to a multiple of 64
+    if not directory.is_dir() or vocab_size in (50257, 50304):
         return tokenizer.get_encoding("gpt2")
     raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
 
@@ -122,8 +123,7 @@ def load_tokenizer(name_or_directory, vocab_size):
 def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
-    The vocabulary padding is dropped; every other weight is exported bit for bit. A chat model also has a chat template
-    and stops after its turn. run_folder, step, sample: for a model card, see write_model_card.
+    All but vocabulary padding stays exact. A chat model stops after its turn. For a card: run_folder, step, sample.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
@@ -187,7 +187,6 @@ def remove_part(part, names):
 
 
 def make_way(path):
-    """Move anything at `path` aside."""
     if os.path.lexists(path):
         aside = path.rename(free_name(path))
         print(f"Moved what was at {path} to {aside}.", flush=True)

@@ -5,10 +5,8 @@ import json
 import tokenizer
 from plumbing.cli import UserError, first_line
 
-# digest of GPT-2's tokenizer, by which a copy of it is recognized
-GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"
-# for apply_chat_template: a conversation as smoltalk.py renders it
-CHAT_TEMPLATE = (
+GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"  # recognizes a copy of it
+CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
     "{% if message['role'] not in ['user', 'assistant', 'system'] %}"

@@ -19,10 +19,7 @@ def attention_on_cpu(q, k, v, **options):
 
 
 def to_float8(tensor):
-    """The tensor in e4m3 (4 bits of exponent, 3 of mantissa), and the scale to multiply it with.
-
-    Divided by the scale, the largest value is the end of the range (Micikevicius et al. 2022).
-    """
+    """The tensor in e4m3 (4 bits of exponent, 3 of mantissa) and a scale that undoes it (Micikevicius et al. 2022)."""
     scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (tensor / scale).to(torch.float8_e4m3fn), scale
 

@@ -52,10 +52,8 @@ def start_wandb(config):
 
 
 class Mirror:
-    """Sends a run's log to Weights & Biases in a background thread, so that training does not wait for it."""
-
     def __init__(self, config, log_lines):
-        """log_lines: those already in log.txt, as read_log gives them."""
+        """Send the log from a background thread. log_lines: those already in log.txt, as read_log gives them."""
         self.config, self.status, self.queue = config, 0, queue.SimpleQueue()
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.log(step, {stream: value for _, stream, value in lines})

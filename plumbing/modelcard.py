@@ -108,10 +108,7 @@ Settings:
 
 
 def write_model_card(directory, run_folder, step=None, sample=""):
-    """Write curve.png and README.md to an export. A failure prints only a note: the model is complete without them.
-
-    step: the number of updates after which the model was exported; None: all. sample: a text written by the model.
-    """
+    """Write curve.png and README.md to an export of the model after `step` updates (None: all). Failures are noted."""
     streams = {}
     try:
         streams = read_streams(run_folder / "log.txt", step)
@@ -122,7 +119,7 @@ def write_model_card(directory, run_folder, step=None, sample=""):
         text = card_text(directory, read_starts(run_folder / "run.txt"), streams, sample)
         with atomic_write(directory / "README.md") as file:
             file.write(text.encode())
-    except Exception as error:  # people may have edited run.txt
+    except Exception as error:  # people may have edited run.txt; and the model is complete without a card
         print(f"note: {directory} has no README.md: {plain(first_line(error))}", flush=True)
 
 

@@ -35,8 +35,7 @@ MAY_CHANGE_ON_RESUME = set(
     "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
     "milestone_every wandb".split()
 )
-# settings that are the run's if they have these values
-LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}
+LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}  # these values mean: as the run has it
 # settings that may differ from node to node
 MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
 # settings that a branch must share with its parent, because the state depends on them
@@ -87,9 +86,8 @@ def inherit(config, parse):
 def find_start(config, preset, enc, fingerprints):
     """Find what the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
 
-    That is the newest intact checkpoint in out_dir, with "finished" if there is nothing left to do; or, when a branch
-    first starts, that of --branch-from, with "branched" for run.txt; or the weights of --init-from.
-    preset: the TrainConfig of --preset. fingerprints: of the training and validation data.
+    That is the newest intact checkpoint in out_dir, with "finished" if nothing is left to do; or, for a new branch,
+    that of --branch-from, with "branched" for run.txt; or the weights of --init-from. fingerprints: {data: its own}.
     """
     saved = load_state(config.out_dir) if resumes(config) else None
     branched = None
@@ -129,8 +127,7 @@ def load_state(source):
         raise UserError(
             f"{source} has weights, but no state of a run. To start a run from them, use --init-from."
         )
-    # older versions did not write these
-    return saved and {"temporary": [], "val_fingerprint": None} | saved
+    return saved and {"temporary": [], "val_fingerprint": None} | saved  # older versions did not write these
 
 
 def changes(config, then):
@@ -194,7 +191,9 @@ def start_run(config, start_step, saved):
     """Describe the start in out_dir's run.txt, and move aside an old run, or checkpoints that cannot be read."""
     out_dir = Path(config.out_dir)
     if saved and not saved["branched"]:
-        stale = [path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step]
+        stale = [
+            path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step
+        ]
     else:
         stale = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
         if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
@@ -291,11 +290,7 @@ def install_signal_handlers():
             os._exit(128 + number)
         received.append(number)
 
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        getattr(signal, "SIGHUP", signal.SIGINT),
-    ):  # Windows has no SIGHUP
+    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):  # no HUP on Windows
         signal.signal(number, record)
     return received
 
@@ -349,7 +344,6 @@ class Run(contextlib.AbstractContextManager):
                     self.log.close()
 
     def print_summary(self, raw_model, loader, num_val_windows, B, optimizers):
-        """Print the sizes of the model, the data and the batch, and what each optimizer trains."""
         world, S, T = self.world, self.config.total_batch_size, loader.T
         device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
         self.flops_per_token, self.peak = flops_per_token(raw_model.config, T), peak_flops(device)
@@ -466,6 +460,6 @@ def duration(seconds):
     minutes = int(seconds) // 60
     if minutes < 10:
         return f"{minutes}:{int(seconds) % 60:02d}"
-    return (
-        f"{minutes}m" if minutes < 100 else f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"
-    )
+    if minutes < 100:
+        return f"{minutes}m"
+    return f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"

@@ -134,10 +134,7 @@ def split_of(name):
 
 
 def fingerprint(paths):
-    """A hash of shards and their masks, in order: each file's size and a fixed sample of its blocks.
-
-    Other data of the same length almost always have another hash. Names do not count: a folder may be moved.
-    """
+    """A hash of the sizes and samples of shards and their masks, in order, but not of names: a folder may be moved."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(sample(path))
@@ -258,10 +255,7 @@ def write_shard(path, array):
 
 
 class ShardWriter:
-    """Writes the shards of a folder, or of one part of it, and the meta.json that describes them.
-
-    `meta` describes the shards to be made: those in `folder` are continued, or refused if they do not match.
-    """
+    """Writes the shards of a folder, or of one part, and their meta.json; continues or refuses those that are there."""
 
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
@@ -275,7 +269,8 @@ class ShardWriter:
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
         self.validation_file = None
-        if self.meta.get("validation_every"):  # sampled from all of the input, it grows with every training shard
+        # sampled from all of the input, it grows with every training shard
+        if self.meta.get("validation_every"):
             self.validation_file = shard_name(self.prefix, 0)
 
     def make_once(self, make, *args):
@@ -347,7 +342,6 @@ class ShardWriter:
             json.dump(self.meta, file, indent=1)
 
     def finish(self, noun="document"):
-        """Mark the data set complete and print its totals."""
         self.meta["complete"] = True
         self.save()
         lengths = split_lengths([self.meta])
@@ -355,7 +349,9 @@ class ShardWriter:
             f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
         )
         num_shards = cli.count(len(self.meta["shards"]), "shard")
-        print(f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}")
+        print(
+            f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}"
+        )
 
 
 def split_lengths(metas):
@@ -429,9 +425,7 @@ def continue_meta(folder, path, meta):
                 raise UserError(
                     f"{folder} has shards of other data: {change}. Choose another folder with --out-dir."
                 )
-    return metas.get(path, meta) | {
-        "made_from": meta["made_from"]
-    }  # with the present sizes of files that were fixed
+    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
 
 
 def settings(path, meta):

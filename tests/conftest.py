@@ -1,7 +1,6 @@
 """What the tests share: a tiny GPT, tiny shards, and ways to run the trainer in this process or in others.
 
-Everything is seeded, runs on one thread of the CPU and touches no network. `../shared/data` is used
-where it is there (GPT-2's tokenizer tables); what needs it skips without it.
+Everything is seeded, runs on one thread and touches no network. What needs `../shared/data` skips without it.
 """
 
 import contextlib
@@ -295,10 +294,7 @@ def child(function, args, output, environment):
 
 
 def start(function, *args, output, ranks=0):
-    """Start function(*args) in another process, or in `ranks` processes as torchrun would; a list of them.
-
-    What they print goes to `output`, of rank r > 0 to `output`.r.
-    """
+    """Start function(*args) in another process, or as `ranks`; a list. They print to `output`, rank 1 to `output`.1."""
     started = []
     port = free_port()
     for rank in range(max(1, ranks)):

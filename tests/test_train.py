@@ -69,10 +69,9 @@ def windows_of(folder, split, T, masks):
 
 
 def plain_loop(hf_directory, folder, masks):
-    """Ten steps of 8 windows in one batch with transformers and torch's own AdamW; what the log should say.
+    """What the log should say: ten steps of 8 windows in one batch with transformers and torch's own AdamW.
 
-    The learning rates are worked by hand for warmup_steps=2, max_steps=10, 2e-3 to 2e-4: progress goes
-    by eighths of the cosine.
+    The learning rates are worked by hand: after the warmup, progress goes by eighths of the cosine.
     """
     from transformers import GPT2LMHeadModel
 
@@ -177,9 +176,8 @@ def check_ranks_agree(report, steps):
 def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     """Two micro-steps on each of two ranks, as the plain loop's one batch of eight.
 
-    Fails (each was tried) where the last micro-step's forward pass is under no_sync too, so that the ranks
-    drift apart; where no_sync covers only the backward pass, so that every micro-step is reduced; where the
-    loss is one rank's; where masked targets are averaged by micro-step.
+    Fails (each was tried) if no_sync covers the last forward pass, too, or no forward pass at all; if the loss is one
+    rank's; if masked targets are averaged by micro-step.
     """
     folder, start, expected = plain
     args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
@@ -270,10 +268,7 @@ def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path)
 
 
 def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
-    """12 examples on 2 ranks score as on one, and as acc_norm of the exported model.
-
-    acc is another number here, and so is acc_norm of either rank's share, every other example.
-    """
+    """12 examples on 2 ranks score as on one, and as acc_norm of the exported model; acc is another number here."""
     labels = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3]  # whichever ending a rule prefers, its count is its own
     hellaswag_data = hellaswag_file(tmp_path, ["ab " * n + "c" for n in range(1, 13)], labels)
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
