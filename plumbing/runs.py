@@ -109,7 +109,7 @@ def find_start(config, preset, enc, fingerprints):
     then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
         raise UserError(
-            f"The shards in {config.data} are not those of the run. Give those, or start another run."
+            f"The shards in {config.data} are not those of the run. Give those with --data, or start another run."
         )
     hf, finished = Path(config.out_dir, "hf"), False
     if saved["step"] == config.max_steps:
