@@ -73,7 +73,6 @@ from plumbing.distributed import choose_device
 from plumbing.files import check_new_output, new_output
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-NUM_EXAMPLES = 10042  # lines of that file
 # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
 PAD_TO = 16
 # positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB

@@ -4,8 +4,6 @@ import gc
 import importlib.metadata
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.distributed import World
+from plumbing.distributed import World, git_commit, output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,15 +73,6 @@ def machine(device):
             "nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"
         ),
         "versions": versions | {"python": sys.version},
-        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"),
+        "commit": git_commit(),
         "command": " ".join(sys.argv),
     }
-
-
-def output_of(*command):
-    """What a command prints; "" if it is not installed."""
-    return (
-        subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        if shutil.which(command[0])
-        else ""
-    )

@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +18,18 @@ from tqdm import tqdm
 from plumbing.cli import UserError, first_line, is_rank_0
 
 # ----- The device ---------------------------------------------------------------------------------------
+
+
+def output_of(*command):
+    """What a command prints; "" if it is not installed."""
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def git_commit():
+    """The commit of this program, with "-dirty" if it was changed since; "" if that is not known."""
+    return output_of("git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=40")
 
 
 def choose_device(name):

@@ -347,9 +347,8 @@ def retry(name, advice, function, attempts=3):
             cause = error.__cause__ or error  # atomic_write turns the connection's errors, too, into a UserError
             if isinstance(cause, UserError):
                 raise
-            status = getattr(cause, "code", None) or getattr(
-                getattr(cause, "response", None), "status_code", None
-            )
+            response = getattr(cause, "response", None)
+            status = getattr(cause, "code", None) or getattr(response, "status_code", None)
             number = getattr(cause, "errno", None)
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."

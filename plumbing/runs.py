@@ -10,9 +10,7 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import UserError, count, print_next
-from plumbing.distributed import environment_number, flops_per_token, is_restart, peak_flops, print0
+from plumbing.distributed import environment_number, flops_per_token, git_commit, is_restart, peak_flops, print0
 from plumbing.files import atomic_write, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
@@ -224,7 +222,6 @@ def read_history(path):
 
 def describe_run(config, start_step, saved):
     """The entry for a start in run.txt: command, configuration, versions, machine, commit."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -235,9 +232,7 @@ def describe_run(config, start_step, saved):
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        if shutil.which("git")
-        else "",
+        "commit": git_commit(),
         "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
     }
     return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
