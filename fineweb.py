@@ -28,19 +28,15 @@ from plumbing import cli
 class Options:
     # The text
     dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
-    input: tuple[
-        str, ...
-    ] = ()  # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
+    # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
+    input: tuple[str, ...] = ()
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str = (
-        ""  # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
-    )
+    # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
+    separator: str = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # The shards
-    out_dir: str | None = (
-        None  # folder of the shards; by default edu_fineweb10B, python_docs or the first file's name
-    )
+    out_dir: str | None = None  # their folder; by default edu_fineweb10B, python_docs or the first file's name
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
     max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all

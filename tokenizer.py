@@ -23,9 +23,8 @@ from plumbing import cli
 @dataclass
 class Options:
     input: tuple[str, ...] = ()  # files, folders, globs or URLs to learn from, as fineweb.py takes them
-    out: str = (
-        ""  # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
-    )
+    # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
+    out: str = ""
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
