@@ -16,9 +16,9 @@ import fineweb
 import hellaswag
 import tokenizer
 from bench.measure import measure
-from bench.steps import configure, transformers_model
+from bench.steps import configure, transformers_model, world_of
 from plumbing import documents
-from plumbing.distributed import World, choose_dtype, disable_cudnn_attention
+from plumbing.distributed import disable_cudnn_attention
 from plumbing.huggingface import transposed
 from train_gpt2 import GPT, GPTConfig
 
@@ -52,12 +52,7 @@ def random_model(options):
     """(GPT with seeded random weights, its Settings, World with its device and dtype)."""
     config = configure(options)
     torch.manual_seed(0)
-    dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
-    return (
-        GPT(GPTConfig(**config.shape)).to(config.device).eval(),
-        config,
-        World(device=config.device, dtype=dtype),
-    )
+    return GPT(GPTConfig(**config.shape)).to(config.device).eval(), config, world_of(config)
 
 
 @torch.no_grad()

@@ -61,6 +61,12 @@ def configure(options, changes="", defaults=""):
     return config
 
 
+def world_of(config):
+    """A World of one rank on the device of these Settings, with their dtype there."""
+    dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
+    return World(device=config.device, dtype=dtype)
+
+
 def random_shards(folder, vocab_size):
     """Write shards of random ids: the time of a step does not depend on the data."""
     ids = np.random.default_rng(0).integers(vocab_size, size=2**21).astype(np.uint16)
@@ -73,8 +79,7 @@ class Side:
 
     def __init__(self, config, folder):
         self.config, self.step = config, 0
-        dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
-        self.world = World(device=config.device, dtype=dtype)
+        self.world = world_of(config)
         self.loader = train_gpt2.DataLoaderLite(
             folder, "train", config.batch_size, config.sequence_length, device=config.device
         )
