@@ -166,18 +166,19 @@ def export_files(weights, shape, enc):
     }
 
 
-def is_export_of(directory, weights, n_head, enc):
-    """Whether `directory` holds a whole export of the GPT with the state dict `weights` and the tokenizer `enc`."""
-    files = export_files(weights, shape_of(weights, n_head, directory), enc)
+def is_export_of(directory, weights, shape, enc):
+    """Whether `directory` holds all that `export_files` returns for this model, and the tokenizer `enc`."""
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-        for name, content in files.items():
+        if tokenizer.digest(found) != tokenizer.digest(enc):
+            return False
+        for name, content in export_files(weights, shape, enc).items():
             with open_regular(directory / name) as file:
                 if file.read() != content:
                     return False
     except (UserError, OSError):
         return False
-    return tokenizer.digest(found) == tokenizer.digest(enc)
+    return True
 
 
 def remove_part(part, names):

@@ -111,7 +111,7 @@ def find_start(config, preset, enc, fingerprints):
         )
     hf, finished = Path(config.out_dir, "hf"), False
     if saved["step"] == config.max_steps:
-        finished = is_export_of(hf, saved["model"], saved["config"]["n_head"], enc)
+        finished = is_export_of(hf, saved["model"], saved["config"], enc)
     if finished:
         print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
         print_next(*next_commands(config, enc))

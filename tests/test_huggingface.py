@@ -229,10 +229,10 @@ def other_tokenizer():
 
 @pytest.mark.parametrize("name", [None, *NOT_THIS_MODEL])
 def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name):
-    weights = tiny_model(vocab_size=257).state_dict()  # what the fixture has exported
+    model = tiny_model(vocab_size=257)  # what the fixture has exported
     if name:
         NOT_THIS_MODEL[name](hf)
-    assert is_export_of(hf, weights, 2, BYTES) == (name is None)
+    assert is_export_of(hf, model.state_dict(), vars(model.config), BYTES) == (name is None)
 
 
 # ----- Chat ---------------------------------------------------------------------------------------------
