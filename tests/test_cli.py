@@ -3,7 +3,8 @@
 import ast
 import dataclasses
 import functools
-import io
+import importlib
+import inspect
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -287,35 +287,20 @@ def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path
     assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr
 
 
-def field_comments(path):
-    """{field: its comment} of the dataclass in a program, by Python's own parser: the one after it, else above it."""
-    source = path.read_text(encoding="utf-8")
-    after, above = {}, {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            kind = above if token.line.lstrip().startswith("#") else after
-            kind[token.start[0]] = token.string.removeprefix("# ")
-    comments = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name in ("Options", "TrainConfig"):
-            for field in filter(lambda child: isinstance(child, ast.AnnAssign), node.body):
-                lines = range(field.lineno, field.end_lineno + 1)
-                found = [after[line] for line in lines if line in after] or [above[field.lineno - 1]]
-                comments[field.target.id] = found[0]
-    return comments
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[-1]).stem)
-def test_every_flag_of_every_program_is_explained_by_its_own_comment(command):
-    path = Path(command[0]) if command[0] != "-m" else ROOT / "bench" / "__main__.py"
-    shown = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True, cwd=ROOT)
-    flags = shown.stdout.partition("\nusage: ")[2]
-    entries = re.split(r"\n  (?=\S)", flags)[1:]
-    comments = field_comments(path)
-    assert len(entries) == len(comments) > 2
-    for entry, (field, comment) in zip(entries, comments.items()):
+@pytest.mark.parametrize("program", [*(path.stem for path in sorted(ROOT.glob("*.py"))), "bench.__main__"])
+def test_every_flag_of_every_program_is_explained_by_its_own_comment(program):
+    """Which is, where Python's own parser finds the field, the one in its lines, else the one above them."""
+    module = importlib.import_module(program)
+    options = getattr(module, "TrainConfig", None) or module.Options
+    entries = re.split(r"\n  (?=\S)", cli.help_text(options, options()).partition("\nusage: ")[2])[1:]
+    lines = inspect.getsource(options).splitlines()
+    fields = [node for node in ast.parse("\n".join(lines)).body[0].body if isinstance(node, ast.AnnAssign)]
+    assert len(entries) == len(fields) > 2
+    for entry, field in zip(entries, fields):
+        above, own = lines[field.lineno - 2], "\n".join(lines[field.lineno - 1 : field.end_lineno])
+        [comment] = re.findall("  # (.+)", own) or re.findall("^ +# (.+)", above)
         entry = " ".join(entry.partition("\n\n ")[0].split())  # without the heading of the next one
-        assert re.search(rf"--{field}\b|^{field}\b".replace("_", "-"), entry, re.IGNORECASE)
+        assert re.search(rf"--{field.target.id}\b|^{field.target.id}\b".replace("_", "-"), entry, re.IGNORECASE)
         assert f" {comment}" in entry
 
 

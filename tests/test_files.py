@@ -131,16 +131,14 @@ def test_an_output_that_the_user_names_is_new(tmp_path):
 
 @needs_pipes
 def test_an_output_may_be_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    texts = []
-    reader = threading.Thread(
-        target=lambda: texts.append((tmp_path / "pipe").read_text(encoding="utf-8")), daemon=True
-    )
+    pipe, texts = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: texts.append(pipe.read_text(encoding="utf-8")), daemon=True)
     reader.start()
-    with new_output(tmp_path / "pipe") as file:
+    with new_output(pipe) as file:
         file.write("through it")
     reader.join()
-    assert texts == ["through it"] and (tmp_path / "pipe").is_fifo()
+    assert texts == ["through it"] and pipe.is_fifo()
 
 
 def test_a_file_of_the_users_own_is_no_lock(tmp_path):
