@@ -16,9 +16,10 @@ THREADS, PER_THREAD = tl.constexpr(1024), tl.constexpr(8)
 
 @triton.jit
 def kernel(logits, targets, losses, gradient, log2_scale, ignore_index, V: tl.constexpr):
-    """losses[row] = logsumexp(logits[row]) - logits[row, target], of contiguous logits (N, V), on a grid of N programs,
+    """Of contiguous logits (N, V), on a grid of N programs; both are 0 if the target is ignore_index:
 
-    gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale. Both are 0 if the target is ignore_index.
+    losses[row] = logsumexp(logits[row]) - logits[row, target]
+    gradient[row] = (softmax(logits[row]) - one_hot(target)) * 2**log2_scale
     """
     row = tl.program_id(0)
     target = tl.load(targets + row)
