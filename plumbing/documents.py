@@ -112,9 +112,9 @@ def file_type(name):
     return ".jsonl" if suffix == ".json" else suffix
 
 
-# -----------------------------------------------------------------------------
-# Documents are read as pieces. Most are a single piece; a long .txt file is one document, which is split, so
-# that it need not fit in memory and several cores can share it.
+# ----- Reading ------------------------------------------------------------------------------------------
+# Documents are read as pieces. Most are a single piece; a long .txt file is one document, which is split, so that
+# it need not fit in memory and several cores can share it.
 
 
 def read_pieces(source, text_column, skip=0, separator="", row_groups=None):
