@@ -76,6 +76,7 @@ import tokenizer
 from plumbing.checkpoint import newest_checkpoint
 from plumbing.distributed import choose_device, choose_dtype
 from plumbing.huggingface import export_huggingface
+from plumbing.modelcard import write_model_card
 from train_gpt2 import load_model
 
 
@@ -206,7 +207,9 @@ def export(model, enc, options):
         prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
         sample = sample_for_card(model, enc, options, prompt)
         card = dict(run_folder=run_folder, step=checkpoint["step"], sample=sample)
-    export_huggingface(model, enc, options.export, **card)
+    export_huggingface(model, enc, options.export)
+    if card:
+        write_model_card(Path(options.export), **card)
     print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
     words = ["--chat"] if tokenizer.has_chat_tokens(enc) else [options.prompt or "The "]
     cli.print_next(["python", "sample.py", *words, "-m", options.export])

@@ -13,7 +13,6 @@ import tokenizer
 from plumbing.cli import UserError, first_line
 from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
-from plumbing.modelcard import write_model_card
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
@@ -120,10 +119,10 @@ def load_tokenizer(name_or_directory, vocab_size):
     raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
 
 
-def export_huggingface(model, enc, directory, run_folder=None, step=None, sample=""):
+def export_huggingface(model, enc, directory):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
-    All but vocabulary padding stays exact. A chat model stops after its turn. For a card: run_folder, step, sample.
+    All but vocabulary padding stays exact. A chat model stops after its turn.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
@@ -141,8 +140,6 @@ def export_huggingface(model, enc, directory, run_folder=None, step=None, sample
         part.rename(directory)
     finally:
         remove_part(part, names)
-    if run_folder:
-        write_model_card(directory, run_folder, step, sample)
 
 
 def export_files(weights, shape, enc):

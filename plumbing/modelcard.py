@@ -7,6 +7,7 @@ its shards.
 import json
 from pathlib import Path
 
+from plumbing.checkpoint import OPENAI_MODELS
 from plumbing.cli import first_line, plain
 from plumbing.files import atomic_write, read_json
 from plumbing.log import read_log
@@ -153,7 +154,7 @@ def card_text(directory, starts, streams, sample):
     meta = read_json(meta_path, "") if meta_path.is_file() else {}
     dataset = DATASETS.get(meta.get("dataset"), "")
     data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
-    if config["init_from"] in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+    if config["init_from"] in OPENAI_MODELS:
         data["base_model"] = f"openai-community/{config['init_from']}"
     data |= dict(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"])
     weights = load_file(directory / "model.safetensors")

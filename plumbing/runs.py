@@ -25,6 +25,7 @@ from plumbing.files import atomic_write, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.log import read_log
 from plumbing.mirror import Mirror
+from plumbing.modelcard import write_model_card
 from tokenizer import has_chat_tokens
 
 # settings that may change when a run is resumed, because they do not affect what the model learns
@@ -429,7 +430,8 @@ class Run(contextlib.AbstractContextManager):
             return status
         hf = self.out_dir / "hf"
         print(f"Exporting the model to {hf}.", flush=True)
-        export_huggingface(raw_model, enc, hf, self.out_dir, sample=self.sample)
+        export_huggingface(raw_model, enc, hf)
+        write_model_card(hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
         if self.world.device_type == "cuda":
             took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
