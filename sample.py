@@ -199,17 +199,15 @@ def chat(model, enc, options):
 
 
 def export(model, enc, options):
-    """Write the model in Hugging Face format, with a model card if it is in the folder of a run."""
-    source, card = Path(options.model), {}
+    """Write the model in Hugging Face format, with a model card if it is a run's."""
+    export_huggingface(model, enc, options.export)
+    source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
-    if (run_folder / "run.txt").exists():
-        checkpoint = newest_checkpoint(source)
+    checkpoint = newest_checkpoint(source) if (run_folder / "run.txt").exists() else None
+    if checkpoint and "step" in checkpoint:  # nanoGPT's and build-nanogpt's are read without one
         prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
         sample = sample_for_card(model, enc, options, prompt)
-        card = dict(run_folder=run_folder, step=checkpoint["step"], sample=sample)
-    export_huggingface(model, enc, options.export)
-    if card:
-        write_model_card(Path(options.export), **card)
+        write_model_card(Path(options.export), run_folder, checkpoint["step"], sample)
     print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
     words = ["--chat"] if tokenizer.has_chat_tokens(enc) else [options.prompt or "The "]
     cli.print_next(["python", "sample.py", *words, "-m", options.export])

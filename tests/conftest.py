@@ -258,6 +258,12 @@ def steps_of(out_dir):
     return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
 
 
+def change_checkpoint(path, change):
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
 def listing(folder):
     """{path: digest or "folder"} of all that is below `folder`: equal if nothing has changed."""
     return {

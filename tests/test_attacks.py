@@ -17,6 +17,7 @@ from plumbing.cli import UserError
 from plumbing.files import lock_folder
 
 from conftest import (
+    change_checkpoint,
     flags,
     killed_at,
     listing,
@@ -71,12 +72,6 @@ def is_straight(out_dir):
     """Whether a run has come to what a run without an attack comes to."""
     straight = Path(out_dir).parent / "straight"
     return all(read_log(out_dir, stream) == read_log(straight, stream) for stream in ("train", "val", "lr", "norm"))
-
-
-def change_checkpoint(path, change):
-    content = torch.load(path, weights_only=True)
-    change(content)
-    torch.save(content, path)
 
 
 # ----- One process per folder ---------------------------------------------------------------------------
