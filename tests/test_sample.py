@@ -16,7 +16,7 @@ import train_gpt2
 from plumbing.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
-from conftest import ROOT, listing, parrot_model, refusal_of, refused, status_of, talk, tiny_model
+from conftest import ROOT, flags, listing, parrot_model, refusal_of, refused, status_of, talk, tiny_model
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -125,16 +125,8 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
 
 
 def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
-    command = [
-        "-m",
-        save(tmp_path / "model", model),
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "40",
-        "--device",
-        "cpu",
-    ]
+    path = save(tmp_path / "model", model)
+    command = flags(model=path, temperature=0, max_new_tokens=40, device="cpu")
     assert status_of(sample.main, ["Hello", *command]) == 0
     expected = greedy_without_cache(model, PROMPT, 40)
     text = BYTES.decode(expected[: expected.index(256)] if 256 in expected else expected)
@@ -236,17 +228,8 @@ def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     path = save(tmp_path / "model", tiny_model(n_layer=4, n_embd=64, block_size=1024, vocab_size=320), CHAT)
-    command = [
-        sys.executable,
-        ROOT / "sample.py",
-        "--chat",
-        "-m",
-        path,
-        "--max-new-tokens",
-        "1000",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, ROOT / "sample.py"]
+    command += flags(chat=True, model=path, max_new_tokens=1000, device="cpu")
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     process.stdin.write(b"hi\n")

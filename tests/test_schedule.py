@@ -52,10 +52,9 @@ def test_wsd_stays_at_the_peak_and_falls_in_a_line_to_zero():
 
 
 def test_schedules_of_odd_lengths_work():
-    assert get_lr(0, TrainConfig(warmup_steps=0, max_steps=1)) == pytest.approx(6e-4)
-    assert get_lr(0, TrainConfig(warmup_steps=0, max_steps=1, schedule="wsd", decay_fraction=0)) == pytest.approx(
-        6e-4
-    )
+    one_step = dict(warmup_steps=0, max_steps=1)
+    assert get_lr(0, TrainConfig(**one_step)) == pytest.approx(6e-4)
+    assert get_lr(0, TrainConfig(**one_step, schedule="wsd", decay_fraction=0)) == pytest.approx(6e-4)
     longer = TrainConfig(warmup_steps=10, max_steps=5)  # ends in its warm-up
     assert [get_lr(step, longer) for step in range(5)] == pytest.approx([6e-4 * (s + 1) / 10 for s in range(5)])
 

@@ -299,12 +299,8 @@ def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkey
 
 
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
-    for name, content in {
-        "a.txt": "text",
-        "empty.txt": "",
-        "old.tiktoken": "mine",
-        "x.tiktoken.json": "mine",
-    }.items():
+    files = {"a.txt": "text", "empty.txt": "", "old.tiktoken": "mine", "x.tiktoken.json": "mine"}
+    for name, content in files.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     text, new = ["--input", tmp_path / "a.txt"], ["--out", tmp_path / "new.tiktoken"]
     cases = [

@@ -219,9 +219,8 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(plain, 
     targets = y[:37][y[:37] != IGNORE_INDEX]
     num_bytes = (targets < 256).sum().item()  # a byte each, <|endoftext|> none
     bits_per_byte = expected * len(targets) / math.log(2) / num_bytes
-    assert num_bytes < len(targets) and losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(
-        bits_per_byte, rel=1e-5
-    )
+    assert num_bytes < len(targets)
+    assert losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(bits_per_byte, rel=1e-5)
 
 
 # ----- Learning -----------------------------------------------------------------------------------------
@@ -669,9 +668,8 @@ def spoiled(step, micro_step, spoil):
 
 def train_with_a_nan_on_rank_1(args):
     """Rank 1's loss is NaN in the second micro-step of step 3."""
-    with (
-        spoiled(3, 1, lambda model, loss: loss * math.nan) if os.environ["RANK"] == "1" else contextlib.nullcontext()
-    ):
+    defect = spoiled(3, 1, lambda model, loss: loss * math.nan)
+    with defect if os.environ["RANK"] == "1" else contextlib.nullcontext():
         train_gpt2.main(args)
 
 
