@@ -335,8 +335,8 @@ def main(args=None):
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
+    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
     for other in [enc, *others] if others else []:
-        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
         num_tokens = sum(len(encode_text(other, text)) for text in compared)
         print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
     command = ["python", "fineweb.py", "--input", *options.input, "--tokenizer", options.out]
