@@ -101,10 +101,8 @@ def questions(q):
     B, T = q.config.batch_size, q.config.sequence_length
     headline = "val_every=0,hellaswag_every=0,sample_every=0,checkpoint_every=0"
     small, twice = max(1, B // 16), dataclasses.replace(options, rounds=2, limit=1000)
-    text = (
-        f"{headline},batch_size={small},total_batch_size={2 * small * T},val_every=100,val_tokens={16 * B * T}"
-    )
-    text += ",hellaswag_every=500"
+    text = f"{headline},batch_size={small},total_batch_size={2 * small * T},hellaswag_every=500"
+    text += f",val_every=100,val_tokens={16 * B * T}"
     table = {
         "machine": (20, measure.machine, q.device),
         "60 steps of train_gpt2.py": (180, q.trainer, f"{headline},max_steps={60 if cuda else 4}"),
