@@ -327,18 +327,18 @@ def main(args=None):
     options = cli.parse(Options, args)
     check_options(options)
     column = options.text_column
-    compared, others = [], []
     if options.compare:
         compared = list(read_texts(options.compare, column))
-        others = [get_encoding("gpt2")]  # before the work: it may need the network
+        gpt2 = get_encoding("gpt2")  # before the work: it may need the network
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
-    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
-    for other in [enc, *others] if others else []:
-        num_tokens = sum(len(encode_text(other, text)) for text in compared)
-        print(f"{other.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
+    if options.compare:
+        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
+        for each in (enc, gpt2):
+            num_tokens = sum(len(encode_text(each, text)) for text in compared)
+            print(f"{each.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
     command = ["python", "fineweb.py", "--input", *options.input, "--tokenizer", options.out]
     if column != "text":
         command += ["--text-column", column]
