@@ -260,7 +260,11 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def forward(self, idx, targets=None, return_logits=True):
-        """Map ids, targets (B, T) to (logits (B, T, vocabulary) or None, to save memory; mean loss over targets)."""
+        """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
+
+        Targets equal to IGNORE_INDEX do not count; without targets, the loss is None. With return_logits=False and
+        targets, the logits are None, which saves their memory.
+        """
         x = self.hidden_states(idx)
         if targets is None:
             return self.lm_head(x), None

@@ -122,7 +122,8 @@ def load_tokenizer(name_or_directory, vocab_size):
 def export_huggingface(model, enc, directory):
     """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
 
-    All but vocabulary padding stays exact. A chat model stops after its turn.
+    The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
+    chat template, and stops after its turn.
     """
     directory = Path(directory)
     part = directory.with_name(directory.name + ".part")
