@@ -9,7 +9,7 @@ of its endings). Hashes only narrow down the candidates, tokens decide. Memory d
 
 from dataclasses import dataclass
 
-from plumbing import cli
+from plumbing import flags, program
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import os
 import re
@@ -32,8 +32,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 import tokenizer
-from plumbing.cli import UserError
 from plumbing.documents import num_cores, read_json_lines
+from plumbing.program import UserError
 from plumbing.shards import num_parts_of, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
@@ -174,10 +174,10 @@ def report(folder, path, num_proc=0):
 
 
 def main(args=None):
-    options = cli.parse(Options, args)
-    cli.check(options)
+    options = flags.parse(Options, args)
+    flags.check(options)
     report(options.data, options.eval, options.num_proc)
 
 
 if __name__ == "__main__":
-    cli.run(main, output_is_product=True)
+    program.run(main, output_is_product=True)

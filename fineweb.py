@@ -19,9 +19,9 @@ was killed and on any number of cores. On several machines, run parts at the sam
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from plumbing import cli
+from plumbing import flags, program
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Options:
     input: tuple[str, ...] = ()
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
-    separator: str = ""
+    separator: Annotated[str, "may be empty"] = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # The shards
@@ -47,7 +47,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import collections
 import contextlib
@@ -70,8 +70,8 @@ from tqdm import tqdm
 
 import tokenizer
 from plumbing import documents, shards
-from plumbing.cli import UserError
 from plumbing.files import lock_folder
+from plumbing.program import UserError
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
@@ -84,19 +84,24 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 
 
 def check_options(options):
-    """Return (I, N) of --part I/N, counted from 0: 4/4 is 0/4. Raises UserError if options are wrong."""
-    ready = options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2")
-    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", options.part or "0/1")
-    part, num_parts = map(int, match.groups()) if match else (1, 0)
-    complaints = [
-        (ready, "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."),
-        (
-            part > num_parts,
-            f"--part {cli.plain(options.part)} is not of the form I/N; the first of four parts is 0/4.",
-        ),
-    ]
-    cli.check(options, complaints, above_0="shard_size")
-    return part % num_parts, num_parts
+    """Raise one UserError listing everything that is wrong with the flags."""
+    complaints = []
+    if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
+        complaints.append(
+            "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."
+        )
+    part, num_parts = read_part(options.part)
+    if part > num_parts:
+        complaints.append(
+            f"--part {program.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."
+        )
+    flags.check(options, complaints, above_0=["shard_size"])
+
+
+def read_part(text):
+    """(I, N) of --part I/N, (0, 1) if there is none, (1, 0) if it has another form."""
+    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", text or "0/1")
+    return tuple(map(int, match.groups())) if match else (1, 0)
 
 
 # ----- Tokens -------------------------------------------------------------------------------------------
@@ -267,9 +272,11 @@ def cut_into_shards(stream, shard_size, skip=0):
 
 def prepare(options):
     """Make the shards that `options` describe, or those of them that are missing. Returns their folder."""
-    part, num_parts = check_options(options)
+    check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
+    part, num_parts = read_part(options.part)
+    part %= num_parts  # 4/4 is 0/4
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.get_encoding(options.tokenizer)
     dataset, prefix = options.dataset, DATASETS[options.dataset][1]
@@ -431,7 +438,7 @@ def fetch_pretokenized(options):
 
 def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
-    folder = prepare(cli.parse(Options, args))
+    folder = prepare(flags.parse(Options, args))
     metas = shards.read_metas(folder)
     num_complete = sum(meta["complete"] for meta in metas.values())
     num_parts = max(map(shards.num_parts_of, metas))
@@ -440,29 +447,29 @@ def main(args=None):
         return
     command = training_command(folder, shards.split_lengths(metas.values()))
     if command:
-        cli.print_next(command)
+        program.print_next(command)
 
 
 def training_command(folder, lengths):
     """The command that trains on shards of these lengths: GPT-2 on much text, else a small model; None if too short."""
     command = ["python", "train_gpt2.py"]
     if folder != DATASETS["fineweb-edu"][0]:
-        command += ["--data", folder]
+        command.append(("--data", folder))
     steps = sum(lengths["train"]) // 2**19
     if steps > 18_000:  # the preset's 10B tokens
         return command
     if steps >= 190:  # 100M tokens are worth GPT-2's time: one pass over them, with the preset's share of warmup
-        return [*command, "--max-steps", steps, "--warmup-steps", steps // 27]
+        return [*command, ("--max-steps", steps), ("--warmup-steps", steps // 27)]
     longest = min(max(split, default=0) for split in lengths.values())
     if longest < 2:
         return None
     T = min(128, longest - 1)
-    command += ["--preset", "quickstart", "--out-dir", "log/" + os.path.basename(os.path.abspath(folder))]
+    command += [("--preset", "quickstart"), ("--out-dir", "log/" + os.path.basename(os.path.abspath(folder)))]
     windows = sum((length - 1) // T for length in lengths["train"])
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
-        command += ["--sequence-length", T, "--total-batch-size", T * min(16, windows)]
+        command += [("--sequence-length", T), ("--total-batch-size", T * min(16, windows))]
     return command
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    program.run(main)

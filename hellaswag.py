@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from plumbing import cli
-from plumbing.cli import UserError
+from plumbing import flags, program
+from plumbing.program import UserError
 
 
 @dataclass
@@ -53,15 +53,16 @@ SYNONYMS = {
 
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = cli.parse(Options, args, synonyms=SYNONYMS)
-    missing = options.data != Options.data and not os.path.exists(options.data)
-    advice = "Give HellaSwag's JSON lines, or leave --data out."
-    cli.check(options, [(missing, f"There is no file {options.data}. {advice}")])
+    options = flags.parse(Options, args, synonyms=SYNONYMS)
+    complaints = []
+    if options.data != Options.data and not os.path.exists(options.data):
+        complaints.append(f"There is no file {options.data}. Give HellaSwag's JSON lines, or leave --data out.")
+    flags.check(options, complaints)
     return options
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # before importing torch, which takes seconds
+    program.run(parse_args)  # before importing torch, which takes seconds
 
 import numpy as np
 import torch
@@ -69,8 +70,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from plumbing import documents
-from plumbing.distributed import choose_device
 from plumbing.files import check_new_output, new_output
+from plumbing.machine import choose_device
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
@@ -99,7 +100,7 @@ def iterate_examples(path):
         if not has_texts or str(example.get("label")) not in list("0123"):
             raise UserError(
                 f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, "
-                f"four texts as endings, and a label from 0 to 3. Fix or remove it: {cli.plain(example, 60)}"
+                f"four texts as endings, and a label from 0 to 3. Fix or remove it: {program.plain(example, 60)}"
             )
         yield {"ind": number - 1, **example}
     if number == 0:
@@ -107,8 +108,10 @@ def iterate_examples(path):
 
 
 def read_examples(path, limit=0):
-    """The first `limit` examples (0: all) of a JSON lines file; if it is missing, HellaSwag's is downloaded there."""
+    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
     if not os.path.exists(path):
+        if path != Options.data:
+            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
         advice = f"Check the network, or save the file as {path}. To train without it, add --hellaswag-every 0."
         documents.download(URL, path, advice)
     return list(itertools.islice(iterate_examples(path), limit or None))
@@ -150,7 +153,8 @@ def render_example(example, enc, harness=False):
 def harness_text(example):
     """Context and endings as lm-evaluation-harness formats them (task hellaswag, version 1.0).
 
-    It capitalizes ctx_b, the begun sentence that the endings complete: without ctx_b, what follows the last .?! in ctx.
+    It capitalizes ctx_b, the unfinished sentence that the endings complete (if there is none: what follows ctx's last
+    full stop).
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
@@ -333,4 +337,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(main, output_is_product=True)
+    program.run(main, output_is_product=True)

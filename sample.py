@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from plumbing import cli
-from plumbing.cli import UserError
+from plumbing import flags, program
+from plumbing.program import UserError
 
 
 @dataclass
@@ -55,28 +55,31 @@ SYNONYMS = {
 
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = cli.parse(Options, args, synonyms=SYNONYMS)
-    no_prompt = not (options.prompt or options.chat or options.export)
-    complaints = [
-        (options.top_p > 1, f"--top-p is {options.top_p}, but it must be at most 1."),
-        (no_prompt, "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."),
-        (os.path.lexists(options.export), f"--export {options.export} exists already. Choose a new folder."),
-    ]
-    cli.check(options, complaints, above_0="num_samples max_new_tokens top_p")
+    options = flags.parse(Options, args, synonyms=SYNONYMS)
+    flags.check(options, complaints(options), above_0=["num_samples", "max_new_tokens", "top_p"])
     return options
 
 
+def complaints(options):
+    if options.top_p > 1:
+        yield f"--top-p is {options.top_p}, but it must be at most 1."
+    if not (options.prompt or options.chat or options.export):
+        yield "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."
+    if os.path.lexists(options.export):
+        yield f"--export {options.export} exists already. Choose a new folder."
+
+
 if __name__ == "__main__":
-    cli.run(parse_args)  # before importing torch, which takes seconds
+    program.run(parse_args)  # before importing torch, which takes seconds
 
 import torch
 
-import smoltalk
 import tokenizer
 from plumbing.checkpoint import newest_checkpoint
-from plumbing.distributed import choose_device, choose_dtype
 from plumbing.huggingface import export_huggingface
+from plumbing.machine import choose_device, choose_dtype
 from plumbing.modelcard import write_model_card
+from plumbing.runs import sample_command
 from train_gpt2 import load_model
 
 
@@ -85,10 +88,10 @@ def generate_rows(model, enc, ids, options, rows=1):
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
     # the flags may be too small for float32; below these values, only the most likely token is left
     temperature = options.temperature if options.temperature > 1e-6 else 0
-    sampling = (temperature, options.top_k, max(options.top_p, 1e-9))
+    sampling = dict(temperature=temperature, top_k=options.top_k, top_p=max(options.top_p, 1e-9))
     special_ids = enc._special_tokens.values()
     running = [True] * rows
-    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, *sampling):
+    for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling):
         next_ids = next_ids.tolist()
         running = [on and token not in special_ids for on, token in zip(running, next_ids)]
         if not any(running):
@@ -138,7 +141,7 @@ def read_lines():
 def render_prompt(messages, enc):
     """Return the ids of a conversation, up to where the assistant answers."""
     if tokenizer.has_chat_tokens(enc):
-        return smoltalk.render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
+        return tokenizer.render_question(messages, enc)
     # a model without role markers gets the conversation as plain text, like its training data
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
     return [enc.eot_token, *enc.encode_ordinary(text + "Assistant:")]
@@ -209,8 +212,7 @@ def export(model, enc, options):
         sample = sample_for_card(model, enc, options, prompt)
         write_model_card(Path(options.export), run_folder, checkpoint["step"], sample)
     print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
-    words = ["--chat"] if tokenizer.has_chat_tokens(enc) else [options.prompt or "The "]
-    cli.print_next(["python", "sample.py", *words, "-m", options.export])
+    program.print_next(sample_command(options.export, enc, options.prompt))
 
 
 def sample_for_card(model, enc, options, prompt):
@@ -244,4 +246,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(main, output_is_product=True)
+    program.run(main, output_is_product=True)

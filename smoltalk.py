@@ -22,7 +22,7 @@ first token, and padding of <|end|>, mask 0. A longer conversation is cut after 
 
 from dataclasses import dataclass
 
-from plumbing import cli
+from plumbing import flags, program
 
 
 @dataclass
@@ -38,13 +38,12 @@ class Options:
 
 
 if __name__ == "__main__":
-    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import functools
 import os
 import random
 import re
-import sys
 import tempfile
 
 import numpy as np
@@ -52,10 +51,9 @@ from tqdm import tqdm
 
 import tokenizer
 from plumbing import documents, shards
-from plumbing.cli import UserError
+from plumbing.program import UserError
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
-ROLES = ("user", "assistant", "system")
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 
 # ----- Conversations ------------------------------------------------------------------------------------
@@ -95,26 +93,10 @@ def find_fault(messages):
     for number, message in enumerate(messages, 1):
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
-        if fields.get("role") not in ROLES or not isinstance(content, str) or not content.strip():
-            return f"message {number} needs a role ({', '.join(ROLES)}) and content, but is {cli.plain(message, 60)}"
+        if fields.get("role") not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
+            roles = ", ".join(tokenizer.ROLES)
+            return f"message {number} needs a role ({roles}) and content, but is {program.plain(message, 60)}"
     return ""
-
-
-def render_conversation(messages, enc, max_length=sys.maxsize):
-    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
-
-    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
-    """
-    ids, mask, stop = [enc.eot_token], [0], 0
-    end = enc.encode_single_token("<|end|>")
-    for message in messages:
-        is_answer = message["role"] == "assistant"
-        body = [*tokenizer.encode_text(enc, message["content"]).tolist(), end]
-        ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
-        mask += [0] + [int(is_answer)] * len(body)
-        if is_answer and len(ids) <= max_length:
-            stop = len(ids)
-    return ids, mask, stop
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------
@@ -175,7 +157,7 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
 
     def render():
         for messages in conversations:
-            ids, mask, stop = render_conversation(messages, enc, max_length)
+            ids, mask, stop = tokenizer.render_conversation(messages, enc, max_length)
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
@@ -194,8 +176,8 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
         if len(blocks) < 2:
             raise UserError(
-                f"{cli.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-                f"{len(blocks)} of the two blocks of {max_length} tokens needed. Add some, or change --max-length."
+                f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) "
+                f"fill {len(blocks)} of the two blocks of {max_length} tokens needed. Add some, or lower --max-length."
             )
         write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]
@@ -230,18 +212,18 @@ def training_command(init_from, folder, shape, max_length, lengths):
         "max_steps": steps,
         "warmup_steps": min(preset.warmup_steps, steps // 10),
     }
-    command = ["python", "train_gpt2.py", "--preset", name, "--init-from", init_from or "log"]
+    command = ["python", "train_gpt2.py", ("--preset", name), ("--init-from", init_from or "log")]
     for field, value in settings.items():
         if value != getattr(preset, field):
-            command += [cli.flag_of(field), value]
+            command.append((flags.flag_of(field), value))
     return command
 
 
 def prepare(options):
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
     both = options.init_from and options.tokenizer
-    complaint = (both, "--init-from gives the tokenizer, so leave --tokenizer out.")
-    cli.check(options, [complaint], above_0="shard_size")
+    complaints = ["--init-from gives the tokenizer, so leave --tokenizer out."] if both else []
+    flags.check(options, complaints, above_0=["shard_size"])
     sources = documents.list_inputs(options.input, types=(".jsonl",))
     folder = shards.output_folder(options.out_dir, sources, "smoltalk")
     if options.init_from:
@@ -261,13 +243,13 @@ def prepare(options):
     writer = shards.ShardWriter(folder, meta, enc)
     writer.make_once(make_shards, conversations, enc, options.shard_size, max_length)
     lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
-    cli.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
+    program.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
     return folder
 
 
 def main(args=None):
-    prepare(cli.parse(Options, args))
+    prepare(flags.parse(Options, args))
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    program.run(main)

@@ -17,7 +17,7 @@ place for the name, the pre-tokenization pattern and the special tokens: these a
 from dataclasses import dataclass
 from typing import Literal
 
-from plumbing import cli
+from plumbing import flags, program
 
 
 @dataclass
@@ -33,12 +33,13 @@ class Options:
 
 
 if __name__ == "__main__":
-    cli.run(lambda: cli.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import base64
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -47,11 +48,12 @@ import tiktoken
 from tqdm import tqdm
 
 from plumbing import documents, shards
-from plumbing.cli import UserError
 from plumbing.files import atomic_write, check_new_output, open_regular
+from plumbing.program import UserError
 
 EOT = "<|endoftext|>"  # stands before every document
 # with the ids after the tokenizer's own, which are padding in the embedding: with GPT-2's, 50257..50260 of 50304
+ROLES = ("user", "assistant", "system")
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
 # many kinds of text, to test a tokenizer
@@ -160,7 +162,7 @@ def read_encoding(path):
             raise ValueError("the checksum in its .json is not that of its tokens")
         return loads(json.dumps(fields) + "\n" + ranks)
     except (ValueError, LookupError, TypeError, FileNotFoundError) as error:
-        reason = cli.plain(error)
+        reason = program.plain(error)
         raise UserError(
             f"Tokenizer {path} is missing or damaged: {reason}. Give gpt2, bytes, or a .tiktoken file with its .json."
         ) from None
@@ -201,7 +203,7 @@ def make_encoding(name, pat_str, ranks, special_tokens):
     except BaseException as error:  # where tiktoken panics, it raises no Exception
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ValueError(f"its pattern cannot be used: {cli.first_line(error)}") from None
+        raise ValueError(f"its pattern cannot be used: {program.first_line(error)}") from None
     if decoded != PROBE:
         raise ValueError("its pattern skips a part of the text")
     return enc
@@ -227,6 +229,33 @@ def token_bytes(enc):
     for token, i in enc._mergeable_ranks.items():
         num_bytes[i] = len(token)
     return num_bytes
+
+
+# ----- The chat format ----------------------------------------------------------------------------------
+
+
+def render_conversation(
+    messages: list[dict[str, str]], enc: tiktoken.Encoding, max_length: int = sys.maxsize
+) -> tuple[list[int], list[int], int]:
+    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
+
+    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
+    """
+    ids, mask, stop = [enc.eot_token], [0], 0
+    end = enc.encode_single_token("<|end|>")
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        body = [*encode_text(enc, message["content"]).tolist(), end]
+        ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
+        mask += [0] + [int(is_answer)] * len(body)
+        if is_answer and len(ids) <= max_length:
+            stop = len(ids)
+    return ids, mask, stop
+
+
+def render_question(messages: list[dict[str, str]], enc: tiktoken.Encoding) -> list[int]:
+    """The ids of a conversation, up to where the assistant answers."""
+    return render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
 
 
 # ----- Training with Hugging Face's `tokenizers` --------------------------------------------------------
@@ -306,25 +335,29 @@ def read_texts(patterns, text_column):
         raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
+def complaints(options):
+    """A sentence for each thing that is wrong with the flags."""
+    least = 256 + len({EOT, *options.special_tokens})
+    if not options.input:
+        yield "--input is missing. Give the files to learn from."
+    if not options.out.endswith(".tiktoken") or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
+        yield f"--out is {options.out!r}, but it must be a new .tiktoken file in a folder that can be written to."
+    if not least <= options.vocab_size <= MAX_VOCAB:
+        yield (
+            f"--vocab-size is {options.vocab_size}, but it must be from {least} (the bytes and special tokens) to "
+            f"{MAX_VOCAB} (what shards can store)."
+        )
+
+
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
-    out, size = options.out, options.vocab_size
-    bad_out = not out.endswith(".tiktoken") or not os.access(os.path.dirname(out) or ".", os.W_OK)
-    least = 256 + len({EOT, *options.special_tokens})
-    limits = f"from {least} (the bytes and special tokens) to {MAX_VOCAB} (what shards can store)"
-    complaints = [
-        (not options.input, "--input is missing. Give the files to learn from."),
-        (bad_out, f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."),
-        (not least <= size <= MAX_VOCAB, f"--vocab-size is {size}, but it must be {limits}."),
-        ("" in options.special_tokens, "--special-tokens has an empty one. Leave it out."),
-    ]
-    cli.check(options, complaints)
+    flags.check(options, complaints(options))
     for path in (options.out, f"{options.out}.json"):
         check_new_output(path)
 
 
 def main(args=None):
-    options = cli.parse(Options, args)
+    options = flags.parse(Options, args)
     check_options(options)
     column = options.text_column
     if options.compare:
@@ -339,11 +372,11 @@ def main(args=None):
         for each in (enc, gpt2):
             num_tokens = sum(len(encode_text(each, text)) for text in compared)
             print(f"{each.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
-    command = ["python", "fineweb.py", "--input", *options.input, "--tokenizer", options.out]
+    command = ["python", "fineweb.py", ("--input", *options.input), ("--tokenizer", options.out)]
     if column != "text":
-        command += ["--text-column", column]
-    cli.print_next(command)
+        command.append(("--text-column", column))
+    program.print_next(command)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    program.run(main)

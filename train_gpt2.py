@@ -1,22 +1,22 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
-    python train_gpt2.py --preset quickstart   # a laptop: three minutes
+    python train_gpt2.py --preset quickstart   # a laptop: two minutes
     python fineweb.py                          # prepare the data for GPT-2 124M
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # train on 8 GPUs
 
 (On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
 
     gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu; the default
-    gpt2-medium   350M parameters
+    gpt2-medium   355M parameters
     gpt2-large    774M parameters
     gpt2-xl       1.6B parameters
     speedrun      gpt2 on half as many tokens, with Muon and another schedule
-    quickstart    a small model of bytes, on Python's own documentation
+    quickstart    a small byte-level model, trained on Python's own documentation
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
-continues a run that was stopped, was killed or has crashed, on any number of GPUs.
+continues a run that was stopped or killed, or crashed, on any number of GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -28,9 +28,10 @@ import gc
 import math
 import sys
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from plumbing import cli  # before torch: sets how OpenMP threads wait
+from plumbing import flags, program
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -49,7 +50,8 @@ class TrainConfig:
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     seed: int = 1337  # seed of the weights, data order and samples
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # fp8: bfloat16, the output layer in float8. Only float32 losses agree to 1e-5 whatever the number of ranks
+    # auto: bfloat16 where the device is fast at it, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with the
+    # output layer in float8. Runs on different numbers of ranks differ by rounding, least in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     # the model
@@ -57,10 +59,10 @@ class TrainConfig:
     n_head: int = 12  # attention heads per block
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest sequence: the number of position embeddings
-    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's, in multiples of 64
+    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    batch_size: int = 64  # B, the most sequences per rank and micro-step; lowered until they fit
+    batch_size: int = 64  # B, at most this many sequences per rank and micro-step; lowered until they fit
     sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
@@ -73,7 +75,7 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay to 0
     decay_fraction: float = 0.7  # wsd: share of max_steps that decays; 0: constant
     # the optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices only
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, with AdamW for the rest
     weight_decay: float = 0.1  # AdamW: on tensors with 2 or more dimensions
     beta1: float = 0.9  # AdamW: decay rate of the first moment
     beta2: float = 0.95  # AdamW: decay rate of the second moment
@@ -88,44 +90,52 @@ class TrainConfig:
     hellaswag_limit: int = 0  # examples to score; 0: all
     hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # text that the samples continue, or answer
+    sample_prompt: Annotated[str, "may be empty"] = (
+        "Hello, I'm a language model,"  # text that the samples continue, or answer
+    )
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
     keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
-    wandb: str = ""  # Weights & Biases project in which to mirror the log
+    wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project in which to mirror the log
 
 
+# fmt: off
 PRESETS = {
     # GPT-2's four sizes with GPT-3's learning rates; B is chosen for 80 GB and halved until it fits
-    "gpt2": dict(),
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
+    "gpt2": TrainConfig(),
+    "gpt2-medium": TrainConfig(
+        "gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
+    "gpt2-large": TrainConfig(
+        "gpt2-large", n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
+    "gpt2-xl": TrainConfig("gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
     # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
-    "speedrun": dict(max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3)
-    | dict(optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
-    "quickstart": dict(data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ")
-    | dict(n_layer=4, n_head=4, n_embd=128, block_size=128)
-    | dict(batch_size=16, sequence_length=128, total_batch_size=2048)
-    | dict(max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4)
-    | dict(optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0)
-    | dict(sample_every=200, checkpoint_every=200, keep_best=True),
-    "chat": dict(data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0)
-    | dict(batch_size=32, total_batch_size=2**17, keep_best=True)
-    | dict(max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5),
+    "speedrun": TrainConfig(
+        "speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
+        optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
+    "quickstart": TrainConfig(
+        "quickstart", data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ",
+        n_layer=4, n_head=4, n_embd=128, block_size=128,
+        batch_size=16, sequence_length=128, total_batch_size=2048,
+        max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4,
+        optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
+        sample_every=200, checkpoint_every=200, keep_best=True),
+    "chat": TrainConfig(
+        "chat", data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
+        batch_size=32, total_batch_size=2**17, keep_best=True,
+        max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5),
 }
-PRESETS = {name: TrainConfig(preset=name, **settings) for name, settings in PRESETS.items()}
+# fmt: on
 
 
-def parse_args(args=None, **inherited):
+def parse_args(args: Sequence[str] | None = None, **inherited: Any) -> TrainConfig:
     """Parse a command line into a TrainConfig. Flags override `inherited` settings, which override the preset's."""
     presets = {name: dataclasses.replace(preset, **inherited) for name, preset in PRESETS.items()}
-    return cli.parse(TrainConfig, args, presets=presets, synonyms=cli.OTHER_TRAINERS)
+    return flags.parse(TrainConfig, args, presets=presets, synonyms=flags.OTHER_TRAINERS)
 
 
 if __name__ == "__main__":
-    cli.run(parse_args)  # answers --help and mistyped flags before the slow imports below
+    program.run(parse_args)  # answers --help and mistyped flags before the slow imports below
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,7 +149,8 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import hellaswag
 import tokenizer
-from plumbing import checkpoint, distributed, fit, kernels, runs, shards
+from plumbing import checkpoint, distributed, kernels, machine, runs, settings, shards, trial
+from plumbing.kernels import KVCache
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -179,7 +190,9 @@ class CausalSelfAttention(nn.Module):
         if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
         else:
-            y = kernels.attention_on_cpu(q, k, v, **options)  # the same attention, faster on CPUs
+            y = kernels.attention_on_cpu(
+                q, k, v, **options
+            )  # in float32, which CPUs compute faster up to T = 512
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -239,11 +252,11 @@ class GPT(nn.Module):
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def hidden_states(self, idx, pos=None, attn_mask=None, cache=None):
+    def hidden_states(self, idx: torch.Tensor, pos=None, attn_mask=None, cache=None) -> torch.Tensor:
         """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
-        pos: position ids (B, T), default 0, 1, 2, ...; attn_mask: (B, 1, T, T), True where a token may attend,
-        default causal; cache: a KVCache of the tokens before idx.
+        pos: position ids (B, T), default 0, 1, 2, ..., counted on from the cache; attn_mask: (B, 1, T, T), True where a
+        token may attend, default causal; cache: a KVCache of the tokens before idx.
         """
         if pos is None:
             start = cache.length if cache else 0
@@ -259,7 +272,7 @@ class GPT(nn.Module):
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
-    def forward(self, idx, targets=None, return_logits=True):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, return_logits: bool = True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
 
         Targets equal to IGNORE_INDEX do not count; without targets, the loss is None. With return_logits=False and
@@ -279,39 +292,27 @@ class GPT(nn.Module):
         return logits.view(*idx.shape, -1) if return_logits else None, loss / num_targets
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
         """Continue the token ids (B, T): yield one (B,) tensor of next ids at a time.
 
-        temperature 0 is greedy; top_k > 0 keeps the k most likely ids, top_p < 1 the fewest with this total probability
-        (Holtzman et al. 2020). Ids >= vocab_size are padding, never sampled. The context is the last block_size tokens.
+        temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled. The
+        context is the last block_size tokens.
         """
         block_size = self.config.block_size
         cache = KVCache(min(block_size, idx.size(1) + max_new_tokens))
         for _ in range(max_new_tokens):
-            with distributed.disable_cudnn_attention():  # the number of keys grows with every token
+            with machine.disable_cudnn_attention():  # the number of keys grows with every token
                 if idx.size(1) <= block_size:
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
                 else:  # every token has a new position: nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
-            if temperature == 0:
-                next_ids = logits.argmax(-1)
-            else:
-                logits /= temperature
-                if top_k:
-                    kth = logits.topk(min(top_k, vocab_size)).values[:, -1:]
-                    logits[logits < kth] = -math.inf
-                probs = logits.softmax(-1)
-                if top_p < 1:
-                    ordered, order = probs.sort(descending=True)
-                    before = ordered.cumsum(1) - ordered  # total probability of the more likely ids
-                    probs.scatter_(1, order, ordered.where(before < top_p, 0))
-                next_ids = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            next_ids = sample_ids(logits / temperature, **sampling) if temperature else logits.argmax(-1)
             idx = torch.cat([idx, next_ids[:, None]], 1)
             yield next_ids
 
     @classmethod
-    def from_state(cls, shape, weights):
+    def from_state(cls, shape: dict[str, int], weights: dict[str, torch.Tensor]) -> "GPT":
         """Make a GPT from GPTConfig's fields, `shape`, and the state dict `weights`, whose tensors are not copied."""
         with torch.device("meta"):  # allocate no memory for weights that are replaced at once
             model = cls(GPTConfig(**shape))
@@ -320,29 +321,25 @@ class GPT(nn.Module):
         return model
 
     @classmethod
-    def from_pretrained(cls, name_or_directory):
+    def from_pretrained(cls, name_or_directory: str) -> "GPT":
         """Load a GPT-2 from the hub (gpt2, gpt2-xl, ...) or from a Hugging Face folder."""
         return cls.from_state(*checkpoint.load_huggingface(name_or_directory))
 
 
-class KVCache:
-    """Keys and values of the `length` tokens so far, with room for max_len, for generating one token at a time."""
+def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
+    """Draw an id (B,) from each row of logits (B, V), which it may overwrite.
 
-    def __init__(self, max_len):
-        self.length, self.max_len = 0, max_len
-        self.keys_values = {}  # attention layer -> its keys and values (2, B, nh, max_len, hs)
-
-    def update(self, layer, k, v):
-        """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (B, nh, S, hs)."""
-        B, nh, T, hs = k.shape
-        assert self.length == 0 or T == 1, "feed the whole prompt first, then one token at a time"
-        if layer not in self.keys_values:
-            self.keys_values[layer] = k.new_empty(2, B, nh, self.max_len, hs)
-        keys, values = self.keys_values[layer]
-        end = self.length + T
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+    top_k > 0 keeps the k most likely ids, top_p < 1 the fewest with this total probability (Holtzman et al. 2020).
+    """
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
+        logits[logits < kth] = -math.inf
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ordered, order = probs.sort(descending=True)
+        before = ordered.cumsum(1) - ordered  # total probability of the more likely ids
+        probs.scatter_(1, order, ordered.where(before < top_p, 0))
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
 def load_model(source):
@@ -377,14 +374,17 @@ def permute(index, n, keys):
 
 
 class DataLoaderLite:
-    """Batches of token windows, the same for any B and any number of ranks.
+    """Sequences, which are windows of T tokens, in one global order that depends neither on B nor on the ranks.
 
-    The shards of a split are cut into windows of T tokens at multiples of T; a tail shorter than T is dropped. All
-    windows are visited in one global order, epoch after epoch: file order, or a permutation by seed and epoch. Each
+    The shards of a split are cut into windows of T tokens at multiples of T; up to T tokens left at the end of a shard
+    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch. Each
     call consumes the next B * world_size windows, and rank r reads the B of them from r * B on.
     """
 
-    def __init__(self, folder, split, B, T, rank=0, world_size=1, seed=0, shuffle=False, device="cpu"):
+    def __init__(
+        self, folder: str, split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
+        seed: int = 0, shuffle: bool = False, device: str = "cpu",
+    ):  # fmt: skip
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
         self.shards = shards.open_shards(folder, split)
@@ -393,7 +393,7 @@ class DataLoaderLite:
         windows = [max(0, len(shard) - 1) // T for shard in self.shards]  # T targets take T + 1 tokens
         self.first_window = np.cumsum([0, *windows])  # the number of each shard's first window
         self.num_windows = int(self.first_window[-1])
-        shards.check_size(self, folder, split, T)
+        shards.check_size(folder, split, T, num_windows=self.num_windows, at_least=T)
         self.position = 0  # windows of the global order read so far: all that a resume needs
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
@@ -409,7 +409,7 @@ class DataLoaderLite:
         indices = np.searchsorted(self.first_window, windows, side="right") - 1
         return zip(indices, (windows - self.first_window[indices]) * self.T)
 
-    def gather(self, arrays, positions):
+    def read_windows(self, arrays, positions):
         """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
         return np.stack([arrays[i].read(offset, self.T + 1) for i, offset in self.locate(positions)])
 
@@ -417,48 +417,44 @@ class DataLoaderLite:
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
         positions = position + self.rank * B + np.arange(B)
         sources = [self.shards, self.masks] if self.masks else [self.shards]
-        batch = [torch.from_numpy(self.gather(arrays, positions)) for arrays in sources]
+        batch = [torch.from_numpy(self.read_windows(arrays, positions)) for arrays in sources]
         if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
-    def next_batch(self, B=None):
+    def next_batch(self, B: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
         B = B or self.B
         step = B * self.world_size
         # this batch, and two more that are read while the device works on it
         keys = [(self.position + i * step, B) for i in range(3)]
-        known = self.prefetched
-        self.prefetched = {key: known.get(key) or self.executor.submit(self.read_batch, *key) for key in keys}
+        for key in keys:
+            if key not in self.prefetched:
+                self.prefetched[key] = self.executor.submit(self.read_batch, *key)
+        self.prefetched = {key: self.prefetched[key] for key in keys}  # drops what is behind
         batch = self.prefetched.pop(keys[0]).result()
         self.position += step
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
         tokens = tokens.long()
-        # subtle: a slice of one row would keep the stride T + 1, and torch.compile would compile again for it
+        # subtle: stack gives the strides that fit_to_machine compiled for; slices would keep the row stride T + 1
         x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
 
-    def count_targets(self, num_windows):
+    def count_targets(self, num_windows: int) -> int:
         """Count the targets in the next num_windows windows of the global order, over all ranks."""
         if not self.masks:
             return num_windows * self.T
-        masks = self.gather(self.masks, self.position + np.arange(num_windows))
+        masks = self.read_windows(self.masks, self.position + np.arange(num_windows))
         return max(1, int(masks[:, 1:].sum()))
 
-    def describe(self, positions):
-        """Say where windows of the global order are stored: "x_train_000001.npy token 2048, ..."."""
-        places = self.locate(np.array(positions))
-        return ", ".join(f"{self.shards[i].path.name} token {offset}" for i, offset in places)
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the data that it refers to."""
+        return {"position": self.position, "fingerprint": self.fingerprint}
 
-    def state_dict(self):
-        """The position, and the data and T that it refers to."""
-        names = ("position", "num_windows", "T", "fingerprint")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position; `runs.find_start` has checked that the data and T are the same."""
         self.position = state["position"]
 
@@ -466,7 +462,7 @@ class DataLoaderLite:
 # ----- Schedules and optimizers -------------------------------------------------------------------------
 
 
-def get_lr(step, config):
+def get_lr(step: int, config: TrainConfig) -> float:
     """The learning rate of a step: linear warmup, then half a cosine, or a constant phase and a linear decay."""
     # 1) linear warmup to max_lr; step + 1, so that step 0 learns, too
     if step < config.warmup_steps:
@@ -482,7 +478,7 @@ def get_lr(step, config):
     return config.min_lr + coefficient * (config.max_lr - config.min_lr)
 
 
-def get_batch_size(tokens_seen, config):
+def get_batch_size(tokens_seen: int, config: TrainConfig) -> int:
     """Tokens in the next step: total_batch_size, or less in the ramp, linear in steps of 32K (GPT-3, appendix B)."""
     if tokens_seen >= config.batch_ramp:
         return config.total_batch_size
@@ -493,7 +489,7 @@ def get_batch_size(tokens_seen, config):
 @torch.no_grad()
 def orthogonalize(G):
     """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one: all singular values near 1."""
-    X = G.to(torch.bfloat16) if G.is_cuda else G  # it suffices, but not every CPU is faster with it
+    X = G.to(torch.bfloat16) if G.is_cuda else G  # accurate enough, but slower on some CPUs
     tall = G.size(1) > G.size(2)
     X = X.mT if tall else X  # so that X @ X.mT is the smaller of the two Gram matrices
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -509,6 +505,7 @@ class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
     All parameters of a group have the same shape, and each is a stack of `split` matrices (3: query, key and value).
+    torch.optim.Muon would orthogonalize one matrix after another, on every rank, and query, key and value as one.
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -531,7 +528,8 @@ class Muon(torch.optim.Optimizer):
             matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
             matrices = self.orthogonalize_over_ranks(matrices).float()
             updates = matrices.view(len(params), -1, cols).unbind()  # one per parameter
-            scale = max(1, rows / cols) ** 0.5  # so that tall matrices change outputs as square ones do
+            # rows > cols: an orthogonal update changes outputs by only sqrt(cols / rows) as much as a square one
+            scale = max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
@@ -545,22 +543,22 @@ class Muon(torch.optim.Optimizer):
         padded = F.pad(matrices, (0, 0, 0, 0, 0, per_rank * world_size - len(matrices)))
         local = orthogonalize(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
         gathered = local.new_empty(padded.shape)
-        dist.all_gather(list(gathered.chunk(world_size)), local)
+        dist.all_gather_into_tensor(gathered, local)
         return gathered[: len(matrices)]
 
 
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
-    optimizers, taken = [], set()
+    optimizers, with_muon = [], set()
     if config.optimizer == "muon":
         blocks, groups = model.transformer.h, []
         for name, parameter in blocks[0].named_parameters():
             if parameter.dim() == 2:
                 matrices = [block.get_parameter(name) for block in blocks]
                 groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1})
-                taken.update(matrices)
+                with_muon.update(matrices)
         optimizers = [Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
-    rest = [p for p in model.parameters() if p not in taken]  # tied weights appear once
+    rest = [p for p in model.parameters() if p not in with_muon]  # tied weights appear once
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
@@ -585,7 +583,7 @@ def apply_schedules(optimizers, step, config):
 # ----- Evaluation ---------------------------------------------------------------------------------------
 
 
-def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
+def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world):
     """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
 
     None if a rank has received one of the `signals` to stop. Bits per byte can be compared between tokenizers. Grad
@@ -610,22 +608,22 @@ def evaluate_val_loss(model, loader, num_windows, token_bytes, signals, world):
     return loss / targets, loss / math.log(2) / max(1, num_bytes)
 
 
-def evaluate_hellaswag(raw_model, examples, enc, signals, world):
+def evaluate_hellaswag(raw_model, examples, enc, *, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
-    with world.autocast(), distributed.disable_cudnn_attention():
+    with world.autocast(), machine.disable_cudnn_attention():
         share, progress = examples[world.rank :: world.size], world.shows_progress
         counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals, progress=progress)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 
 
-def generate_samples(raw_model, enc, config, world):
+def generate_samples(raw_model, enc, config, *, world):
     """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
     text = config.sample_prompt
     ids = enc.encode_ordinary(text) or [enc.eot_token]
     if tokenizer.has_chat_tokens(enc):
-        text = f"<|user|>{text}<|end|><|assistant|>"
-        ids = [enc.eot_token, *enc.encode(text, allowed_special="all")]
+        ids = tokenizer.render_question([{"role": "user", "content": text}], enc)
+        text = enc.decode(ids[1:])
     prompt = torch.tensor([ids] * 4, device=world.device)
     generator = torch.Generator(world.device).manual_seed(config.seed)  # so that steps can be compared
     with world.autocast():
@@ -642,7 +640,7 @@ def is_due(step, every, max_steps):
     return every > 0 and (step % every == 0 or step == max_steps)
 
 
-def train_step(model, loader, num_windows, optimizers, scaler, step, config, signals, world):
+def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, signals, world):
     """One optimizer step on the next num_windows windows, in micro-batches of at most loader.B windows per rank.
 
     Returns (loss, gradient norm, whether any rank has received one of the `signals` to stop). The loss is the mean over
@@ -661,8 +659,8 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
         with contextlib.nullcontext() if last else world.no_sync(model):
             with world.autocast():
                 _, loss = model(x, y, return_logits=False)
-            # rescale the mean over this micro-batch's targets to its share of the mean over the step's targets;
-            # times the world size, because DDP averages over the ranks
+            # micro-batches with 10 and 30 targets weigh 1/4 and 3/4, so that their sum is the mean over the step's
+            # targets; times the world size, because DDP averages over the ranks
             loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
@@ -670,21 +668,23 @@ def train_step(model, loader, num_windows, optimizers, scaler, step, config, sig
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    sums = torch.stack([losses.sum(), torch.full_like(norm, len(signals))])
-    loss_sum, signalled = world.all_reduce_sum(sums)
-    # the only host-device synchronization in a step, but for the one of float16's scaler
-    loss, norm, signalled = torch.stack([loss_sum / world.size, norm, signalled]).tolist()
-    # float16: after an overflow, which all ranks see alike, no optimizer takes a step, and the scaler lowers its scale
-    scaler_can_skip = scaler.is_enabled() and scaler.get_scale() > 1
-    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_can_skip):
-        windows = [position + i * B + row for i in world.find_not_finite(losses) for row in range(B)]
-        raise runs.diverged(step, loss, norm, loader.describe(windows[:4]), config.out_dir)
+    # one all-reduce and one copy to the host per step (float16's scaler and Muon's step add their own)
+    sums = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
+    loss, norm, num_signals = torch.stack([sums[0] / world.size, norm, sums[1]]).tolist()
+    # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
+    overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        all_losses = torch.tensor(world.gather(losses.tolist())).T.flatten()  # in the order of the micro-batches
+        bad = (~all_losses.isfinite()).nonzero().flatten().tolist() or range(len(all_losses))
+        windows = [position + number * B + row for number in bad for row in range(B)]
+        raise runs.diverged(config, step, loss=loss, norm=norm, loader=loader, windows=windows[:4])
     for optimizer in optimizers:
-        if math.isfinite(norm):
+        if not overflow:
             scaler.step(optimizer)
         optimizer.zero_grad()
     scaler.update()
-    return loss, norm, signalled > 0 or (world.size == 1 and len(signals) > 0)  # one rank sees newer signals
+    # a single rank also counts the signals that it has received since the sum
+    return loss, norm, num_signals > 0 or (world.size == 1 and len(signals) > 0)
 
 
 def load_data(config, world):
@@ -694,26 +694,28 @@ def load_data(config, world):
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
         world.broadcast_from_master(fineweb.prepare, corpus)
-    options = dict(B=config.batch_size, T=config.sequence_length)
-    options |= dict(rank=world.rank, world_size=world.size, device=world.device)
-    train_loader = DataLoaderLite(config.data, "train", **options, seed=config.seed, shuffle=config.shuffle)
-    val_loader = DataLoaderLite(config.data, "val", **options)
+    B, T, ranks, device = config.batch_size, config.sequence_length, (world.rank, world.size), world.device
+    order = dict(seed=config.seed, shuffle=config.shuffle)
+    train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, device=device, **order)
+    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, device=device)
     enc = tokenizer.folder_encoding(config.data)
-    shards.check_folder(config.data, train_loader, val_loader, enc)
-    shards.check_size(train_loader, config.data, "train", config.total_batch_size)
+    shards.check_folder(config.data, train_loader, val_loader, enc=enc, step_tokens=config.total_batch_size)
     return train_loader, val_loader, enc
 
 
-def load_or_make_model(config, enc, fingerprints, world):
-    """Return (GPT, the checkpoint's dict) for a run that resumes or branches off, (GPT, {}) for a new one."""
-    start = world.broadcast_from_master(runs.find_start, config, PRESETS[config.preset], enc, fingerprints)
-    if start:
-        model = GPT.from_state(*checkpoint.model_state(start))
+def load_or_make_model(config, enc, fingerprints, *, world):
+    """The model, with the weights that the run begins with, and what else it begins with."""
+    find = runs.find_start, config, PRESETS[config.preset], enc, fingerprints
+    start = world.broadcast_from_master(*find, has_tensors=True)
+    if start.checkpoint:
+        model = GPT.from_state(*checkpoint.model_state(start.checkpoint))
+    elif start.weights:
+        model = GPT.from_state(*start.weights)
     else:
         vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
         model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
     checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    return model, start if "optimizer" in start else {}
+    return model, start
 
 
 def wrap(raw_model, compiled, world):
@@ -721,32 +723,29 @@ def wrap(raw_model, compiled, world):
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
     if world.size > 1:
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
-        # all-reduces overlap with the backward pass. At 25 MB, cuts after a LayerNorm copy its output in float32
+        # all-reduces overlap with the backward pass
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
 def fit_to_machine(raw_model, config, world):
-    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/fit.py."""
+    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/trial.py."""
     raw_model.to(world.device)
     raw_model.activation_checkpointing = config.activation_checkpointing
     # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
     raw_model.residual_dtype = torch.bfloat16 if world.dtype == torch.bfloat16 else torch.float32
     raw_model.float8_lm_head = config.dtype == "fp8"
-    return fit.find_what_fits(raw_model, wrap, config, world)
+    return trial.find_what_fits(raw_model, wrap, config, world=world)
 
 
-def training_state(raw_model, optimizers, scaler, loader):
-    """Return everything that an exact resume needs except the step, which `Run.save` adds."""
-    return {
-        "model": raw_model.state_dict(),
-        "optimizer": [optimizer.state_dict() for optimizer in optimizers],
-        "scaler": scaler.state_dict(),
-        "loader": loader.state_dict(),
-    }
+def training_state(raw_model, optimizers, scaler, *, loader):
+    """Everything that an exact resume needs, except for the step and what else `Run.save` adds."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    progress = {"scaler": scaler.state_dict(), "loader": loader.state_dict()}
+    return {"model": raw_model.state_dict(), "optimizer": states, **progress}
 
 
-def restore_state(saved, optimizers, scaler, loader):
+def restore_state(saved, optimizers, scaler, *, loader):
     """Restore everything from `training_state` except the weights, which `GPT.from_state` loads."""
     for optimizer, state in zip(optimizers, saved["optimizer"]):
         # learning rates, weight decay and the like are this run's, not the checkpoint's
@@ -760,16 +759,17 @@ def train(config, world, lock):
     """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
-    # everything is loaded and checked; nothing is written before the `with` below
+    # load and check everything: no file of the run is touched before the `with` below
     loader, val_loader, enc = load_data(config, world)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
-    raw_model, saved = load_or_make_model(config, enc, fingerprints, world)
-    if saved and saved["finished"]:  # a note has been printed
+    raw_model, start = load_or_make_model(config, enc, fingerprints, world=world)
+    if start.finished:  # a note has been printed
         return 0
     # a run keeps its shape and dtype, on whatever machine it continues
+    saved = start.checkpoint
     asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
-    dtype, dtype_name = distributed.choose_dtype(asked, world.device, config.n_embd)
+    dtype, dtype_name = machine.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)
     examples = []
@@ -778,67 +778,72 @@ def train(config, world, lock):
         examples = world.broadcast_from_master(load, config.hellaswag_data, enc, config.hellaswag_limit)
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
     model, B = fit_to_machine(raw_model, config, world)
-    unwrapped = model.module if world.size > 1 else model
+    unwrapped = model.module if isinstance(model, DDP) else model
     loader.B = val_loader.B = B
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
-        restore_state(saved, optimizers, scaler, loader)
+        restore_state(saved, optimizers, scaler, loader=loader)
     metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
     metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    token_bytes = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
+    bytes_of = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
     stopping = False
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
-    with runs.Run(config, world, lock, saved, metadata) as run:
-        signals, saved = run.signals, None  # dropping `saved` frees gigabytes
-        run.print_summary(raw_model, loader, num_val_windows, B, optimizers)
+    with runs.Run(config, world, lock, start=start, metadata=metadata) as run:
+        signals, start, saved = run.signals, None, None  # dropping the checkpoint frees gigabytes
+        run.print_summary(raw_model, loader, num_val_windows, B=B, optimizers=optimizers)
+        ranks = dict(signals=signals, world=world)
+        update = dict(config=config, optimizers=optimizers, scaler=scaler, **ranks)
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
-        # one iteration more than steps, because evaluations at step N see the weights after N updates, even the last
+        # the loop runs max_steps + 1 times: evaluations at step N see the weights after N updates, the last one, too
         for step in range(run.start_step, max_steps + 1):
             if not stopping and is_due(step, config.val_every, max_steps):
-                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes, signals, world)
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes=bytes_of, **ranks)
                 stopping = losses is None
-                if not stopping:
-                    run.log_val_loss(step, *losses, raw_model)
+                run.log_val_loss(step, losses)
+                if config.keep_best and losses:
+                    run.keep_best(step, losses[0], raw_model)
             if not stopping and is_due(step, config.hellaswag_every, max_steps):
-                counts = evaluate_hellaswag(raw_model, examples, enc, signals, world)
+                counts = evaluate_hellaswag(raw_model, examples, enc, **ranks)
                 stopping = counts is None
-                if not stopping:
-                    run.log_hellaswag(step, counts)
+                run.log_hellaswag(step, counts)
             if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
-                run.log_samples(step, generate_samples(raw_model, enc, config, world))
+                run.log_samples(step, generate_samples(raw_model, enc, config, world=world))
             ends = stopping or step == max_steps
             save_every = config.checkpoint_every, config.milestone_every
-            if ends or any(is_due(step, every, max_steps) for every in save_every):
-                run.save(step, training_state(raw_model, optimizers, scaler, loader))  # copied before it returns
+            if step > run.start_step and (ends or any(is_due(step, every, max_steps) for every in save_every)):
+                run.save(step, training_state(raw_model, optimizers, scaler, loader=loader))
             if ends:
                 break
-            start = time.perf_counter()
+            began = time.perf_counter()
             lr = apply_schedules(optimizers, step, config)
             num_windows = get_batch_size(loader.position * T, config) // T
-            loss, norm, stopping = train_step(
-                model, loader, num_windows, optimizers, scaler, step, config, signals, world
-            )
-            run.log_step(step, loss, lr, norm, num_windows * T, time.perf_counter() - start)
-        return run.finish(step, stopping, raw_model, enc)  # exports the model, unless the run was stopped
+            loss, norm, stopping = train_step(model, loader, num_windows, step=step, **update)
+            seconds = time.perf_counter() - began
+            run.log_step(step, loss, lr=lr, norm=norm, tokens=num_windows * T, seconds=seconds)
+        return run.finish(step, stopping, raw_model, enc=enc)  # exports the model, unless the run was stopped
 
 
 def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
-    config = runs.inherit(parse_args(args), lambda taken: parse_args(args, **taken))
-    fit.check_config(config, distributed.environment_number("WORLD_SIZE", 1))
+    config = parse_args(args)
     world = distributed.setup_distributed(config.device)
+    # rank 0 reads the parent of a branch, which may be on its own disk
+    inherited = world.broadcast_from_master(settings.inherit, config)
+    config = parse_args(args, **inherited)
+    settings.check_config(config, world)
+    settings.print_inherited(config, PRESETS[config.preset], inherited)
     if config.compile is None:
         config.compile = world.device_type == "cuda"
-    world.check_agreement(runs.facts_for_all_ranks(config))
-    with runs.claim(config, world) as lock:
+    world.check_agreement(settings.facts_for_all_ranks(config))
+    with runs.lock_out_dir(config, world) as lock:
         status = train(config, world, lock)
     distributed.cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    program.run(main)

@@ -20,7 +20,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated
 
-from plumbing import cli
+from plumbing import flags, program
 
 BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
 
@@ -53,13 +53,15 @@ class Options:
 
 def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
-    options = cli.parse(Options, args)
-    suggestion = cli.suggest(options.what, BENCHMARKS)
-    complaint = (options.what not in BENCHMARKS, f"There is no benchmark called {options.what!r}. {suggestion}")
-    cli.check(options, [complaint], above_0="max_new_tokens num_samples limit")
+    options = flags.parse(Options, args)
+    complaints = []
+    if options.what not in BENCHMARKS:
+        suggestion = flags.suggest(options.what, BENCHMARKS)
+        complaints.append(f"There is no benchmark called {options.what!r}. {suggestion}")
+    flags.check(options, complaints, above_0=["max_new_tokens", "num_samples", "limit"])
     from bench import gpu, measure, programs, steps
-    from plumbing.distributed import choose_device
     from plumbing.files import check_new_output, new_output
+    from plumbing.machine import choose_device
 
     if options.json:
         check_new_output(options.json)  # measuring takes minutes
@@ -76,4 +78,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    program.run(main)

@@ -16,9 +16,9 @@ import torch
 
 from bench import measure, model, programs, steps
 from bench.profile import matmul_rate
-from plumbing.distributed import enable_fused_attention
 from plumbing.files import atomic_write
-from plumbing.log import read_log
+from plumbing.journal import read_log
+from plumbing.machine import enable_fused_attention
 from train_gpt2 import GPT, GPTConfig
 
 

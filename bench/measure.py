@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from plumbing.distributed import World, git_commit, output_of
+from plumbing.machine import git_commit, output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +35,7 @@ def measure(sides, rounds, work, unit, ours=None):
     ours, results = ours or next(iter(sides)), {}
     measured = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
     gc.freeze()  # exclude existing objects from garbage collection
-    for number in World().progress_bar(range(rounds + 1), "rounds"):
+    for number in tqdm(range(rounds + 1), "rounds", leave=False, delay=3, disable=None):
         for name, function in sides.items():
             side = measured[name]
             if torch.cuda.is_initialized():

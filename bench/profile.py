@@ -5,7 +5,7 @@ import re
 import torch
 
 from bench.measure import timed
-from plumbing.distributed import flops_per_token, peak_flops
+from plumbing.machine import flops_per_token, peak_flops
 
 # patterns in the names of each family of kernels (on a CPU, operators); the first match counts
 KERNEL_FAMILIES = {

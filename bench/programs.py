@@ -18,8 +18,8 @@ import tokenizer
 from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
 from plumbing import documents
-from plumbing.distributed import disable_cudnn_attention
 from plumbing.huggingface import transposed
+from plumbing.machine import disable_cudnn_attention
 from train_gpt2 import GPT, GPTConfig
 
 

@@ -15,10 +15,11 @@ import train_gpt2
 from bench.measure import measure
 from bench.model import BenchGPT, PlainAttention
 from bench.profile import roofline
-from plumbing import cli
-from plumbing.cli import UserError
-from plumbing.distributed import World, choose_dtype
-from plumbing.fit import check_config
+from plumbing import flags
+from plumbing.distributed import World
+from plumbing.machine import choose_dtype
+from plumbing.program import UserError
+from plumbing.settings import check_config
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 
@@ -50,11 +51,11 @@ def configure(options, changes="", defaults=""):
     # every side has AdamW, because the references do
     settings = f"preset={preset},device={options.device},optimizer=adamw,{defaults},{options.settings},{changes}"
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
-    config = cli.parse(Settings, as_flags(settings), presets=presets)
+    config = flags.parse(Settings, as_flags(settings), presets=presets)
     config.vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
     if config.compile is None:
         config.compile = cuda
-    check_config(config, 1)
+    check_config(config, World(device=options.device))
     micro_batch = config.batch_size * config.sequence_length
     if config.total_batch_size % micro_batch:
         raise UserError(f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, B x T.")
@@ -125,8 +126,8 @@ class Ours(Side):
         c = self.config
         train_gpt2.apply_schedules(self.optimizers, self.step, c)
         num_windows = c.total_batch_size // c.sequence_length
-        state = self.optimizers, self.scaler, self.step, c, [], self.world
-        return train_gpt2.train_step(self.model, self.loader, num_windows, *state)[0]
+        state = dict(optimizers=self.optimizers, scaler=self.scaler, signals=[], world=self.world)
+        return train_gpt2.train_step(self.model, self.loader, num_windows, step=self.step, config=c, **state)[0]
 
 
 class Reference(Side):

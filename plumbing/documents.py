@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from plumbing import cli
-from plumbing.cli import UserError
+from plumbing import program
 from plumbing.files import atomic_write, open_regular
+from plumbing.program import UserError
 from plumbing.shards import sample
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
@@ -144,7 +144,7 @@ def explain_errors(name):
         if isinstance(error, UnicodeError):
             problem = "is not UTF-8 text (iconv -t UTF-8 converts it)"
         raise UserError(
-            f"{name} {problem}: {cli.first_line(error)}. Replace it, and run this command again."
+            f"{name} {problem}: {program.first_line(error)}. Replace it, and run this command again."
         ) from None
 
 
@@ -353,10 +353,10 @@ def retry(name, advice, function, attempts=3):
             if status in (401, 403, 404):
                 advice = "The server does not have it, or not for you: check the address and your access."
                 break
-            if number in cli.ADVICE:  # an error from the disk
-                advice = cli.ADVICE[number]
+            if number in program.ADVICE:  # an error from the disk
+                advice = program.ADVICE[number]
                 break
-    raise UserError(f"Could not download {name}: {cli.plain(cli.first_line(cause))}. {advice}")
+    raise UserError(f"Could not download {name}: {program.plain(program.first_line(cause))}. {advice}")
 
 
 def download(url, path, advice, attempts=3):

@@ -5,26 +5,25 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from plumbing.program import UserError
 
-from plumbing.cli import UserError
-
+Name = str | os.PathLike[str]
 STREAM = "a pipe or a device"
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # `file_sample` reads this many bytes per block, and blocks per file
 
 
-def kind_of(path):
+def kind_of(path: Name) -> str:
     """What is at a path, or where the link at it leads: "a file" (also if there is nothing), "a folder" or STREAM."""
     if os.path.isdir(path):
         return "a folder"
     return "a file" if os.path.isfile(path) or not os.path.exists(path) else STREAM
 
 
-def open_regular(path, mode="rb", **kwargs):
+def open_regular(path: Name, mode: str = "rb", **kwargs: Any) -> IO[Any]:
     """Like open(), for reading regular files only: a folder is a UserError, and so is a pipe, which might block."""
     kind = kind_of(path)
     if kind != "a file":
@@ -32,7 +31,7 @@ def open_regular(path, mode="rb", **kwargs):
     return open(path, mode, **kwargs)
 
 
-def read_json(path, remedy):
+def read_json(path: Name, remedy: str) -> dict[str, Any]:
     """Read the JSON object in a file. Raises a UserError that ends in `remedy` if the file holds none."""
     try:
         with open_regular(path) as file:
@@ -44,7 +43,18 @@ def read_json(path, remedy):
     return content
 
 
-def check_replaceable(path):
+def file_sample(path: Name) -> bytes:
+    """The size of a file and a fixed sample of its bytes; changes between the sampled ones are not seen."""
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        sampled = size.to_bytes(8, "big")
+        for i in range(SAMPLE_BLOCKS):
+            file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
+            sampled += file.read(SAMPLE_BLOCK)
+    return sampled
+
+
+def check_replaceable(path: Name) -> None:
     """Raise UserError if a folder, a link, a pipe or a device is at `path`."""
     kind = "a link" if os.path.islink(path) else kind_of(path)
     if kind != "a file":
@@ -52,7 +62,7 @@ def check_replaceable(path):
 
 
 @contextlib.contextmanager
-def atomic_write(path, mode="wb", **kwargs):
+def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any]]:
     """Open `path` for writing atomically: readers see the complete file or none at all, never half a file.
 
     Writes to the hidden `.<name>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular
@@ -67,36 +77,36 @@ def atomic_write(path, mode="wb", **kwargs):
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if not is_same_file(file.fileno(), part):
+            if os.fstat(file.fileno()).st_nlink == 0:  # another process has deleted it, to begin its own
                 raise UserError(
                     f"Another process is writing {path}, too. Wait until it has ended, and try again."
                 )
         check_replaceable(path)
         os.replace(part, path)
     except BaseException as error:
-        if file:  # and not one that another process has just opened
+        if file:  # only if it was created here: otherwise it belongs to another process
             with contextlib.suppress(OSError):  # a read-only file system refuses this, too
                 part.unlink()
         if isinstance(error, OSError):
             reason = error.strerror or error
             raise UserError(
-                f"Could not write {path}: {reason}. Check its folder and the room on its disk."
+                f"Could not write {path}: {reason}. Check its folder and the free space on its disk."
             ) from error
         raise
 
 
-def is_stream(path):
+def is_stream(path: Name) -> bool:
     """Whether a path is a pipe, a device, or a stream that this process has open, which may be a regular file."""
     return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/")) or kind_of(path) == STREAM
 
 
-def check_new_output(path):
+def check_new_output(path: Name) -> None:
     """Raise UserError if an output file named by the user exists. Pipes and devices, such as /dev/stdout, may exist."""
     if os.path.lexists(path) and not is_stream(path):
         raise UserError(f"{path} exists already. Choose another name, or delete it first.")
 
 
-def new_output(path):
+def new_output(path: Name) -> contextlib.AbstractContextManager[IO[Any]]:
     """Open a text file that the user names for output: a new one, written atomically, or a pipe or device as it is."""
     check_new_output(path)
     if is_stream(path):
@@ -104,7 +114,7 @@ def new_output(path):
     return atomic_write(path, "w", encoding="utf-8")
 
 
-def free_name(path):
+def free_name(path: Name) -> Path:
     """`path`.1 or, if that exists, `path`.2 and so on: the place to which what is at `path` is moved aside."""
     number = 1
     while os.path.lexists(f"{path}.{number}"):
@@ -112,72 +122,77 @@ def free_name(path):
     return Path(f"{path}.{number}")
 
 
-class FolderLock(contextlib.AbstractContextManager):
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """A lock on a folder, which this process holds until it leaves the `with` statement or ends."""
 
-    def __init__(self, path, descriptor, created):
-        self.path, self.folder, self.descriptor, self.created = path, path.parent, descriptor, created
+    def __init__(self, path: Path, lock: Any, created: list[Path]):
+        """path: of the lock file; lock: filelock's, taken; created: the folders that were made for it."""
+        self.path, self.folder, self.lock, self.created = path, path.parent, lock, created
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        try:
+            path.write_text(self.owner, encoding="utf-8")
+        except OSError:  # a full disk; Windows, where nobody writes to a locked file
+            self.owner = read_owner(path)
 
-    def check(self):
+    def is_ours(self) -> bool:
+        """Whether the lock at its path is still this one: its folder may have been moved, and another made there."""
+        # not by its inode, whose number some network file systems change
+        return self.path.exists() and read_owner(self.path) == self.owner
+
+    def check(self) -> None:
         """Raise UserError if the locked folder is no longer the one at its path."""
-        if not is_same_file(self.descriptor, self.path):
+        if not self.is_ours():
             raise UserError(
                 f"{self.folder} has been moved or replaced. Put it back and run the same command again."
             )
 
     def __exit__(self, *exception):
         """Release the lock, and remove the folders that it created and that are still empty."""
+        is_ours = self.is_ours()
         with contextlib.suppress(OSError):
-            self.path.unlink()  # while nobody else can lock it
-        os.close(self.descriptor)
+            if is_ours:
+                self.path.unlink()  # filelock lets those who wait for a deleted file begin again
+        self.lock.release()
         with contextlib.suppress(OSError):  # not empty
-            for folder in self.created:
+            for folder in self.created if is_ours else ():
                 folder.rmdir()
 
 
-def lock_folder(folder, name=".lock"):
+def read_owner(path: Path) -> str:
+    """What a lock file says of the process that has it; "" if it cannot be read, as on Windows."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:1000]
+    except OSError:
+        return ""
+
+
+def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
     """Lock `folder`, creating it, so that two processes cannot write to it at once. UserError if another has it.
 
-    The kernel holds the lock (flock on the file `name`), so it ends with the process; the file says which process
-    has it. Windows and some network file systems have no such lock: then a note says so.
+    The system holds the lock on the file `name`, so it ends with the process. Some network file systems have no such
+    locks: then a note says so.
     """
+    import filelock  # takes a while
+
     path = Path(folder) / name
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
+    owner = read_owner(path)
+    if owner and not owner.startswith("process "):
+        raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_anothers = path.exists() and not os.access(path, os.W_OK)  # another user's, which can only be locked
-    flags = os.O_RDONLY if is_anothers else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    owner = os.read(descriptor, 1000).decode(errors="replace")
+    # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
+    lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
-        if fcntl is None:
-            raise OSError("this system has no flock")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        user = owner or "another process"
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        user = read_owner(path) or "another process"
         raise UserError(
             f"{folder} is in use by {user}. Wait until it has ended, or choose another folder."
         ) from None
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be locked: {error.strerror}. Choose another folder.") from None
     except OSError as error:
         print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
-    # subtle: the previous owner may have deleted the file after we opened it, and then nobody else sees our lock
-    if not is_same_file(descriptor, path):
-        os.close(descriptor)
-        return lock_folder(folder, name)
-    if owner and not owner.startswith("process "):
-        os.close(descriptor)
-        raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
-    owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with contextlib.suppress(OSError):  # on a full disk the lock holds without this
-        os.truncate(descriptor, 0)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        os.write(descriptor, owner.encode())
-    return FolderLock(path, descriptor, created)
-
-
-def is_same_file(descriptor, path):
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+    return FolderLock(path, lock, created)

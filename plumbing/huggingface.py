@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 import tokenizer
-from plumbing.cli import UserError, first_line
 from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
+from plumbing.program import UserError, first_line
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none

@@ -3,7 +3,7 @@
 import json
 
 import tokenizer
-from plumbing.cli import UserError, first_line
+from plumbing.program import UserError, first_line
 
 GPT2_DIGEST = "52a999460b5b5ff4791c879ebb457e2c72df96e811a1502602bde18dec758a1a"  # recognizes a copy of it
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it

@@ -1,4 +1,4 @@
-"""Attention for CPUs, and the output layer with its loss as one function in float8, for --dtype fp8.
+"""Attention for CPUs, a cache for generating text, and the output layer with its loss in float8, for --dtype fp8.
 
 A step of GPT-2 124M spends a third of its time in that layer. Its logits take 100 KB per token, so what counts is how
 often they are read and written: the forward pass computes their gradient, softmax - one_hot, together with the loss.
@@ -10,6 +10,26 @@ import torch.nn.functional as F
 # A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
 # finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344
 GRADIENT_SCALE = 2.0**15
+
+
+class KVCache:
+    """The keys and values of the `length` tokens so far, with room for max_len, for generating one token at a time."""
+
+    def __init__(self, max_len):
+        self.length, self.max_len = 0, max_len
+        self.keys_values = {}  # attention layer -> its keys and values (2, B, nh, max_len, hs)
+
+    def update(self, layer, k, v):
+        """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (B, nh, S, hs)."""
+        B, nh, T, hs = k.shape
+        assert self.length == 0 or T == 1, "feed the whole prompt first, then one token at a time"
+        if layer not in self.keys_values:
+            self.keys_values[layer] = k.new_empty(2, B, nh, self.max_len, hs)
+        keys, values = self.keys_values[layer]
+        end = self.length + T
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
 
 
 def attention_on_cpu(q, k, v, **options):

@@ -8,8 +8,8 @@ import threading
 import uuid
 from pathlib import Path
 
-from plumbing.cli import first_line
 from plumbing.files import atomic_write
+from plumbing.program import first_line
 
 INIT_SECONDS = 8  # how long to wait for the server before going offline
 FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive

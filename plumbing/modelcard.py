@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 from plumbing.checkpoint import OPENAI_MODELS
-from plumbing.cli import first_line, plain
 from plumbing.files import atomic_write, read_json
-from plumbing.log import read_log
+from plumbing.journal import read_log
+from plumbing.program import first_line, plain
 
 # a data set's name in meta.json: its name on the card; those with a slash are on the hub, and in English
 DATASETS = {

@@ -1,195 +1,143 @@
-"""The folder of a run, from its start or resumption to its export, and the signals that stop a run."""
+"""The folder of a run: what the run begins with, its files while it trains, and its end."""
 
 import contextlib
-import dataclasses
-import datetime
-import hashlib
-import json
 import math
 import os
-import platform
 import re
-import shlex
 import signal
-import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from plumbing import checkpoint as checkpoints
-from plumbing.cli import UserError, count, print_next
-from plumbing.distributed import environment_number, flops_per_token, git_commit, is_restart, peak_flops, print0
-from plumbing.files import atomic_write, free_name, lock_folder, open_regular
+from plumbing import journal, machine, settings
+from plumbing.checkpoint import Checkpoint
+from plumbing.distributed import World, is_restart
+from plumbing.files import FolderLock, free_name, lock_folder
 from plumbing.huggingface import export_huggingface, is_export_of
-from plumbing.log import read_log
 from plumbing.mirror import Mirror
 from plumbing.modelcard import write_model_card
+from plumbing.program import UserError, count, duration, print0, print_next, short
 from tokenizer import has_chat_tokens
 
-# settings that may change when a run is resumed, because they do not affect what the model learns
-MAY_CHANGE_ON_RESUME = set(
-    "preset out_dir resume device compile activation_checkpointing batch_size data val_every hellaswag_every "
-    "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
-    "milestone_every wandb".split()
-)
-LEFT_OPEN = {"dtype": "auto", "vocab_size": 0, "branch_from": ""}  # these values mean: as the run has it
-# settings that may differ from node to node
-MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
-# settings that a branch must share with its parent, because the state depends on them
-SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
-# settings that a branch does not take over from its parent
-OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
-# the names of what this program writes into a run's folder
+# the names of what a run writes into its folder
 OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
 
-# ----- Finding what a run continues ---------------------------------------------------------------------
+# ----- What a run begins with ---------------------------------------------------------------------------
 
 
-def claim(config, world):
+class Start(NamedTuple):
+    """What a run begins with: a checkpoint, initial weights or, if both are None, nothing."""
+
+    checkpoint: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
+    weights: tuple[dict[str, int], dict[str, torch.Tensor]] | None = None  # shape and state dict of --init-from
+    branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
+    finished: bool = False  # nothing is left to do
+
+
+def lock_out_dir(config: Any, world: World) -> contextlib.AbstractContextManager[FolderLock | None]:
     """The lock on out_dir, taken on rank 0 before anything in it is read; a context of None on other ranks."""
-    locks = []
+    locks: list[FolderLock] = []
     world.broadcast_from_master(lambda: locks.append(lock_folder(config.out_dir)))
     return locks[0] if locks else contextlib.nullcontext()
 
 
-def inherit(config, parse):
-    """The config of a branch, with its parent's settings, or of a fine-tuning, with a block size that is not longer.
+def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
+    """Find what the run begins with: its newest intact checkpoint, or its parent's, or initial weights. Writes nothing.
 
-    parse: parses the same command line once more, with these values in place of the presets' own.
+    fingerprints: those of this run's data, {"training data": ..., "validation data": ...}.
     """
-    source = config.branch_from or config.init_from
-    if not source:
-        return config
-    own = [config.out_dir] if config.resume else []  # it has the settings, too, in case the other model is gone
-    then = checkpoints.peek_settings(*own, source)
-    if not config.branch_from:
-        length = then.get("block_size", math.inf)
-        taken = {name: min(length, getattr(config, name)) for name in ("block_size", "sequence_length")}
-    elif "max_steps" in then:  # the settings of a run
-        taken = {
-            name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH
-        }
-    else:
-        raise UserError(
-            f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt."
-        )
-    changed = parse(taken)
-    words = [f"{name} {value}" for name, value in vars(changed).items() if value != getattr(config, name)]
-    if words:
-        print0(f"From {source}: {', '.join(words)}.")
-    return changed
-
-
-def find_start(config, preset, enc, fingerprints):
-    """Find what the run begins with, as a checkpoint's dict; empty if it begins from scratch. Modifies nothing.
-
-    That is the newest intact checkpoint in out_dir, with "finished" if nothing is left to do; or, for a new branch,
-    that of --branch-from, with "branched" for run.txt; or the weights of --init-from. fingerprints: {data: its own}.
-    """
-    saved = load_state(config.out_dir) if resumes(config) else None
-    branched = None
+    resumes = config.resume or (is_restart() and journal.was_launched_here(Path(config.out_dir)))
+    saved, branched = load_state(config.out_dir) if resumes else None, None
     if saved:
-        different = changes(config, saved["config"])
+        different = settings.changes(config, saved["config"])
         if different:
             raise UserError(
-                f"{config.out_dir} has a run with other settings ({say(different)}). Use those to continue it, or add "
-                f"--no-resume to move it aside, or --branch-from {config.out_dir} --out-dir NEW to branch off."
+                f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Leave out what you "
+                f"changed to continue it, add --no-resume to move it aside, or add --branch-from {config.out_dir} "
+                "--out-dir NEW to branch off."
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
-        branched = check_branch(config, saved)
+        if not saved:
+            raise UserError(
+                f"There is no checkpoint in {config.branch_from}. Give a run's folder or a model_*.pt."
+            )
+        branched = branch(config, saved)
         # the parent's best weights and its other checkpoints are not in the branch's folder
         saved |= {"best_val_loss": math.inf, "temporary": []}
+    elif config.init_from:
+        return Start(weights=checkpoints.load_initial_weights(config, preset, enc))
     else:
-        return checkpoints.load_initial_weights(config, preset, enc) if config.init_from else {}
+        return Start()
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
-    then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
-    if any(then[data] not in (None, fingerprints[data]) for data in then):  # older versions wrote none
-        raise UserError(
-            f"The shards in {config.data} are not those of the run. Give those with --data, or start another run."
-        )
+    check_fingerprints(config, saved, fingerprints)
     hf, finished = Path(config.out_dir, "hf"), False
     if saved["step"] == config.max_steps:
         finished = is_export_of(hf, saved["model"], saved["config"], enc)
     if finished:
         print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
         print_next(*next_commands(config, enc))
-    return saved | {"finished": finished, "branched": branched}
+    return Start(saved, branched=branched, finished=finished)
 
 
-def load_state(source):
+def load_state(source: str) -> Checkpoint | None:
     """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
     saved = checkpoints.newest_checkpoint(source)
-    if saved and "optimizer" not in saved:
+    if saved is None:
+        return None
+    if "optimizer" not in saved:
         raise UserError(
-            f"{source} has weights, but no state of a run. To start a run from them, use --init-from."
+            f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
+            "them, use --init-from."
         )
-    return saved and {"temporary": [], "val_fingerprint": None} | saved  # older versions did not write these
+    return {"temporary": [], "val_fingerprint": None, **saved}  # older versions did not write these
 
 
-def changes(config, then):
-    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run."""
-    # a setting that did not exist yet counts as TrainConfig's default
-    now, then = dataclasses.asdict(config), dataclasses.asdict(type(config)()) | then
-    free = MAY_CHANGE_ON_RESUME | {name for name, value in LEFT_OPEN.items() if now[name] == value}
-    if config.init_from:
-        free |= {*checkpoints.SHAPE}  # the model's
-    different = {}
+def check_fingerprints(config: Any, saved: Checkpoint, fingerprints: dict[str, str]) -> None:
+    """Raise UserError unless the data are those of the run. Only samples of each shard are compared (files.py)."""
+    then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
     for name, before in then.items():
-        after = now.get(name, "unknown")
-        if name not in free and str(before).rstrip("/") != str(after).rstrip("/"):  # "log/" is the folder "log"
-            different[name] = (before, after)
-    return different
+        if before not in (None, fingerprints[name]):  # older versions wrote none
+            raise UserError(
+                f"The {name} in {config.data} are not what this run began with. Name the folder of those with --data, "
+                "or start a new run with another --out-dir."
+            )
 
 
-def say(different):
-    """The result of `changes` in words."""
-    return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in different.items())
-
-
-def check_branch(config, saved):
-    """Refuse a branch that cannot continue from the checkpoint `saved`. Returns what run.txt says of it, as a dict."""
+def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
+    """What run.txt says of a new branch from the checkpoint `saved`. UserError if it cannot continue from that."""
     parent = Path(config.branch_from)
     folder = parent.parent if parent.is_file() else parent
     if folder.samefile(config.out_dir):  # also with --no-resume, which would move the parent aside
         raise UserError(
-            f"--branch-from continues the run in {folder} itself. Choose another --out-dir for the branch."
+            f"--out-dir is the folder of the parent, {folder}. Give the branch an --out-dir of its own."
         )
-    changed = changes(config, saved["config"])
+    changed = settings.changes(config, saved["config"])
     changed.pop("branch_from", None)
-    fixed = {name: pair for name, pair in changed.items() if name in SAME_IN_A_BRANCH}
+    fixed = {name: pair for name, pair in changed.items() if name in settings.SAME_IN_A_BRANCH}
     if fixed:
         raise UserError(
-            f"A branch of {parent} keeps its settings: {say(fixed)}. Leave them out, or use --init-from."
+            f"A branch of {parent} cannot change its settings: {settings.in_words(fixed)}. Leave these flags out, or "
+            f"begin a new run with --init-from {parent}."
         )
     if saved["step"] >= config.max_steps:
-        done, steps = saved["step"], config.max_steps
-        raise UserError(f"--max-steps is {steps}, but {parent} has done {done} steps already. Give more steps.")
+        raise UserError(
+            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. Give more steps."
+        )
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
-def resumes(config):
-    """Whether to continue the run in out_dir: with --no-resume, only if torchrun has restarted it after a crash."""
-    if config.resume or not is_restart():
-        return config.resume
-    return f"\nlaunch: {launch()}\n".encode() in read_history(Path(config.out_dir, "run.txt"))
+# ----- Its folder at the start --------------------------------------------------------------------------
 
 
-def launch():
-    """An identifier of the torchrun that started this process, which is the same after a restart."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"process {os.getppid()}" if run_id == "none" else run_id  # none: torchrun without a rendezvous
-
-
-# ----- Starting a run -----------------------------------------------------------------------------------
-
-
-def start_run(config, start_step, saved):
-    """Describe the start in out_dir's run.txt, and move aside an old run, or checkpoints that cannot be read."""
+def prepare_folder(config: Any, start_step: int, continues: bool, branched: dict[str, Any] | None) -> None:
+    """Describe the start in run.txt, and move aside an old run or, of one that continues, what cannot be read."""
     out_dir = Path(config.out_dir)
-    if saved and not saved["branched"]:
+    if continues:
         stale = [
             path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step
         ]
@@ -198,88 +146,33 @@ def start_run(config, start_step, saved):
         if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
             stale = []  # that run has no results
     if stale:
-        aside = free_name(out_dir.resolve())
-        aside.mkdir()
-        for path in stale:
-            path.rename(aside / path.name)
+        aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
         print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    path = out_dir / "run.txt"
-    history = read_history(path)
-    with atomic_write(path) as file:
-        file.write(history + describe_run(config, start_step, saved).encode("utf-8", "surrogateescape"))
+    journal.write_history(out_dir, journal.describe_start(config, start_step, branched))
 
 
-def read_history(path):
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return b""
+def move_aside(paths: list[Path], out_dir: Path) -> Path:
+    """Move files of `out_dir` to a new folder beside it, or inside of it where nothing can be moved out of it."""
+    for aside in (free_name(out_dir.resolve()), free_name(out_dir / "old")):
+        try:
+            aside.mkdir()
+            for path in paths:
+                path.rename(aside / path.name)
+            return aside
+        except OSError as caught:  # out_dir is a mount point, or its parent belongs to someone else
+            error = caught
+            with contextlib.suppress(OSError):
+                aside.rmdir()
+    raise error
 
 
-def describe_run(config, start_step, saved):
-    """The entry for a start in run.txt: command, configuration, versions, machine, commit."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = {
-        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(command_words()),
-        "launch": launch(),
-        "from step": str(start_step),
-        "config": json.dumps(dataclasses.asdict(config)),
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
-        "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": git_commit(),
-        "branched": json.dumps(saved["branched"]) if saved.get("branched") else "",
-    }
-    return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
-
-
-def facts_for_all_ranks(config):
-    """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
-    facts = dataclasses.asdict(config)
-    for name in MAY_DIFFER_BETWEEN_RANKS:
-        del facts[name]
-    source = (Path(__file__).parents[1] / "train_gpt2.py").read_bytes()
-    facts["the version of train_gpt2.py"] = hashlib.sha256(source).hexdigest()[:12]
-    facts["the version of torch"] = str(torch.__version__)
-    return facts
-
-
-def command_words():
-    """The words of the command that started this process."""
-    local_ranks, ranks = environment_number("LOCAL_WORLD_SIZE", 0), environment_number("WORLD_SIZE", 0)
-    if not local_ranks:
-        return ["python", *sys.argv]
-    nodes = "--standalone" if local_ranks == ranks else f"--nnodes={ranks // local_ranks}"
-    return ["torchrun", nodes, f"--nproc_per_node={local_ranks}", *sys.argv]
-
-
-def next_commands(config, enc):
-    """The commands to run after a run: one to see what it has learned, one to train it for longer."""
-    words = ["--chat"] if has_chat_tokens(enc) else [config.sample_prompt]
-    launcher = command_words()[: -len(sys.argv)]
-    branch = [*launcher, "train_gpt2.py", "--branch-from", config.out_dir]
-    branch += ["--out-dir", f"{config.out_dir}-longer", "--max-steps", 2 * config.max_steps]
-    return ["python", "sample.py", *words, "-m", config.out_dir], branch
-
-
-def open_log(out_dir, parent, step):
-    """Open log.txt, which begins with the intact lines of the parent's (or its own) for steps below `step`."""
-    path, source = Path(out_dir, "log.txt"), Path(parent, "log.txt")
-    with atomic_write(path, "w", encoding="utf-8") as file:
-        for at, stream, value in read_log(source, step) if source.exists() else ():
-            file.write(f"{at} {stream} {value:.9g}\n")
-    return open(path, "a", encoding="utf-8")
-
-
-def install_signal_handlers():
+def install_signal_handlers() -> list[int]:
     """Record the signals to stop in the returned list, so that the step can finish. A second SIGINT exits at once."""
-    received = []
+    received: list[int] = []
 
     def record(number, frame):
         if number == signal.SIGINT and number in received:
@@ -291,42 +184,79 @@ def install_signal_handlers():
     return received
 
 
-def diverged(step, loss, norm, where, out_dir):
-    """The UserError for a loss or gradient norm that is not finite; `where` names windows of the batch."""
+def diverged(config: Any, step: int, *, loss: float, norm: float, loader: Any, windows: list[int]) -> UserError:
+    """The error for a loss or gradient norm that is not finite, in a batch with these `windows` of the global order."""
+    places = loader.locate(np.array(windows))
+    where = ", ".join(f"{loader.shards[i].path.name} token {offset}" for i, offset in places)
+    rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
+    remedy = f"Start again at a lower rate: --no-resume {rates}."
+    if checkpoints.list_checkpoints(config.out_dir):
+        remedy = (
+            f"Continue from a checkpoint at a lower rate: --branch-from {config.out_dir} {rates} --out-dir NEW."
+        )
     return UserError(
-        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch has, among others, "
-        f"{where}. Lower the rate: --branch-from {out_dir} --max-lr LOWER --out-dir NEW."
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
+        f"sequences at {where}. {remedy}"
     )
+
+
+def next_commands(config: Any, enc: Any) -> tuple[list[Any], list[Any]]:
+    """The commands to run after a run: one to see what it has learned, one to train it for longer."""
+    branch = [*journal.launcher(), "train_gpt2.py", ("--branch-from", config.out_dir)]
+    branch += [("--out-dir", f"{config.out_dir}-longer"), ("--max-steps", 2 * config.max_steps)]
+    return sample_command(config.out_dir, enc, config.sample_prompt), branch
+
+
+def sample_command(source: str, enc: Any, prompt: str) -> list[Any]:
+    """The command that continues a prompt, or chats, with a model."""
+    if has_chat_tokens(enc):
+        return ["python", "sample.py", "--chat", ("--model", source)]
+    prompt = prompt or "The "
+    if prompt.startswith("-"):  # not a flag
+        return ["python", "sample.py", ("--model", source), "--", prompt]
+    return ["python", "sample.py", prompt, ("--model" if str(source).startswith("-") else "-m", source)]
 
 
 # ----- A run in progress --------------------------------------------------------------------------------
 
 
-class Run(contextlib.AbstractContextManager):
-    """Writes a run's files and its lines on the console; on ranks other than 0, nothing."""
+class Run(contextlib.AbstractContextManager["Run"]):
+    """Writes a run's files and its lines on the console; ranks other than 0 only receive signals."""
 
-    def __init__(self, config, world, lock, saved, metadata):
-        """lock: from `claim`. saved: the checkpoint that the run begins with, or {}. metadata: goes into every one."""
+    def __init__(
+        self, config: Any, world: World, lock: FolderLock | None, start: Start, metadata: dict[str, Any]
+    ):
+        """lock: from `lock_out_dir`; metadata: what every checkpoint holds beside the state."""
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
+        saved: Checkpoint = start.checkpoint or {}
         self.start_step, self.max_steps = saved.get("step", 0), config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
-        self.branched, self.sample = saved.get("branched"), ""
+        self.branched, self.sample = start.branched, ""
+        is_cuda = world.device_type == "cuda"
+        self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
+        self.flops_per_token = machine.flops_per_token(config, config.sequence_length)
+        self.peak = machine.peak_flops(self.device_name)
+        self.log: Any = None  # these three exist on rank 0 only
+        self.writer: Any = None
+        self.mirror: Mirror | None = None
         self.signals = install_signal_handlers()  # the signals received so far
         self.started = self.first_step_ended = time.perf_counter()
-        world.broadcast_from_master(self.open, lock, saved)
+        world.broadcast_from_master(self.open, lock, start)
 
-    def open(self, lock, saved):
-        c = self.config
-        start_run(c, self.start_step, saved)
-        parent = self.branched["parent"] if self.branched else self.out_dir
-        self.log = open_log(self.out_dir, parent, self.start_step)
-        temporary = saved.get("temporary", [])
-        self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, temporary)
-        self.mirror = Mirror(c, read_log(self.out_dir / "log.txt")) if c.wandb else None
-        if self.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
-            del saved["branched"], saved["finished"]
-            self.writer.write(saved | self.metadata)
+    def open(self, lock: FolderLock, start: Start) -> None:
+        c, saved = self.config, start.checkpoint
+        prepare_folder(
+            c, self.start_step, continues=saved is not None and not start.branched, branched=start.branched
+        )
+        parent = Path(start.branched["parent"]) if start.branched else self.out_dir
+        self.log = journal.open_log(self.out_dir, parent, self.start_step)
+        deletable = saved["temporary"] if saved else []
+        self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
+        if c.wandb:
+            self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt"))
+        if saved and start.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
+            self.writer.write({**saved, **self.metadata})
 
     def __exit__(self, *exception):
         """Wait until the newest checkpoint is on disk, however the run ends."""
@@ -339,12 +269,12 @@ class Run(contextlib.AbstractContextManager):
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
 
-    def print_summary(self, raw_model, loader, num_val_windows, B, optimizers):
+    def print_summary(
+        self, raw_model: Any, loader: Any, num_val_windows: int, *, B: int, optimizers: list[Any]
+    ) -> None:
         world, S, T = self.world, self.config.total_batch_size, loader.T
-        device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-        self.flops_per_token, self.peak = flops_per_token(raw_model.config, T), peak_flops(device)
         num_params = sum(p.numel() for p in raw_model.parameters())
-        print0(f"model: {num_params:,} parameters on {world.size} x {device}, {self.config.dtype}")
+        print0(f"model: {num_params:,} parameters on {world.size} x {self.device_name}, {self.config.dtype}")
         tokens = loader.num_windows * T
         print0(f"data: {tokens:,} training tokens, which the run reads {self.max_steps * S / tokens:.3g} times")
         print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
@@ -356,41 +286,47 @@ class Run(contextlib.AbstractContextManager):
         branched = f", a branch of {self.branched['parent']}" if self.branched else ""
         print0(f"run: {self.out_dir}{branched}, from step {self.start_step} to {self.max_steps}")
 
-    def report(self, step, text, **streams):
-        """Print a line about a step and log its `step stream value` lines in one write."""
+    def report(self, step: int, text: str, streams: dict[str, float]) -> None:
+        """Print a line about a step and log its values, {stream: value}."""
         if not self.world.is_master:
             return
         print(f"step {step:5d} | {text}", flush=True)
-        try:
-            self.log.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in streams.items()))
-            self.log.flush()
-        except OSError as error:
-            error.filename = self.log.name  # a failed write does not set it
-            raise
+        journal.write_log(self.log, step, streams)
         if self.mirror:
             self.mirror.log(step, streams)
 
-    def log_val_loss(self, step, loss, bpb, raw_model):
-        """Log a validation loss and its bits per byte; with --keep-best, keep the weights of the lowest so far."""
+    def log_val_loss(self, step: int, losses: tuple[float, float] | None) -> None:
+        """Log a validation loss and its bits per byte, unless a signal has ended the evaluation."""
+        if losses is None:
+            return
+        loss, bpb = losses
         self.val_loss = loss
-        self.report(step, f"val loss {loss:.6f} | {bpb:.4f} bits per byte", val=loss, val_bpb=bpb)
-        if self.world.is_master and self.config.keep_best and loss < self.best_val_loss:
+        self.report(step, f"val loss {loss:.6f} | {bpb:.4f} bits per byte", {"val": loss, "val_bpb": bpb})
+
+    def keep_best(self, step: int, loss: float, raw_model: Any) -> None:
+        """Keep the weights as model_best.pt if this is the lowest validation loss so far."""
+        if self.world.is_master and loss < self.best_val_loss:
             self.best_val_loss = loss
             best = {"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata}
             self.writer.submit(checkpoints.BEST, best)
 
-    def log_samples(self, step, texts):
+    def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples; the model card shows the last one."""
         self.sample = texts[-1]
         for text in texts:
-            self.report(step, f"sample | {text!r}")
+            self.report(step, f"sample | {text!r}", {})
 
-    def log_hellaswag(self, step, counts):
+    def log_hellaswag(self, step: int, counts: Any) -> None:
+        """Log HellaSwag's Counts, unless a signal has ended the evaluation."""
+        if counts is None:
+            return
         accuracy = counts.acc_norm / counts.n
-        self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", hella=accuracy)
+        self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
 
-    def log_step(self, step, loss, lr, norm, tokens, seconds):
+    def log_step(self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float) -> None:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
+        if step == self.start_step:
+            self.first_step_ended = time.perf_counter()
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
@@ -402,23 +338,21 @@ class Run(contextlib.AbstractContextManager):
             text = f"loss {loss:6.3f} lr {lr_text} norm {norm:4.1f} {took} {speed} {mfu:3.0%} MFU {left}"
         else:
             text = f"loss {loss:7.4f}  lr {lr_text}  norm {norm:5.2f}  {took}  {speed}  {left}"
-        self.report(step, text, **{"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
+        self.report(step, text, {"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
 
-    def seconds_left(self, step, seconds):
+    def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
-        if step == self.start_step:
-            self.first_step_ended = time.perf_counter()
-        else:
+        if step > self.start_step:
             seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
-    def save(self, step, state):
+    def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint of `state`, as training_state of train_gpt2.py returns it, in the background."""
-        if self.world.is_master and step > self.start_step:
+        if self.world.is_master:
             losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
             self.writer.write({"step": step, **losses, **state, **self.metadata})
 
-    def finish(self, step, stopped, raw_model, enc):
+    def finish(self, step: int, stopped: bool, raw_model: Any, *, enc: Any) -> int:
         """End the run after `step` steps: export the model, unless the run was stopped. Returns the exit status."""
         status = 128 + signal.SIGINT if stopped and signal.SIGINT in self.signals else 0
         if not self.world.is_master:
@@ -426,7 +360,7 @@ class Run(contextlib.AbstractContextManager):
         self.writer.wait()
         if stopped:
             print(f"Stopped after {count(step, 'step')}. The same command continues the run.")
-            print_next(command_words())
+            print_next(journal.command())
             return status
         hf = self.out_dir / "hf"
         print(f"Exporting the model to {hf}.", flush=True)
@@ -434,29 +368,10 @@ class Run(contextlib.AbstractContextManager):
         write_model_card(hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
         if self.world.device_type == "cuda":
-            took += f", with at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
-        print(f"Done in {took}. The notebook play.ipynb draws what the run has logged.")
+            took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+        print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
         if self.best_val_loss < math.inf:
             best = self.out_dir / checkpoints.BEST
             print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
         print_next(*next_commands(self.config, enc))
         return status
-
-
-def short(number):
-    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
-    unit = ""
-    for larger in "KMGT":
-        if number >= 999.5:
-            number, unit = number / 1000, larger
-    return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"
-
-
-def duration(seconds):
-    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
-    minutes = int(seconds) // 60
-    if minutes < 10:
-        return f"{minutes}:{int(seconds) % 60:02d}"
-    if minutes < 100:
-        return f"{minutes}m"
-    return f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"

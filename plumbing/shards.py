@@ -18,12 +18,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from plumbing import cli
-from plumbing.cli import UserError
+from plumbing import program
 from plumbing.files import atomic_write, lock_folder, open_regular, read_json
+from plumbing.program import UserError
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
@@ -83,7 +84,7 @@ def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
                 f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
             )
     except (ValueError, FileNotFoundError) as error:
-        reason = cli.first_line(error)
+        reason = program.first_line(error)
         raise UserError(
             f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again."
         ) from None
@@ -99,7 +100,7 @@ def open_npy(path):
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python, which may raise anything; a zip has no shape
-        raise ValueError(cli.first_line(error)) from None
+        raise ValueError(program.first_line(error)) from None
 
 
 def open_bin(path):
@@ -158,18 +159,23 @@ def sample(path):
 # ----- What a run checks before it trains ---------------------------------------------------------------
 
 
-def check_size(loader, folder, split, num_tokens):
-    """Raise UserError if the loader's windows have fewer than `num_tokens` tokens."""
-    found = loader.num_windows * loader.T
-    if found < num_tokens:
+def check_size(folder: str, split: str, T: int, *, num_windows: int, at_least: int) -> None:
+    """Raise UserError if `num_windows` windows of T tokens have fewer than `at_least` tokens."""
+    found = num_windows * T
+    if found < at_least:
         raise UserError(
-            f"The {split} shards in {folder} have {found:,} tokens in sequences of {loader.T} and one more, but "
-            f"{num_tokens:,} are needed. Add shards, or lower --sequence-length or --total-batch-size."
+            f"The {split} shards in {folder} hold only {found:,} tokens in whole sequences of {T}, but "
+            f"{at_least:,} are needed. Add shards, or lower --sequence-length or --total-batch-size."
         )
 
 
-def check_folder(folder, train_loader, val_loader, enc):
-    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks."""
+def check_folder(folder: str, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
+    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks.
+
+    They must also have the tokens of a step, `step_tokens`, to train on.
+    """
+    num_windows = train_loader.num_windows
+    check_size(folder, "train", train_loader.T, num_windows=num_windows, at_least=step_tokens)
     shards = train_loader.shards + val_loader.shards
     check_token_ids(shards, enc.name, enc.n_vocab)
     check_meta(folder, shards)
@@ -191,7 +197,7 @@ def check_token_ids(shards, tokenizer, n_vocab):
             f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
-    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and cli.is_rank_0():
+    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and program.is_rank_0():
         print(
             f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as"
         )
@@ -348,9 +354,9 @@ class ShardWriter:
         print(
             f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
         )
-        num_shards = cli.count(len(self.meta["shards"]), "shard")
+        num_shards = program.count(len(self.meta["shards"]), "shard")
         print(
-            f"in {num_shards}, the last one with what was left, from {cli.count(self.meta['documents'], noun)}"
+            f"in {num_shards}, the last one with what was left, from {program.count(self.meta['documents'], noun)}"
         )
 
 
@@ -421,7 +427,7 @@ def continue_meta(folder, path, meta):
             changes += compare_sources(old, meta)
         for key, before, after in changes:
             if before != after:
-                change = f"{key} was {cli.plain(repr(before))} and is now {cli.plain(repr(after))}"
+                change = f"{key} was {program.plain(repr(before))} and is now {program.plain(repr(after))}"
                 raise UserError(
                     f"{folder} has shards of other data: {change}. Choose another folder with --out-dir."
                 )

@@ -1,0 +1,272 @@
+"""Flags from a dataclass, by argparse: one per field, with the field's comment as its help text.
+
+That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
+heading. Annotated[str, "-m"] gives a flag a second name, and Annotated[str, "positional"] makes it an argument without
+a flag. An empty value, as of a shell variable that is not set, is refused except with Annotated[str, "may be empty"].
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from plumbing.program import UserError
+
+Config = TypeVar("Config")
+SEE_HELP = "Run with --help to see all flags."
+SWITCH = {"true": True, "false": False}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        message = message.removeprefix("argument ")
+        raise UserError(message if message.endswith((".", "?")) else f"{message}. {SEE_HELP}")
+
+
+def parse(
+    config_class: type[Config],
+    args: Sequence[str] | None = None,
+    *,
+    default: Config | None = None,
+    presets: Mapping[str, Config] | None = None,
+    synonyms: Mapping[str, str] | None = None,
+) -> Config:
+    """Parse the command line into the dataclass `config_class`; --help prints the help text and exits.
+
+    default: an instance with the defaults, or presets: {name: an instance} for --preset; synonyms: as OTHER_TRAINERS.
+    """
+    default = default or config_class()
+    words = spell_as_argparse(config_class, list(sys.argv[1:] if args is None else args))
+    found, unknown = make_parser(config_class, default).parse_known_args(words)
+    if unknown:
+        raise UserError(explain(unknown, config_class, synonyms or {}, presets or {}))
+    values = vars(found)
+    if presets:
+        default = presets[values.get("preset", default.preset)]
+    if values.pop("help"):
+        make_parser(config_class, default).print_help()
+        sys.exit(0)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return dataclasses.replace(default, **values)
+
+
+def make_parser(config_class, default):
+    """The parser of a dataclass's flags. It returns only what was typed, and its help shows the values of `default`."""
+    arguments = [name.upper() for name, (_, names, _) in fields_of(config_class).items() if not names]
+    program = Path(sys.argv[0])
+    prog = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    parser = Parser(
+        prog=prog,
+        usage=" ".join([prog, *arguments, "[flags]"]),
+        description=wrapped(sys.modules[config_class.__module__].__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("flags")
+    group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
+    comments = comments_of(config_class)
+    for name, (kind, names, may_be_empty) in fields_of(config_class).items():
+        heading, text = comments[name]
+        if heading:
+            group = parser.add_argument_group(heading)
+        value = getattr(default, name)
+        if value not in ("", None, ()):
+            text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else value})"
+        options: dict[str, Any] = dict(help=text.replace("%", "%%"))
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif get_origin(kind) is Literal:
+            choices = get_args(kind)
+            options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{', '.join(choices)}}}")
+        elif get_origin(kind) is tuple:
+            options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
+        elif kind is str and not may_be_empty and names:
+            options |= dict(type=read_text, metavar="TEXT")
+        else:
+            options |= dict(type=kind, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
+        if names:
+            group.add_argument(*names, dest=name, **options)
+        else:
+            parser.add_argument(name, **options | {"nargs": "?", "metavar": name.upper()})
+    return parser
+
+
+def fields_of(config_class):
+    """{field: (type of its values, its flags, whether it may be empty)}; a positional argument has no flags."""
+    fields = {}
+    for field in dataclasses.fields(config_class):
+        kind, notes = field.type, []
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
+        if isinstance(kind, types.UnionType):  # bool | None
+            kind = get_args(kind)[0]
+        names = [*(note for note in notes if note.startswith("-")), flag_of(field.name)]
+        fields[field.name] = kind, [] if "positional" in notes else names, "may be empty" in notes
+    return fields
+
+
+def comments_of(config_class):
+    """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
+    comments = {}
+    for above, name, own in re.findall(
+        r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", inspect.getsource(config_class)
+    ):
+        above = " ".join(re.findall("# (.+)", above))
+        comments[name] = (above, own) if own else ("", above)
+    return comments
+
+
+def wrapped(text):
+    """A docstring for a terminal: its paragraphs are wrapped, but not what is indented (examples and tables)."""
+    width = min(shutil.get_terminal_size().columns, 100) - 2
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(
+        text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs
+    )
+
+
+def spell_as_argparse(config_class, words):
+    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" as they are."""
+    switches = {name for kind, names, _ in fields_of(config_class).values() if kind is bool for name in names}
+    spelled = []
+    while words and words[0] != "--":
+        word = words.pop(0)
+        if re.search("[\ud800-\udfff]", word):
+            raise UserError(f"The argument {word!r} is not UTF-8 text. Type it in a UTF-8 terminal.")
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+            word = flag + equals + value
+        positive = flag.replace("--no-", "--", 1)
+        if positive in switches and (equals or (words and words[0].lower() in SWITCH)):
+            value = value if equals else words.pop(0)
+            if value.lower() not in SWITCH:
+                raise UserError(f"{flag} is {value!r}, but it must be true or false.")
+            is_on = SWITCH[value.lower()] == (flag == positive)
+            word = positive if is_on else f"--no-{positive[2:]}"
+        spelled.append(word)
+    return spelled + words
+
+
+def read_text(word):
+    if not word:
+        raise argparse.ArgumentTypeError("its value is empty. Give one, or leave the flag out.")
+    return word
+
+
+def read_choice(choices, word):
+    if word.lower() not in choices:
+        raise argparse.ArgumentTypeError(f"there is no {word!r}. {suggest(word, choices)}")
+    return word.lower()
+
+
+# ----- Mistyped flags -----------------------------------------------------------------------------------
+
+
+def explain(unknown, config_class, synonyms, presets):
+    """A sentence for each flag of `unknown` that does not exist, or else for its first word."""
+    others = synonyms | {f"--preset {name}": name for name in presets}
+    ours = ["--help"]
+    for kind, names, _ in fields_of(config_class).values():
+        ours += [*names, *(f"--no-{name[2:]}" for name in names if kind is bool)]
+    meanings = {name.strip("-"): name for name in ours}
+    meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
+    mistakes = [word.partition("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)]
+    if mistakes:
+        return " ".join(
+            f"There is no flag called {flag}. {closest(flag.strip('-').lower(), meanings) or SEE_HELP}"
+            for flag in mistakes
+        )
+    word = unknown[0]
+    if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
+        meanings[word] = "--preset, which names a set of flags"
+    return f"The argument {word!r} was not expected. {closest(word, meanings) or SEE_HELP}"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the entry of `known` closest to `name`, or lists them all."""
+    return closest(name, {entry: entry for entry in known}) or f"Choose from {', '.join(known)}."
+
+
+def closest(name, meanings):
+    """A sentence that offers the meaning of the key of `meanings` closest to `name`; "" if none is close."""
+    for nearest in difflib.get_close_matches(name, meanings, n=1):
+        meaning = meanings[nearest]
+        if meaning.endswith("."):
+            return meaning
+        return f"Use {meaning}." if nearest == name else f"Did you mean {meaning}?"
+    return ""
+
+
+# the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
+OTHER_TRAINERS = {
+    "--data": "dataset dataset-name data-dir data-path input-bin train-file",
+    "--out-dir": "output-dir save-dir log-dir",
+    "--init-from": "model model-name-or-path pretrained checkpoint ckpt resume-from-checkpoint",
+    "--no-resume": "overwrite-output-dir",
+    "--seed": "random-seed",
+    "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
+    "--n-layer": "num-hidden-layers depth",
+    "--n-head": "num-attention-heads",
+    "--n-embd": "hidden-size d-model embed-dim",
+    "--block-size": "n-positions n-ctx",
+    "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
+    "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
+    "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
+    "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
+    "--max-steps, which counts updates": "num-train-epochs num-epochs epochs",
+    "--warmup-steps": "warmup-iters warmup-ratio",
+    "--max-lr": "learning-rate lr",
+    "--min-lr": "learning-rate-decay-frac final-lr",
+    "--schedule": "lr-scheduler-type lr-scheduler decay-lr",
+    "--weight-decay": "wd",
+    "--grad-clip": "max-grad-norm clip-grad-norm gradient-clipping",
+    "--val-every": "eval-interval eval-every eval-steps val-loss-every",
+    "--val-tokens": "eval-iters val-max-steps",
+    "--checkpoint-every": "save-steps save-every save-interval always-save-checkpoint",
+    "--keep-checkpoints": "save-total-limit",
+    "torchrun --nproc_per_node=N": "n-gpu num-gpus gpus nproc-per-node num-processes",
+    "log.txt, which has every step": "log-interval logging-steps log-every",
+    "The model has no dropout: in pretraining it sees most texts once.": "dropout attn-pdrop embd-pdrop resid-pdrop",
+}
+
+
+def flag_of(name):
+    """The flag of a field: "max_steps" -> "--max-steps"."""
+    return "--" + name.replace("_", "-")
+
+
+def check(
+    options: Any, complaints: Iterable[str] = (), above_0: Sequence[str] = (), below_1: Sequence[str] = ()
+) -> None:
+    """Raise one UserError with all `complaints`, and with each number that is negative, infinite or nan.
+
+    Numbers named in above_0 must not be 0, those named in below_1 must be below 1.
+    """
+    errors = list(complaints)
+    for name, value in vars(options).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        least = "0 or more"
+        if name in above_0:
+            least = "1 or more" if isinstance(value, int) else "above 0"
+        elif name.endswith("_every"):
+            least += " (0 turns it off)"
+        if name in below_1:
+            least += " and below 1"
+        is_low = value < 0 or (value == 0 and name in above_0)
+        if is_low or not value < (1 if name in below_1 else 1e18):
+            errors.append(f"{flag_of(name)} is {value}, but it must be {least}.")
+    if errors:
+        raise UserError(" ".join(errors))

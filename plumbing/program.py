@@ -1,0 +1,240 @@
+"""How every program here begins and ends: a console that may fail, errors in one line, the commands that come next.
+
+A program ends in `program.run(main)`. Importing torch takes seconds, so a program that needs it runs its flags' parser
+once above that import, too.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # the folder of the programs
+SCRIPTS = {path.name for path in ROOT.glob("*.py")}
+
+
+class UserError(Exception):
+    """A mistake that the user can fix. Its message says in whole sentences what is wrong and what to do."""
+
+
+# ----- Messages -----------------------------------------------------------------------------------------
+
+
+def plain(text: object, limit: int = 200) -> str:
+    """Make text safe for one line of a terminal: escape control characters, cut it."""
+    text = str(text)
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
+    return shown + "..." if len(text) > limit else shown
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, without its full stop, or its type if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def count(number: int, noun: str) -> str:
+    """(1, "document") -> "1 document", (2000, "document") -> "2,000 documents"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short(number: float) -> str:
+    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
+    unit = ""
+    for larger in "KMGT":
+        if number >= 999.5:
+            number, unit = number / 1000, larger
+    return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
+    minutes = int(seconds) // 60
+    if minutes < 10:
+        return f"{minutes}:{int(seconds) % 60:02d}"
+    if minutes < 100:
+        return f"{minutes}m"
+    return f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"
+
+
+def print_next(*commands: Sequence[object]) -> None:
+    """Print the commands that come next, so that they work as printed, in lines of 80 columns.
+
+    A command is a list of words, and of tuples (flag, value, ...): ["python", "sample.py", ("-m", "log")].
+    """
+    print("\nNext:", flush=True)
+    for command in commands:
+        groups: list[str] = []  # a flag and its values stay on a line
+        for text in map(quote_group, command):
+            if groups and not text.startswith("-"):
+                groups[-1] += f" {text}"
+            else:
+                groups.append(text)
+        line = "   "
+        for group in groups:
+            # shells on Windows have another sign for a line that goes on
+            if len(line) + len(group) > 77 and os.name != "nt":
+                print(line, "\\")
+                line = "       "
+            line += f" {group}"
+        print(line, flush=True)
+
+
+def quote_group(group):
+    """Words of a command as a shell reads them back; a script of this program with the path that leads to it."""
+    if not isinstance(group, tuple):
+        word = str(group)
+        return quote(os.path.relpath(ROOT / word) if word in SCRIPTS else word)
+    flag, *values = group
+    if len(values) == 1 and str(values[0]).startswith("-"):  # it would be read as a flag
+        return f"{flag}={quote(str(values[0]))}"
+    return " ".join([flag, *(quote(str(value)) for value in values)])
+
+
+def quote(word: str) -> str:
+    """Quote a word for a shell: in double quotes, which cmd.exe has too, if these protect all its characters."""
+    if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
+        return word
+    if not word.isprintable():
+        escaped = (f"\\U{ord(char):08x}" if char in "\\'" or not char.isprintable() else char for char in word)
+        return f"$'{''.join(escaped)}'"
+    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+
+
+# ----- Running a program --------------------------------------------------------------------------------
+
+RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
+
+
+def run(main: Callable[[], object], output_is_product: bool = False) -> None:
+    """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
+
+    Failed output is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
+    """
+    # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
+    # spinning on a contended core can make a small training step 20 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.excepthook = report_exception  # for Ctrl-C during the imports, where no `run` can catch it
+    protect_console()
+    Console.output_is_product = output_is_product
+    try:
+        main()
+        sys.stdout.flush()  # the last line may have no newline
+    except UserError as error:
+        fail(str(error))
+    except KeyboardInterrupt as error:
+        report_exception(KeyboardInterrupt, error, None)
+        leave(130)  # 128 + SIGINT
+    except MemoryError as error:
+        fail(f"There is not enough memory. {error}".strip())
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            advice = ADVICE.get(error.errno, "Check that it is what you meant.")
+            fail(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
+        if not has_other_ranks():
+            raise
+        traceback.print_exc()
+        leave(1)
+
+
+ADVICE = {  # what to do about the operating system's errors
+    errno.ENOENT: "Check the path.",
+    errno.EACCES: "Check its permissions.",
+    errno.EPERM: "Check its permissions.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOSPC: "Make room on that disk and run the same command again.",
+    errno.EDQUOT: "Make room within your quota and run the same command again.",
+    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
+    errno.EIO: "Check that disk.",
+}
+
+
+def report_exception(kind, error, traceback):
+    """Print a traceback, except for Ctrl-C."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, traceback)
+    elif is_rank_0():
+        print("interrupted", file=sys.stderr, flush=True)
+
+
+def is_rank_0() -> bool:
+    """Whether this is the only process of a run or the first of its ranks, before and after they have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print0(*args: object) -> None:
+    """Print on rank 0 only."""
+    if is_rank_0():
+        print(*args, flush=True)
+
+
+def has_other_ranks():
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def leave(status):
+    """End the process; at once if there are other ranks, which shutting down the process group would wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if has_other_ranks():
+        os._exit(status)
+    sys.exit(status)
+
+
+def fail(message):
+    """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
+    if not is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
+        # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(RANK_GRACE_SECONDS)
+    line = f"error: {plain(message, limit=2000)}"
+    print(line, file=sys.stderr, flush=True)
+    told = json.dumps({"message": line, "timestamp": int(time.time())})
+    # torchrun's own pages about the failed ranks then contain this line
+    with contextlib.suppress(KeyError, OSError):
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
+    leave(2)
+
+
+class Console(io.RawIOBase):
+    """The raw stream under stdout or stderr: failed output is dropped or, if it is the program's product, an error."""
+
+    output_is_product = False
+
+    def __init__(self, stream, name):
+        self.stream, self.name = stream, name  # kept, because deleting the stream would close the file
+        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+        self.writable, self.fileno, self.isatty = self.raw.writable, self.raw.fileno, self.raw.isatty
+
+    def write(self, data):
+        try:
+            written = self.raw.write(data)
+        except OSError as error:
+            written = None
+            if Console.output_is_product and self.name == "stdout":
+                Console.output_is_product = False  # say so once, and drop what is still buffered
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
+                raise UserError(f"Could not write the output: {error.strerror}.") from None
+        return len(data) if written is None else written  # it is also None if writing would block
+
+
+def protect_console():
+    """Put a Console under sys.stdout and sys.stderr; characters that they cannot encode are replaced."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            stream = open(os.devnull, "w", encoding="utf-8")
+        elif stream is not getattr(sys, f"__{name}__"):  # protected already, or a test captures it
+            continue
+        buffer = io.BufferedWriter(Console(stream, name))
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True))
