@@ -150,7 +150,7 @@ def export_huggingface(model, enc, directory):
     from safetensors.torch import save
 
     directory = Path(directory)
-    part = directory.with_name(directory.name + ".part")
+    part = directory.with_name(f".{directory.name}.part")
     contents = export_files(vars(model.config), enc)
     weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
     contents["model.safetensors"] = save(weights, METADATA)
@@ -218,9 +218,11 @@ def is_same(tensor, other):
 
 
 def remove_part(part, names):
-    """Delete an export that was not finished, unless it contains a file that no export has."""
+    """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
+    if not part.is_dir() or part.is_symlink():  # rmtree would wait for a pipe
+        return
     if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
-        shutil.rmtree(part, ignore_errors=True)  # neither files nor links
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def make_way(path):
