@@ -6,13 +6,14 @@ where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's ow
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import tokenizer
 from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
-from plumbing.program import UserError, first_line
+from plumbing.program import UserError, first_line, plain
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
@@ -25,6 +26,8 @@ SUPPORTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+METADATA = {"format": "pt"}  # of an exported safetensors file; transformers asks for it
+PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 COPY_AGAIN = "Copy or export the model again."
 
 
@@ -59,28 +62,47 @@ def download(name):
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
 
 
-def read_weights(directory):
-    """Return a state dict for GPT, in float32, of the safetensors in a folder: one file, or its parts."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    paths = list(filter(Path.is_file, directory.glob("model*.safetensors")))
-    if not paths:
+def weight_files(directory):
+    """Return the paths of model.safetensors or, without it, of all parts model-00001-of-0000n.safetensors."""
+    names = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
+    if "model.safetensors" in names:
+        return [directory / "model.safetensors"]
+    parts = [name for name in names if PART.fullmatch(name)]
+    if not parts:
         raise UserError(
             f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}"
         )
-    found, weights = {}, {}
-    try:
-        for path in paths:
-            found |= load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"Could not read the weights in {directory}: {first_line(error)}. {COPY_AGAIN}"
-        ) from None
-    for name, weight in found.items():
-        if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
-            name = f"transformer.{name}"
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in older files
+    counts = {PART.fullmatch(name)[1] for name in parts}
+    if len(counts) > 1:
+        found = plain(", ".join(parts))
+        raise UserError(f"{directory} has parts of several models: {found}. Leave only those of one there.")
+    [count] = counts
+    expected = [f"model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
+    missing = [name for name in expected if name not in parts]
+    if missing:
+        raise UserError(f"{directory} lacks {plain(', '.join(missing))}. {COPY_AGAIN}")
+    return [directory / name for name in expected]
+
+
+def read_weights(directory):
+    """Return a state dict for GPT, in float32, of the safetensors in a folder."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    weights = {}
+    for path in weight_files(directory):
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"Could not read the weights in {path}: {first_line(error)}. {COPY_AGAIN}") from None
+        for name, weight in found.items():
+            if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
+                name = f"transformer.{name}"
+            if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in older files
+                continue
+            if name in weights or not weight.is_floating_point():
+                problem = "there twice" if name in weights else f"of {weight.dtype}"
+                raise UserError(f"{path} cannot be used: {plain(name)} is {problem}. {COPY_AGAIN}")
             weights[name] = weight.float()
     weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
     return transposed(weights)
@@ -125,9 +147,13 @@ def export_huggingface(model, enc, directory):
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
     chat template, and stops after its turn.
     """
+    from safetensors.torch import save
+
     directory = Path(directory)
-    part = directory.with_name(directory.name + ".part")
-    contents = export_files(model.state_dict(), vars(model.config), enc)
+    part = directory.with_name(f".{directory.name}.part")
+    contents = export_files(vars(model.config), enc)
+    weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
+    contents["model.safetensors"] = save(weights, METADATA)
     names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
     remove_part(part, names)
     make_way(part)
@@ -143,10 +169,15 @@ def export_huggingface(model, enc, directory):
         remove_part(part, names)
 
 
-def export_files(weights, shape, enc):
-    """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and tokenizer."""
-    from safetensors.torch import save
+def export_weights(weights, enc):
+    """Return {name: tensor} of the exported weights of a GPT with this state dict and tokenizer."""
+    exported = {name: weight.cpu() for name, weight in transposed(weights).items()}
+    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
+    return exported
 
+
+def export_files(shape, enc):
+    """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
@@ -155,34 +186,43 @@ def export_files(weights, shape, enc):
     config |= dict(architectures=["GPT2LMHeadModel"], dtype="float32", bos_token_id=eot, eos_token_id=eot)
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     generation = dict(bos_token_id=eot, eos_token_id=ends, pad_token_id=eot)
-    exported = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
-    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
     return tokenizer_files(enc, length) | {
         "config.json": json.dumps(config, indent=2).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
-        "model.safetensors": save(exported, {"format": "pt"}),
     }
 
 
 def is_export_of(directory, weights, shape, enc):
-    """Whether `directory` holds all that `export_files` returns for this model, and the tokenizer `enc`."""
+    """Whether `directory` holds all that `export_huggingface` writes for this model and the tokenizer `enc`."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
         if tokenizer.digest(found) != tokenizer.digest(enc):
             return False
-        for name, content in export_files(weights, shape, enc).items():
+        for name, content in export_files(shape, enc).items():
             with open_regular(directory / name) as file:
                 if file.read() != content:
                     return False
-    except (UserError, OSError):
+        path, expected = directory / "model.safetensors", export_weights(weights, enc)
+        with open_regular(path), safe_open(path, "pt") as file:  # a pipe would block safe_open
+            if file.metadata() != METADATA or set(file.keys()) != expected.keys():
+                return False
+            return all(is_same(file.get_tensor(name), weight) for name, weight in expected.items())
+    except (UserError, OSError, SafetensorError):
         return False
-    return True
+
+
+def is_same(tensor, other):
+    return tensor.dtype == other.dtype and tensor.equal(other)
 
 
 def remove_part(part, names):
-    """Delete an export that was not finished, unless it contains a file that no export has."""
+    """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
+    if not part.is_dir() or part.is_symlink():  # rmtree would wait for a pipe
+        return
     if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
-        shutil.rmtree(part, ignore_errors=True)  # neither files nor links
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def make_way(path):

@@ -82,7 +82,8 @@ def test_a_config_that_is_none_is_refused(hf, content):
 def rewrite(hf, change):
     weights = load_file(hf / "model.safetensors")
     change(weights)
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, hf / "model.safetensors")
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(contiguous, hf / "model.safetensors", {"format": "pt"})
 
 
 NAME = "transformer.h.1.mlp.c_fc.weight"
@@ -133,6 +134,58 @@ def test_openais_names_parts_and_half_precision_are_read(hf):
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
+
+
+def save_parts(hf, weights, *names):
+    for number, name in enumerate(names):
+        save_file({key: weights[key] for key in sorted(weights)[number :: len(names)]}, hf / name)
+
+
+def test_other_weights_beside_the_right_ones_are_not_read(hf):
+    _, expected = load_huggingface(hf)
+    weights = load_file(hf / "model.safetensors")
+    wrong = {name: weight + 1 for name, weight in weights.items()}
+    others = ("model-old.safetensors", "model.bf16.safetensors", "model_best.safetensors", "model-1-of-2.safetensors")
+    for name in others:
+        save_file(wrong, hf / name)
+    save_parts(hf, wrong, "model-00001-of-00001.safetensors")  # a numbering gives way to model.safetensors
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_huggingface(hf)[1].items())
+    (hf / "model.safetensors").unlink()
+    (hf / "model-00001-of-00001.safetensors").unlink()
+    assert "has no model.safetensors" in refusal(load_huggingface, hf)
+    save_parts(hf, weights, *(f"model-0000{part}-of-00003.safetensors" for part in (1, 2, 3)))
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_huggingface(hf)[1].items())
+
+
+@pytest.mark.parametrize(
+    "numbers, reason",
+    [
+        (["1-of-00003", "3-of-00003"], "lacks model-00002-of-00003.safetensors. Copy"),
+        (["1-of-00005", "2-of-00005", "3-of-00005"], "lacks model-00004-of-00005.safetensors, model-00005-of-00005"),
+        (
+            ["1-of-00001", "1-of-00002", "2-of-00002"],
+            "several models: model-00001-of-00001.safetensors, model-00001-",
+        ),
+    ],
+)
+def test_parts_that_are_not_one_whole_model_are_refused(hf, numbers, reason):
+    weights = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    save_parts(hf, weights, *(f"model-0000{number}.safetensors" for number in numbers))
+    assert reason in refusal(load_huggingface, hf)
+
+
+def test_weights_that_can_be_read_in_two_ways_are_refused(hf):
+    rewrite(hf, lambda w: w.update({"h.1.mlp.c_fc.weight": w[NAME] + 1}))
+    assert f"{NAME} is there twice" in refusal(load_huggingface, hf)
+    rewrite(hf, lambda w: (w.pop("h.1.mlp.c_fc.weight"), w.update({NAME: w[NAME].to(torch.int8)})))
+    assert f"{NAME} is of torch.int8" in refusal(load_huggingface, hf)
+    weights = load_file(hf / "model.safetensors")
+    weights[NAME] = weights[NAME].float()
+    (hf / "model.safetensors").unlink()
+    save_parts(hf, weights, "model-00001-of-00002.safetensors")
+    save_parts(hf, weights, "model-00002-of-00002.safetensors")
+    assert "is there twice" in refusal(load_huggingface, hf)
 
 
 # ----- A folder's tokenizer -----------------------------------------------------------------------------
@@ -186,11 +239,14 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
     (hf / "thesis.tex").write_text("precious", encoding="utf-8")
     (tmp_path / "hf.1").symlink_to(tmp_path / "nowhere")
     (tmp_path / "hf.part").mkdir()
-    (tmp_path / "hf.part" / "thesis.tex").write_text("precious", encoding="utf-8")
+    (tmp_path / "hf.part" / "config.json").write_text("precious", encoding="utf-8")
+    (tmp_path / ".hf.part").mkdir()
+    (tmp_path / ".hf.part" / "thesis.tex").write_text("precious", encoding="utf-8")
     before = listing(hf)
     export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf)
-    assert listing(tmp_path / "hf.2") == before and (tmp_path / "hf.part.1" / "thesis.tex").exists()
-    assert sorted(os.listdir(tmp_path)) == ["hf", "hf.1", "hf.2", "hf.part.1"]
+    assert listing(tmp_path / "hf.2") == before and (tmp_path / ".hf.part.1" / "thesis.tex").exists()
+    assert sorted(os.listdir(tmp_path)) == [".hf.part.1", "hf", "hf.1", "hf.2", "hf.part"]
+    assert os.listdir(tmp_path / "hf.part") == ["config.json"]
     for place, make in (("file", lambda path: path.write_bytes(b"mine")), ("link", lambda path: path.symlink_to(hf))):
         make(tmp_path / place)
         export_huggingface(tiny_model(), BYTES, tmp_path / place)
@@ -199,13 +255,32 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
 
 
 def test_what_a_killed_export_left_is_cleared_away(hf, tmp_path):
-    hf.rename(tmp_path / "hf.part")
+    hf.rename(tmp_path / ".hf.part")
     export_huggingface(tiny_model(), BYTES, hf)
     assert os.listdir(tmp_path) == ["hf"]
 
 
+def test_a_pipe_or_a_link_where_an_export_is_written_blocks_nothing_and_its_target_stays(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("precious", encoding="utf-8")
+    part = tmp_path / ".hf.part"
+    os.mkfifo(part)
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    part.mkdir()
+    os.mkfifo(part / "config.json")
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    part.symlink_to(tmp_path / "mine")
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path)) == [".hf.part.1", ".hf.part.2", "hf", "hf.1", "hf.2", "mine"]
+    assert (tmp_path / "mine" / "config.json").read_text(encoding="utf-8") == "precious"
+
+
 NOT_THIS_MODEL = {
     "a stale one": lambda hf: rewrite(hf, lambda w: w[NAME].add_(1e-3)),
+    "of another number format": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].bfloat16()})),
+    "of another shape": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].T})),
+    "a weight too many": lambda hf: rewrite(hf, lambda w: w.update(more=torch.ones(1))),
+    "a weight too few": lambda hf: rewrite(hf, lambda w: w.pop(NAME)),
     "of other sizes": lambda hf: change_config(hf, n_head=4),
     "that reads less": lambda hf: change_config(hf, n_positions=7),
     "without an end": lambda hf: (hf / "generation_config.json").write_text("{}", encoding="utf-8"),
