@@ -16,7 +16,7 @@ from plumbing import runs
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 
-from conftest import (
+from harness import (
     change_checkpoint,
     flags,
     killed_at,
@@ -32,11 +32,6 @@ from conftest import (
     torchrun,
     train,
 )
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
@@ -274,11 +269,12 @@ def test_a_strange_environment_is_refused(environment, words, folder, monkeypatc
 
 
 def train_with_few_files(args):
+    import resource  # not on Windows
+
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     train_gpt2.main(args)
 
 
-@pytest.mark.skipif(resource is None, reason="Windows has no such limit")
 def test_more_shards_than_files_may_be_open(folder, tmp_path):
     """1,100 shards under the usual ulimit -n 1024."""
     data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)

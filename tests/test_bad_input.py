@@ -24,12 +24,19 @@ import train_gpt2
 from plumbing import checkpoint, distributed, documents, fit
 from plumbing.cli import UserError
 
-from conftest import listing, make_shards, patched, read_log, refused, run, status_of, tiny_flags, torchrun, train
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from harness import (
+    listing,
+    make_shards,
+    needs,
+    patched,
+    read_log,
+    refused,
+    run,
+    status_of,
+    tiny_flags,
+    torchrun,
+    train,
+)
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
@@ -346,11 +353,11 @@ def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_
 
 # ----- A full disk --------------------------------------------------------------------------------------
 
-needs_limits = pytest.mark.skipif(resource is None, reason="Windows has no limits on the size of files")
-
 
 def train_with_limit(args, num_bytes):
     """Train where no file may grow beyond so many bytes, as on a disk that fills up."""
+    import resource  # not on Windows
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Python's own setting; what comes is an error, no signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     train_gpt2.main(args)
@@ -369,7 +376,7 @@ def error_of_limited_run(args, num_bytes, tmp_path):
     return lines[0]
 
 
-@needs_limits
+@needs("resource", "mkfifo")
 @pytest.mark.parametrize("num_bytes, every, lost", [(3000, 0, "log.txt"), (100_000, 30, "model_00030.pt")])
 def test_a_full_disk_costs_one_line_and_the_same_command_goes_on(num_bytes, every, lost, data, tmp_path):
     """While the log or the first checkpoint is written, of which nothing stays."""
@@ -402,7 +409,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints_whole(data, tmp_pat
     assert read_log(out) == read_log(tmp_path / "straight")
 
 
-@needs_limits
+@needs("resource", "mkfifo")
 def test_a_full_disk_while_the_model_is_exported_costs_one_line_and_the_same_command_goes_on(good, tmp_path):
     out = shutil.copytree(good / "run", tmp_path / "out")
     shutil.rmtree(out / "hf")

@@ -16,7 +16,7 @@ from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
 
-from conftest import ROOT, flags, refusal_of, status_of
+from harness import ROOT, flags, refusal_of, status_of
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
 TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,total_batch_size=64"

@@ -18,13 +18,14 @@ from plumbing import runs
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
-from conftest import (
+from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
     listing,
     log_lines,
     make_shards,
+    needs,
     patched,
     read_log,
     refused,
@@ -138,6 +139,7 @@ def train_until(moment, args):
         train_gpt2.main(args)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, folder, parent, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
@@ -148,6 +150,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, fo
     assert_same_run(tmp_path / "out", parent)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("fate", ["gone on", "deleted"])
 def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, folder, parent, tmp_path):
     """The parent is given as a folder: its newest checkpoint is of another step when the branch is resumed."""
@@ -412,6 +415,7 @@ def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert f"\nThe weights with the lowest validation loss, 2.5000, are in {best / 'model_best.pt'}.\n" in printed
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (6, 4), (9, 8)])
 def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path):
     """Killed before, between and after the falls of the validation loss."""
@@ -423,6 +427,7 @@ def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path)
     assert log_lines(out) == log_lines(best)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("killed_at, checkpoint", [(None, None), (7, 6)])
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, checkpoint, folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log."""
@@ -456,6 +461,7 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
     assert steps_of(tmp_path / "out") == kept
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
 def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""

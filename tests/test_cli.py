@@ -21,7 +21,7 @@ import train_gpt2
 from plumbing import cli
 from plumbing.cli import UserError
 
-from conftest import ROOT
+from harness import ROOT, needs
 
 
 @dataclass
@@ -314,6 +314,7 @@ TALK = [
 ]
 
 
+@needs("/dev/full")
 @pytest.mark.parametrize(
     "shell",
     ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"],
@@ -331,6 +332,7 @@ def test_characters_that_the_console_does_not_have_are_replaced(tmp_path):
     assert done.stdout.startswith("line 0 \u00e9 ?\n") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
+@needs("/dev/full")
 def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     product = dict(keywords=", output_is_product=True")
     done = run_script(tmp_path, *TALK, shell="| head -1", **product)

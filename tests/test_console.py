@@ -11,7 +11,7 @@ from plumbing import runs
 from plumbing.distributed import World
 from train_gpt2 import DataLoaderLite, TrainConfig
 
-from conftest import tiny_model, train
+from harness import tiny_model, train
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])

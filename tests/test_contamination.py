@@ -8,7 +8,7 @@ import numpy as np
 import tokenizer
 from fineweb import Options, prepare
 
-from conftest import refused
+from harness import refused
 from test_fineweb import read
 from test_tokenizer import corpus, train_small
 

@@ -13,7 +13,7 @@ import torch
 from plumbing.cli import UserError
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
-from conftest import make_shards
+from harness import make_shards
 
 
 def counting_shards(folder, lengths):

@@ -38,7 +38,7 @@ from plumbing.files import lock_folder
 from plumbing.shards import new_meta
 from tqdm import tqdm
 
-from conftest import ROOT, die_at, listing, patched, refused, run, status_of
+from harness import ROOT, die_at, listing, needs, patched, refused, run, status_of
 from test_tokenizer import train_small
 
 TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
@@ -432,6 +432,7 @@ def row_groups(tmp_path, monkeypatch, request):
     return path, texts
 
 
+@needs("SIGKILL")
 def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, row_groups):
     """Also from the middle of a row group on, where a shard ended when it was killed."""
     path, texts = row_groups
@@ -479,7 +480,7 @@ def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
         assert (process.stderr, process.returncode) == (b"", 0)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no process groups")
+@needs("SIGKILL")
 @pytest.mark.parametrize("number, said", [("SIGKILL", ""), ("SIGINT", "interrupted\n")])
 def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, said):
     path = write_jsonl(tmp_path / "a.jsonl", random_documents(1500, longest=3000))
@@ -516,6 +517,7 @@ def die(tmp_path, *args):
     assert run(make_and_die, tmp_path, *args, output=output) == [-signal.SIGKILL], output.read_text(encoding="utf-8")
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)

@@ -13,7 +13,7 @@ from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPTConfig
 
-from conftest import listing, refusal_of, refused, tiny_model
+from harness import listing, refusal_of, refused, tiny_model
 
 ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 

@@ -15,7 +15,7 @@ from plumbing.huggingface import export_huggingface, is_export_of, load_huggingf
 from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT
 
-from conftest import listing, parrot_model, tiny_model
+from harness import listing, needs, parrot_model, tiny_model
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -112,6 +112,7 @@ def test_a_truncated_file_is_refused(hf, length):
     assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
+@needs("mkfifo")
 def test_pickles_and_pipes_are_not_read(hf):
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
     os.mkfifo(hf / "model-00001-of-00001.safetensors")
@@ -227,7 +228,10 @@ def other_tokenizer():
     )
 
 
-@pytest.mark.parametrize("name", [None, *NOT_THIS_MODEL])
+CASES = [pytest.param(name, marks=needs("mkfifo") if name == "mkfifo" else ()) for name in NOT_THIS_MODEL]
+
+
+@pytest.mark.parametrize("name", [None, *CASES])
 def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name):
     model = tiny_model(vocab_size=257)  # what the fixture has exported
     if name:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from plumbing import mirror
 
-from conftest import listing, read_log, train
+from harness import listing, read_log, train
 
 # Stands for wandb: notes every call in calls.jsonl and, as the server, knows each run's steps. $FAKE_WANDB says what
 # goes wrong.

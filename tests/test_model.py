@@ -14,7 +14,7 @@ from plumbing.huggingface import export_huggingface
 from plumbing.kernels import attention_on_cpu
 from train_gpt2 import GPT, IGNORE_INDEX, GPTConfig
 
-from conftest import tiny_model
+from harness import tiny_model
 
 # ----- Shape and initial weights ------------------------------------------------------------------------
 

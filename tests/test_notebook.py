@@ -10,7 +10,7 @@ import torch
 import train_gpt2
 from nbclient import NotebookClient
 
-from conftest import ROOT, make_shards, train
+from harness import ROOT, make_shards, train
 
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
 

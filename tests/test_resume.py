@@ -23,12 +23,13 @@ from plumbing.files import lock_folder
 from plumbing.runs import Run
 from safetensors.torch import load_file, save_file
 
-from conftest import (
+from harness import (
     assert_same_run,
     die_at,
     free_port,
     killed_at,
     listing,
+    needs,
     patched,
     read_log,
     run,
@@ -93,6 +94,7 @@ MOMENTS = {
 }
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
@@ -120,6 +122,7 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
+@needs("SIGKILL")
 def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
@@ -130,12 +133,14 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     assert_same_run(stopped, straight)
 
 
+@needs("SIGKILL")
 def test_a_missing_log_is_no_obstacle(folder, straight, stopped):
     (stopped / "log.txt").unlink()
     assert train(folder, stopped, **OPTIONS) == 0
     assert list(read_log(stopped).items()) == list(read_log(straight).items())[8:]
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2), ("deleted", 2)])
 def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, folder, straight, stopped, capsys):
     """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
@@ -223,6 +228,7 @@ def signalled(step, name, times, rank, args):
 
 
 # SIGHUP comes when the terminal is closed
+@needs("SIGHUP")
 @pytest.mark.parametrize("name, status", [("SIGTERM", 0), ("SIGHUP", 0), ("SIGINT", 130)])
 def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
@@ -285,6 +291,7 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimizer, folder, tmp_path):
     """One process with B = 8 to step 20, two with B = 2 to 40, one with B = 4 to 60."""
@@ -313,6 +320,7 @@ train_gpt2.train_step = train_step
 """
 
 
+@needs("SIGKILL")
 def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS | {"batch_size": 2})
     done = torchrun(tmp_path, KILLED_ONCE, *args, restarts=1)
@@ -332,6 +340,7 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     assert largest_difference(tmp_path / "two", straight) < 1e-5
 
 
+@needs("SIGKILL")
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
     options = OPTIONS | dict(optimizer="muon", dtype="float16")
     assert train(folder, tmp_path / "straight", **options) == 0

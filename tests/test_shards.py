@@ -12,7 +12,7 @@ from plumbing import shards
 from plumbing.cli import UserError
 from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
 
-from conftest import make_shards, patched
+from harness import make_shards, patched
 
 
 def all_paths(folder):

@@ -15,7 +15,7 @@ from plumbing.cli import UserError
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from tiktoken.load import load_tiktoken_bpe
 
-from conftest import listing, patched, refused
+from harness import listing, patched, refused
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json

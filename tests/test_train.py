@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from train_gpt2 import IGNORE_INDEX, orthogonalize
 
-from conftest import (
+from harness import (
     ROOT,
     TINY,
     flags,
