@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-pytest.register_assert_rewrite("harness")
+pytest.register_assert_rewrite("corpora", "harness")
 from harness import make_shards, no_picture, patched  # sets the environment, so it comes before torch
 
 # isort: split

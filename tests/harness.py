@@ -4,6 +4,7 @@ Everything is seeded, runs on one thread and touches no network. What needs `../
 """
 
 import contextlib
+import errno
 import gc
 import hashlib
 import importlib.util
@@ -90,6 +91,28 @@ def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
     return folder
 
 
+def windows_of(folder, split, T, masks):
+    """x and y of every window in file order; targets that the mask leaves out are IGNORE_INDEX."""
+    xs, ys = [], []
+    for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
+        tokens = np.load(path).astype(np.int64)
+        mask = np.load(path.with_suffix(".mask")) if masks else np.ones(len(tokens))
+        for start in range(0, len(tokens) - T, T):
+            targets = slice(start + 1, start + T + 1)
+            xs.append(tokens[start : start + T])
+            ys.append(np.where(mask[targets], tokens[targets], train_gpt2.IGNORE_INDEX))
+    return torch.tensor(np.array(xs)), torch.tensor(np.array(ys))
+
+
+def hellaswag_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
+    """An example per context, with endings of four lengths."""
+    rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
+    examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
+    path = folder / "hellaswag.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    return path
+
+
 def talk(*contents):
     """Alternating messages of a user and an assistant."""
     return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
@@ -162,6 +185,12 @@ def refused(main, *args):
     return lines[0]
 
 
+def error_in(text):
+    """The one line of a program's output that says what is wrong."""
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    return line
+
+
 def train(data, out_dir, **changes):
     """Train in this process as the command line would; the exit status."""
     return status_of(train_gpt2.main, tiny_flags(data, out_dir, **changes))
@@ -173,6 +202,10 @@ def read_log(out_dir, stream="train"):
     values = [(int(step), value) for step, name, value in lines if name == stream]
     assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
     return dict(values)
+
+
+def losses(out_dir, stream="train"):
+    return np.array([float(value) for value in read_log(out_dir, stream).values()])
 
 
 def log_lines(out_dir):
@@ -314,6 +347,10 @@ def patched(owner, name, value):
         yield before
     finally:
         setattr(owner, name, before)
+
+
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
 
 
 def die(*args):

@@ -25,6 +25,7 @@ from plumbing import checkpoint, distributed, documents, fit
 from plumbing.cli import UserError
 
 from harness import (
+    error_in,
     listing,
     make_shards,
     needs,
@@ -34,7 +35,6 @@ from harness import (
     run,
     status_of,
     tiny_flags,
-    torchrun,
     train,
 )
 
@@ -326,31 +326,6 @@ def test_odd_prompts_are_only_text(prompt, data, tmp_path, capsys):
     assert len(set(texts)) == 4
 
 
-LATE_RANK_0 = """
-if os.environ["RANK"] == "1":
-    Path("started").touch()
-while not Path("started").exists():
-    pass
-"""
-
-
-def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
-    """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
-    done = torchrun(tmp_path, LATE_RANK_0, *tiny_flags(data, tmp_path / "out", n_layer=0))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "--n-layer is 0" in lines[0], done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_path):
-    (data / "tiny_train_000002.npy").write_bytes(b"torn")
-    args = tiny_flags(data, tmp_path / "out")
-    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [2, 2]
-    text = (tmp_path / "output").read_text(encoding="utf-8")
-    assert text.count("error: ") == 1 and "Traceback" not in text
-    assert not (tmp_path / "out").exists()
-
-
 # ----- A full disk --------------------------------------------------------------------------------------
 
 
@@ -370,10 +345,8 @@ def error_of_limited_run(args, num_bytes, tmp_path):
     status = run(train_with_limit, args, num_bytes, output=tmp_path / "pipe")
     text = os.read(pipe, 2**16).decode()  # as much as a pipe holds
     os.close(pipe)
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert status == [2] and len(lines) == 1, text
-    assert "Traceback" not in text and "Exception ignored" not in text, text
-    return lines[0]
+    assert status == [2] and "Traceback" not in text and "Exception ignored" not in text, text
+    return error_in(text)
 
 
 @needs("resource", "mkfifo")
@@ -402,7 +375,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints_whole(data, tmp_pat
 
     with patched(torch, "save", save_on_a_full_disk) as save:
         assert train(data, out, **options) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    line = error_in(capsys.readouterr().err)
     assert f"Could not write {out / 'model_00008.pt'}: {os.strerror(errno.ENOSPC)}." in line
     assert {path.name for path in out.iterdir()} == {"log.txt", "run.txt", "model_00004.pt"}
     assert train(data, out, **options) == 0

@@ -1,17 +1,20 @@
 """What a run tells whoever watches it: its data at the start, the time left, and bars while it evaluates."""
 
 import io
+import itertools
 import json
 import math
+import re
 import sys
 
 import pytest
 import tqdm.std
+import train_gpt2
 from plumbing import runs
 from plumbing.distributed import World
 from train_gpt2 import DataLoaderLite, TrainConfig
 
-from harness import tiny_model, train
+from harness import patched, read_log, tiny_model, train
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
@@ -149,3 +152,27 @@ def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
     options = dict(hellaswag_every=2, hellaswag_data=tmp_path / "examples.jsonl")
     assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
     assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
+
+
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
+    for stream in ("train", "lr", "norm", "tok/s"):
+        assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
+    assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "norm" in line]
+    for step, line in enumerate(printed):
+        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
+    assert len(printed) == 12
+    text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
+    assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine"))
+
+
+def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
+    """128 tokens in a step that takes a quarter of a second are 512 a second."""
+    clock = itertools.count(0, 0.25)
+    with patched(train_gpt2.time, "perf_counter", lambda: next(clock)):
+        with patched(train_gpt2, "train_step", lambda *args: (1.0, 1.0, False)):
+            assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
+    assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}

@@ -4,6 +4,7 @@ What a run must give is what an uninterrupted run of the same command gave: bit 
 """
 
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from harness import (
     assert_same_run,
     die_at,
     free_port,
+    hellaswag_file,
     killed_at,
     listing,
     needs,
@@ -374,3 +376,27 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
         assert all(torch.equal(slow["model"][key], fast["model"][key]) for key in fast["model"])
         states = [[t for s in c["optimizer"][0]["state"].values() for t in s.values()] for c in (slow, fast)]
         assert len(states[0]) == 28 * 3 and all(map(torch.equal, *states))
+
+
+def signal_in_an_evaluation(name, args):
+    """Rank 1 receives SIGTERM when the evaluation of step 4 begins."""
+    calls = itertools.count()
+
+    def evaluate(*args):
+        if next(calls) == 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole_evaluate(*args)
+
+    with patched(train_gpt2, name, evaluate) as whole_evaluate:
+        train_gpt2.main(args)
+
+
+@pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
+def test_a_signal_in_an_evaluation_stops_all_ranks_and_the_evaluation_is_done_again(name, stream, data, tmp_path):
+    options = dict(hellaswag_every=4, hellaswag_data=hellaswag_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
+    args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
+    succeed(signal_in_an_evaluation, name, args, output=tmp_path / "output", ranks=2)
+    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 not in read_log(tmp_path / "out", stream)
+    assert train(data, tmp_path / "out", batch_size=2, **options) == 0
+    assert sorted(read_log(tmp_path / "out")) == list(range(12))
+    assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]
