@@ -43,7 +43,7 @@ def train_small(pattern):
     return tokenizer.train(corpus(), 1000, name="small", pattern=pattern, special_tokens=["<|pad|>"])
 
 
-TOKENIZER = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
+TABLES = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
 
 
 WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
@@ -51,7 +51,7 @@ WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <
 )
 
 
-def random_documents(count, seed=0, longest=300):
+def random_texts(count, seed=0, longest=300):
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randrange(1, longest))) for _ in range(count)]
 
@@ -61,7 +61,7 @@ def as_bytes(texts):
     return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
 
 
-def split_by_hand(files, num_bytes, shard_size=100_000_000, limit=10**9):
+def split_texts(files, num_bytes, shard_size=100_000_000, limit=10**9):
     """(validation tokens, training tokens) of own text: `files` are lists of documents, of so many bytes on disk."""
     every = max(11, -(-num_bytes // shard_size))
     validation, training, seen = [], [], 0
@@ -80,8 +80,8 @@ def split_by_hand(files, num_bytes, shard_size=100_000_000, limit=10**9):
 
 
 def is_split(folder, files, paths, **options):
-    """Whether the shards in `folder` are what `split_by_hand` makes of the documents."""
-    validation, training = split_by_hand(files, sum(map(os.path.getsize, paths)), **options)
+    """Whether the shards in `folder` are what `split_texts` makes of the documents."""
+    validation, training = split_texts(files, sum(map(os.path.getsize, paths)), **options)
     same = np.array_equal(read(folder, "*_val_*"), validation) and np.array_equal(read(folder, "*_train_*"), training)
     return same and 0 < len(validation) <= max(1, (len(training) + len(validation)) // 10)
 

@@ -91,7 +91,7 @@ def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
     return folder
 
 
-def windows_of(folder, split, T, masks):
+def windows(folder, split, T, masks):
     """x and y of every window in file order; targets that the mask leaves out are IGNORE_INDEX."""
     xs, ys = [], []
     for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
@@ -104,7 +104,7 @@ def windows_of(folder, split, T, masks):
     return torch.tensor(np.array(xs)), torch.tensor(np.array(ys))
 
 
-def hellaswag_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
+def examples_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
     """An example per context, with endings of four lengths."""
     rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
     examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
@@ -353,17 +353,13 @@ def full_disk(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
 
 
-def die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def die_at(owner, name, when, last_act=lambda original, *args: None):
     """Patch owner.name: the first call for which when(*args) holds does last_act(original, *args) and is the last."""
 
     def mortal(*args, **options):
         if when(*args):
             last_act(original, *args)
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **options)
 
     original = getattr(owner, name)

@@ -1,4 +1,7 @@
-"""Attacks on a run: nothing is silently wrong, nothing of others is lost, and nothing ends in a traceback."""
+"""What is there is never replaced unasked, and one process at a time owns a run's folder.
+
+What lies there and is not the run's own is refused, moved aside or left alone, and the run is right in the end.
+"""
 
 import os
 import shutil
@@ -6,26 +9,14 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import train_gpt2
 from plumbing import runs
 from plumbing.cli import UserError
 from plumbing.files import lock_folder
 
-from harness import (
-    change_checkpoint,
-    error_in,
-    killed_at,
-    listing,
-    make_shards,
-    patched,
-    read_log,
-    run,
-    succeed,
-    tiny_flags,
-    torchrun,
-    train,
-)
+from harness import error_in, killed_at, listing, make_shards, needs, patched, read_log, run, tiny_flags, train
+
+pytestmark = needs("SIGKILL")  # which made the folder that all tests begin with
 
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
@@ -55,9 +46,6 @@ def is_straight(out_dir):
     """Whether a run has come to what a run without an attack comes to."""
     straight = Path(out_dir).parent / "straight"
     return all(read_log(out_dir, stream) == read_log(straight, stream) for stream in ("train", "val", "lr", "norm"))
-
-
-# ----- One process per folder ---------------------------------------------------------------------------
 
 
 def test_a_folder_belongs_to_one_process(folder, capsys):
@@ -96,9 +84,6 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
     assert listing(others) == before
 
 
-# ----- A run is what its checkpoint says, on the data that it was started on ----------------------------
-
-
 def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
     """The log of a run that was stopped before its first checkpoint, and best weights, of another run or not."""
     for path in (folder / "run").glob("model_*.pt"):
@@ -116,43 +101,6 @@ def test_a_run_that_has_logged_nothing_leaves_nothing_to_move(folder):
     (folder / "new" / "run.txt").write_bytes("caf\u00e9\n".encode("latin-1"))  # notes of the user's
     assert train(folder / "data", folder / "new", **OPTIONS) == 0
     assert (folder / "new" / "run.txt").read_bytes().startswith(b"caf\xe9\n") and not (folder / "new.1").exists()
-
-
-def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
-    """It had no fingerprints of its data, a random state, and fewer flags."""
-
-    def make_old(content):
-        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
-        content["rng"] = torch.get_rng_state()
-        for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
-            del content["config"][name]
-
-    for path in (folder / "run").glob("model_*.pt"):
-        change_checkpoint(path, make_old)
-    assert resume(folder, grad_clip=0.5) == 2
-    assert "grad_clip was 1.0, now 0.5" in error_in(capsys.readouterr().err)
-    assert resume(folder) == 0 and is_straight(folder / "run")
-
-
-KILLED_IN_FIRST_START = """
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    train_gpt2.tokenizer.folder_encoding = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, tmp_path):
-    """Killed before it has set the old run aside: the restart must not take the old run for its own."""
-    args = tiny_flags(folder / "data", folder / "run", resume=False, **OPTIONS)
-    done = torchrun(tmp_path, KILLED_IN_FIRST_START, *args, ranks=1, restarts=1)
-    assert done.returncode == 0, done.stderr
-    assert "from step 0 to 6" in done.stdout and "Moved log.txt, model_" in done.stdout
-    assert (folder / "run.1" / "model_00004.pt").exists()
-
-
-# ----- Ranks agree or stop ------------------------------------------------------------------------------
-
-
-# ----- Only our own files, and what the machine has -----------------------------------------------------
 
 
 def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_in(folder, monkeypatch, capsys):
@@ -198,6 +146,7 @@ def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     assert is_straight(folder / "run")
 
 
+@needs("mkfifo")
 @pytest.mark.parametrize("name", ["run.txt", "log.txt", "model_00004.pt"])
 @pytest.mark.parametrize("make", [Path.mkdir, "mkfifo"])
 def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
@@ -207,21 +156,6 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
     (getattr(os, make) if make == "mkfifo" else make)(path)
     assert resume(folder) == 2
     assert f"{name} is a" in error_in(capsys.readouterr().err)
-
-
-def train_with_few_files(args):
-    import resource  # not on Windows
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    train_gpt2.main(args)
-
-
-def test_more_shards_than_files_may_be_open(folder, tmp_path):
-    """1,100 shards under the usual ulimit -n 1024."""
-    data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
-    args = tiny_flags(data, tmp_path / "out", **OPTIONS)
-    succeed(train_with_few_files, args, output=tmp_path / "output")
-    assert sorted(read_log(tmp_path / "out")) == list(range(6))
 
 
 # ----- Checkpoints of the peers -------------------------------------------------------------------------

@@ -165,9 +165,6 @@ def test_mistakes_are_one_line(tmp_path):
         assert status == 2 and error.startswith("error: ") and part in error and error.count("\n") == 1, error
 
 
-# ----- What a GPU is asked, as far as a CPU goes --------------------------------------------------------
-
-
 @pytest.fixture
 def ask(measure, tmp_path, data):
     """A call of `python -m bench gpu` that returns the answers."""

@@ -15,12 +15,12 @@ from fineweb import Options, prepare
 from plumbing import documents
 from plumbing.cli import UserError
 
-from corpora import WORDS, is_split, make, random_documents, read, train_small, write_jsonl, write_parquet
+from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst"])
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
-    texts = random_documents(40)
+    texts = random_texts(40)
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         write_parquet(path, texts)
@@ -80,7 +80,7 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     rng = random.Random(0)
     patterns = (tokenizer.PATTERNS["gpt2"], tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"])
     encs = [with_pattern(pattern) for pattern in patterns]
-    texts = ["\n".join(random_documents(30, seed=1))]
+    texts = ["\n".join(random_texts(30, seed=1))]
     for _ in range(100):
         scripts = [rng.choice(SCRIPTS) for _ in range(3)]
         texts.append("".join(rng.choice(rng.choice(scripts)) for _ in range(300)))
@@ -162,7 +162,7 @@ def test_a_single_story_that_ends_with_the_separator_has_it(tmp_path, capsys):
 
 
 def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
-    texts = random_documents(12)
+    texts = random_texts(12)
     (tmp_path / "texts").mkdir()
     names = ["texts/b.json", "texts/a.jsonl.gz", "2.jsonl", "1.jsonl"]  # .json is taken for JSON lines, as in C4
     for i, name in enumerate(names):
@@ -177,7 +177,7 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeyp
 
 
 def test_a_column_with_the_name_of_a_field_of_another_column_is_read(tmp_path):
-    texts = random_documents(20)
+    texts = random_texts(20)
     nested = pa.array([{"b": "not this"}] * 20, pa.struct([("b", pa.string())]))
     pq.write_table(pa.table({"a": nested, "a.b": texts}), tmp_path / "x.parquet")
     folder = make(tmp_path, str(tmp_path / "x.parquet"), text_column="a.b")

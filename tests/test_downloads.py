@@ -14,7 +14,7 @@ from plumbing import documents
 from plumbing.cli import UserError
 from tqdm import tqdm
 
-from corpora import TOKENIZER, as_bytes, is_split, make, random_documents, read, script, write_jsonl, write_parquet
+from corpora import TABLES, as_bytes, is_split, make, random_texts, read, script, write_jsonl, write_parquet
 from harness import full_disk, patched
 
 
@@ -62,7 +62,7 @@ def server():
 
 @pytest.mark.parametrize("flaky", ["status", "short"])
 def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
-    texts = random_documents(40)
+    texts = random_texts(40)
     write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
     write_parquet(tmp_path / "x.parquet", texts[20:30])
     write_parquet(tmp_path / "y.parquet", texts[30:])
@@ -117,7 +117,7 @@ def test_a_download_is_whole_or_not_there(tmp_path, server):
 
 def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
     repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
-    texts, tree = random_documents(60), []
+    texts, tree = random_texts(60), []
     for i in range(3):
         write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
         path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
@@ -134,7 +134,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
     assert np.array_equal(read(folder), tokens[:-100])
     count = -(-len(tokens[100:]) // 7000)
     shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TOKENIZER])  # and no parquet
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TABLES])  # and no parquet
     # what is complete needs no network
     asked = len(server.asked)
     assert "is complete" in script(*args, cwd=tmp_path, environment=server.env).stdout and len(server.asked) == asked
@@ -156,7 +156,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
-    assert set(os.listdir(folder)) - set(TOKENIZER) == {*shards, "meta.json"}
+    assert set(os.listdir(folder)) - set(TABLES) == {*shards, "meta.json"}
     # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
     assert ("note: The tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

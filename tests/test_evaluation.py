@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
 from harness import (
-    TINY,
-    hellaswag_file,
+    examples_file,
     losses,
     make_shards,
     patched,
@@ -26,7 +25,7 @@ from harness import (
     tiny_flags,
     tiny_model,
     train,
-    windows_of,
+    windows,
 )
 
 
@@ -43,10 +42,10 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, 
     np.save(path, tokens)
     options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size)
     options |= dict(val_tokens=37 * 16, val_every=1)
-    assert train(more, tmp_path / "out", **TINY | options | {"max_steps": 1}) == 0
+    assert train(more, tmp_path / "out", **options | {"max_steps": 1}) == 0
     shape, weights, _ = load_model_state(start)
     model = train_gpt2.GPT.from_state(*resize(shape, weights, block_size=32, vocab_size=320))
-    x, y = windows_of(more, "val", 16, masks)
+    x, y = windows(more, "val", 16, masks)
     with torch.no_grad():
         expected = F.cross_entropy(model(x[:37])[0].flatten(0, 1), y[:37].flatten(), ignore_index=IGNORE_INDEX).item()
     assert losses(tmp_path / "out", "val")[0] == pytest.approx(expected, abs=1e-5)
@@ -58,7 +57,7 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, 
 
 
 def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
-    hellaswag_data = hellaswag_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
+    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
     off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
     on = dict(val_every=1, sample_every=2, hellaswag_every=2, hellaswag_data=hellaswag_data, checkpoint_every=3)
     assert train(data, tmp_path / "off", **off) == 0
@@ -72,7 +71,7 @@ def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path)
 def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     """12 examples on 2 ranks score as on one, and as acc_norm of the exported model; acc is another number here."""
     labels = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3]  # whichever ending a rule prefers, its count is its own
-    hellaswag_data = hellaswag_file(tmp_path, ["ab " * n + "c" for n in range(1, 13)], labels)
+    hellaswag_data = examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 13)], labels)
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "one", **options) == 0
     args = tiny_flags(data, tmp_path / "two", **options)
@@ -92,7 +91,7 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
     """With validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
     import torch._dynamo
 
-    hellaswag_data = hellaswag_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
+    hellaswag_data = examples_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
     options = dict(val_every=4, sample_every=4, hellaswag_every=4, hellaswag_data=hellaswag_data)
     assert train(data, tmp_path / "plain", **options) == 0
     torch._dynamo.reset()

@@ -32,20 +32,8 @@ from plumbing.files import lock_folder
 from plumbing.shards import new_meta
 from tqdm import tqdm
 
-from corpora import (
-    TOKENIZER,
-    as_bytes,
-    is_split,
-    make,
-    random_documents,
-    read,
-    split_by_hand,
-    write_jsonl,
-    write_parquet,
-)
+from corpora import TABLES, as_bytes, is_split, make, random_texts, read, split_texts, write_jsonl, write_parquet
 from harness import ROOT, die_at, full_disk, listing, needs, patched, refused, run, status_of
-
-# ----- # Shards ---------------------------------------------------------------------------------------
 
 
 def test_shards_are_cut_as_the_docstring_says():
@@ -62,12 +50,12 @@ def test_shards_are_cut_as_the_docstring_says():
 
 
 def test_names_and_meta_json_say_what_is_there(tmp_path):
-    texts = random_documents(30)
+    texts = random_texts(30)
     folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
-    validation, training = split_by_hand([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
+    validation, training = split_texts([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
-    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TOKENIZER])
+    assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TABLES])
     meta = json.loads((tmp_path / "out" / "meta.json").read_text(encoding="utf-8"))
     lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
@@ -120,7 +108,7 @@ def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it
 
 
 def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
-    texts = random_documents(30)
+    texts = random_texts(30)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
     assert is_split(folder, [texts], [path], shard_size=1000, limit=2345) and len(read(folder)) == 2345
@@ -142,11 +130,8 @@ def test_much_text_is_for_gpt2():
     assert command[2:] == ["--data", "x", "--max-steps", 1907, "--warmup-steps", 70]
 
 
-# ----- # Cores, kills, faults -------------------------------------------------------------------------
-
-
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(200))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
         with patched(documents, "BATCH_CHARS", chars):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
@@ -159,7 +144,7 @@ def row_groups(tmp_path, monkeypatch, request):
     """A parquet file whose row groups are read by the cores that tokenize them, and its documents."""
     monkeypatch.setattr(fineweb, "MAX_THREADS", 8 if request.param == "threads" else 0)
     monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
-    texts = random_documents(200)
+    texts = random_texts(200)
     path = write_parquet(tmp_path / "a.parquet", texts)
     assert len(documents.list_row_groups(documents.local_source(path), "text")) == 29
     return path, texts
@@ -189,7 +174,7 @@ def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, row_group
 
 
 def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(20))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
     monkeypatch.setattr(fineweb, "MAX_THREADS", 0)
 
     def start_and_kill(*args, **kwargs):
@@ -216,7 +201,7 @@ def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
 @needs("SIGKILL")
 @pytest.mark.parametrize("number, said", [("SIGKILL", ""), ("SIGINT", "interrupted\n")])
 def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, said):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(1500, longest=3000))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(1500, longest=3000))
     code = (
         "import fineweb; from plumbing import cli; fineweb.MAX_THREADS = 0\n"
         f"cli.run(lambda: fineweb.main(['--input', {path!r}, '--tokenizer', 'bytes', '--num-proc', '2', "
@@ -254,7 +239,7 @@ def die(tmp_path, *args):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
-    texts = random_documents(40) + ["one long document " * 300]
+    texts = random_texts(40) + ["one long document " * 300]
     if kind == "txt":
         (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
         paths = (str(tmp_path / "a.txt"),)
@@ -271,7 +256,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
 
 
 def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     folder = make(tmp_path, path, shard_size=5000)
     before = listing(folder)
     make(tmp_path, path, shard_size=5000)
@@ -287,7 +272,7 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path
 
 
 def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
-    texts = random_documents(60)
+    texts = random_texts(60)
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]), encoding="utf-8")
@@ -305,7 +290,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
-    path = Path(write_jsonl(tmp_path / "a.jsonl", random_documents(60)))
+    path = Path(write_jsonl(tmp_path / "a.jsonl", random_texts(60)))
     folder = Path(make(tmp_path, str(path), shard_size=5000))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"complete": not begun}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -326,7 +311,7 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
 
 
 def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(20))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
     with lock_folder(tmp_path / "out"):
         with pytest.raises(UserError, match="in use by process"):
             make(tmp_path, path)
@@ -342,7 +327,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
 
 
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_documents(60))
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     fsync, calls = os.fsync, []
 
     def full(number):
@@ -361,7 +346,7 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
 
 
 def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
-    texts = random_documents(50)
+    texts = random_texts(50)
     for i in range(5):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[10 * i : 10 * i + 10])
 
@@ -380,7 +365,7 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
         mine = [texts[10 * number : 10 * number + 10] for number in range(i, 5, 3)]
         if i == 0:  # the part that validates
             paths = [tmp_path / f"{number}.jsonl" for number in range(i, 5, 3)]
-            assert np.array_equal(tokens, np.concatenate(split_by_hand(mine, sum(map(os.path.getsize, paths)), 3000)))
+            assert np.array_equal(tokens, np.concatenate(split_texts(mine, sum(map(os.path.getsize, paths)), 3000)))
         else:
             assert np.array_equal(tokens, as_bytes([text for texts in mine for text in texts]))
     write_jsonl(tmp_path / "5.jsonl", texts[:5])
@@ -404,12 +389,9 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-# ----- # Bad input: one line, status 2, nothing written -----------------------------------------------
-
-
 def bad_inputs(tmp_path):
     """[(arguments, words that the line must have)]"""
-    texts = random_documents(5)
+    texts = random_texts(5)
     good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
     lists, enc = pa.array([["a"]], pa.list_(pa.string())), tokenizer.get_encoding("bytes")

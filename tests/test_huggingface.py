@@ -42,9 +42,6 @@ def refusal(function, *args):
     return line
 
 
-# ----- Import -------------------------------------------------------------------------------------------
-
-
 VARIANTS = [
     dict(layer_norm_epsilon=1e-6),
     dict(scale_attn_weights=False),
@@ -136,9 +133,6 @@ def test_openais_names_parts_and_half_precision_are_read(hf):
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
 
 
-# ----- A folder's tokenizer -----------------------------------------------------------------------------
-
-
 def test_a_folder_is_read_with_its_own_tokenizer(hf):
     assert load_tokenizer(hf, 257).name == "bytes"
     (hf / "tokenizer.tiktoken").unlink()
@@ -167,9 +161,6 @@ def test_openais_models_have_gpt2s_tokenizer(hf, monkeypatch):
         path.unlink()
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, vocab_size) is BYTES
-
-
-# ----- Export -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
@@ -237,9 +228,6 @@ def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name
     if name:
         NOT_THIS_MODEL[name](hf)
     assert is_export_of(hf, model.state_dict(), vars(model.config), BYTES) == (name is None)
-
-
-# ----- Chat ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from harness import losses, patched, read_log, refused, succeed, tiny_flags, tiny_model, train
 
-# ----- # Precision ------------------------------------------------------------------------------------
-
-
 needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 
 
@@ -55,7 +52,7 @@ def test_attention_on_a_cpu_is_in_float32_even_under_autocast():
         assert torch.equal(attention_on_cpu(q, k, v, is_causal=True), expected)
 
 
-@pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
+@needs_float8
 def test_only_training_computes_the_logits_in_8_bits():
     model, idx = tiny_model(), torch.randint(320, (2, 16))
     logits = model(idx)[0]
@@ -65,9 +62,6 @@ def test_only_training_computes_the_logits_in_8_bits():
     rough = model(idx, idx, return_logits=False)[1]
     assert rough != exact
     torch.testing.assert_close(rough, exact, rtol=0.02, atol=0)
-
-
-# ----- # Compiler and attention -----------------------------------------------------------------------
 
 
 def test_a_compiler_that_fails_at_its_first_call_costs_one_warning(data, tmp_path, capsys):
@@ -132,9 +126,6 @@ def test_a_fused_attention_that_fails_costs_one_warning(data, tmp_path, capsys):
 def train_without_flash_on_rank_1(args):
     with no_flash() if os.environ.get("RANK") == "1" else contextlib.nullcontext():
         train_gpt2.main(args)
-
-
-# ----- # Memory ---------------------------------------------------------------------------------------
 
 
 def no_room(largest_B):

@@ -19,26 +19,20 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 TROUBLE = os.environ.get("FAKE_WANDB", "")
 
-
 class CommError(Exception):
     pass
 
-
 errors, Settings, setup = types.SimpleNamespace(CommError=CommError), dict, dict
-
 
 def note(called, /, **options):
     with open(FOLDER / "calls.jsonl", "a") as file:
         file.write(json.dumps([called, options]) + "\\n")
 
-
 def teardown():
     note("teardown")
 
-
 def login(prompt, verify):
     return TROUBLE != "no login"
-
 
 class Run:
     def __init__(self, mode, id):
@@ -58,7 +52,6 @@ class Run:
 
     def finish(self, exit_code):
         note("finish", exit_code=exit_code)
-
 
 def init(mode, id, settings, **options):
     note("init", mode=mode, id=id, **options)

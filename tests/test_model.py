@@ -11,11 +11,6 @@ from train_gpt2 import GPT, IGNORE_INDEX
 
 from harness import tiny_model
 
-# ----- Shape and initial weights ------------------------------------------------------------------------
-
-
-# ----- Compared with transformers -----------------------------------------------------------------------
-
 
 def test_logits_loss_and_gradients_equal_transformers(tmp_path):
     """On random weights, saved by transformers."""
@@ -57,9 +52,6 @@ def test_export_cuts_the_padding_off_and_transformers_agrees(tmp_path):
     text = "to be, or n\u00f6t \U0001f600"
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == list(text.encode())
     assert not (tmp_path / "hf.part").exists()
-
-
-# ----- Forward ------------------------------------------------------------------------------------------
 
 
 def test_a_token_does_not_see_the_future():

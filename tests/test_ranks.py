@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import losses, make_shards, patched, read_log, succeed, tiny_flags, tiny_model, train, windows_of
+from harness import losses, make_shards, patched, read_log, succeed, tiny_flags, tiny_model, train, windows
 
 
 def plain_loop(hf_directory, folder, masks):
@@ -40,8 +40,8 @@ def plain_loop(hf_directory, folder, masks):
     def mean_loss(x, y):
         return F.cross_entropy(hf(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
 
-    x, y = windows_of(folder, "train", 16, masks)
-    val_x, val_y = windows_of(folder, "val", 16, masks)
+    x, y = windows(folder, "train", 16, masks)
+    val_x, val_y = windows(folder, "val", 16, masks)
     expected = {"train": [], "norm": [], "lr": rates, "val": []}
     for step, rate in enumerate(rates):
         if step == 5:

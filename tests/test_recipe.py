@@ -12,8 +12,6 @@ from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get
 
 from harness import losses, make_shards, tiny_model, train
 
-# ----- # Defaults, presets and schedules --------------------------------------------------------------
-
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
     """What the README's first figures and all comparisons rest on: it changes with a new version only on purpose."""
@@ -133,9 +131,6 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     assert refused == [ranks for ranks in range(1, 65) if windows % ranks]
 
 
-# ----- # Sizes, initial weights and the parameters of each optimizer ----------------------------------
-
-
 def meta_model(**changes):
     """A model of full size that takes no memory."""
     with torch.device("meta"):
@@ -196,9 +191,6 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     decayed, spared = adamw.param_groups
     assert sum(p.numel() for p in decayed["params"]) == (50304 + 1024) * 768
     assert (len(spared["params"]), sum(p.numel() for p in spared["params"])) == (98, 121_344)
-
-
-# ----- # Muon -----------------------------------------------------------------------------------------
 
 
 def newton_schulz_by_hand(G):

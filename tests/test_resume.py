@@ -26,9 +26,11 @@ from safetensors.torch import load_file, save_file
 
 from harness import (
     assert_same_run,
+    change_checkpoint,
     die_at,
+    error_in,
+    examples_file,
     free_port,
-    hellaswag_file,
     killed_at,
     listing,
     needs,
@@ -52,9 +54,6 @@ def straight(folder):
     """The folder of a run of OPTIONS that nothing interrupts."""
     assert train(folder, folder.parent / "straight", **OPTIONS) == 0
     return folder.parent / "straight"
-
-
-# ----- Killed with -9 at chosen moments, and torn files -------------------------------------------------
 
 
 def train_until(moment, args):
@@ -163,6 +162,24 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert aside.exists() == (damage != "deleted")
 
 
+@needs("SIGKILL")
+def test_a_checkpoint_of_the_first_version_continues(folder, straight, stopped, capsys):
+    """It had no fingerprints of its data, a random state, and fewer flags."""
+
+    def make_old(content):
+        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
+        content["rng"] = torch.get_rng_state()
+        for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
+            del content["config"][name]
+
+    for path in stopped.glob("model_*.pt"):
+        change_checkpoint(path, make_old)
+    assert train(folder, stopped, grad_clip=0.5, **OPTIONS) == 2
+    assert "grad_clip was 1.0, now 0.5" in error_in(capsys.readouterr().err)
+    assert train(folder, stopped, **OPTIONS) == 0
+    assert_same_run(stopped, straight)
+
+
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
@@ -173,9 +190,6 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
         writer.wait()
     assert steps_of(tmp_path) == [99_999, 100_000]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
-
-
-# ----- What the same command does in a folder that holds a run, and after a signal ----------------------
 
 
 def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
@@ -284,9 +298,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_goes_on
     assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 
-# ----- Other numbers of ranks, other batch sizes --------------------------------------------------------
-
-
 def largest_difference(out_dir, straight, steps=None):
     ours, theirs = (read_log(folder) for folder in (out_dir, straight))
     assert list(ours) == list(theirs)
@@ -329,6 +340,22 @@ def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, 
     assert done.returncode == 0, done.stderr
     assert "from step 4 to 12" in done.stdout
     assert largest_difference(tmp_path / "out", straight) < 1e-5
+
+
+KILLED_IN_FIRST_START = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    train_gpt2.tokenizer.folder_encoding = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs("SIGKILL")
+def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, stopped, tmp_path):
+    """Killed before it has set the old run aside: the restart must not take the old run for its own."""
+    args = tiny_flags(folder, stopped, resume=False, **OPTIONS)
+    done = torchrun(tmp_path, KILLED_IN_FIRST_START, *args, ranks=1, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "from step 0 to 12" in done.stdout and "Moved log.txt, model_" in done.stdout
+    assert (tmp_path / "out.1" / "model_00004.pt").exists()
 
 
 @pytest.mark.slow
@@ -393,7 +420,7 @@ def signal_in_an_evaluation(name, args):
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
 def test_a_signal_in_an_evaluation_stops_all_ranks_and_the_evaluation_is_done_again(name, stream, data, tmp_path):
-    options = dict(hellaswag_every=4, hellaswag_data=hellaswag_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
+    options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
     succeed(signal_in_an_evaluation, name, args, output=tmp_path / "output", ranks=2)
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 not in read_log(tmp_path / "out", stream)

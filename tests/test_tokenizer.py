@@ -1,6 +1,5 @@
 """tokenizer.py: every tokenizer is a tiktoken.Encoding, loses nothing, and agrees with whoever else reads it."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -13,7 +12,7 @@ from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from tiktoken.load import load_tiktoken_bpe
 
 from corpora import corpus, odd_texts, train_small
-from harness import listing, patched, refused
+from harness import full_disk, listing, patched, refused
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
@@ -160,10 +159,7 @@ def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
 
 @pytest.mark.parametrize("calls", [0, 1])  # the full disk refuses the first of the two files, or the second
 def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
-    def full(number):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
-
-    answers = iter([os.fsync] * calls + [full] * 2)
+    answers = iter([os.fsync] * calls + [full_disk] * 2)
     with patched(os, "fsync", lambda number: next(answers)(number)), pytest.raises((UserError, OSError)):
         tokenizer.write_encoding(tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken")
     assert not any(tmp_path.iterdir())

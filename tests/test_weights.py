@@ -11,19 +11,7 @@ import torch
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint
 
-from harness import (
-    ROOT,
-    TINY,
-    change_checkpoint,
-    error_in,
-    flags,
-    losses,
-    patched,
-    status_of,
-    tiny_flags,
-    tiny_model,
-    train,
-)
+from harness import TINY, change_checkpoint, error_in, flags, losses, status_of, tiny_flags, tiny_model, train
 
 
 def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
@@ -46,7 +34,7 @@ def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     args = tiny_flags(data, "out", sample_every=6)
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), *args]
+    command = [sys.executable, train_gpt2.__file__, *args]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -89,9 +77,6 @@ def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path, cap
     assert status_of(train_gpt2.main, args) == 2 and "--sequence-length 64" in capsys.readouterr().err
 
 
-# ----- # Checkpoints of the peers ---------------------------------------------------------------------
-
-
 def peer_weights(bias=True):
     """A GPT-2 with the 50,257 ids of OpenAI's tokenizer, in the names of nanoGPT and build-nanogpt."""
     weights = tiny_model(vocab_size=50304).state_dict()
@@ -101,6 +86,8 @@ def peer_weights(bias=True):
 class GPTConfig:
     """What build-nanogpt pickles into its checkpoints: an object of this class of the script that was run."""
 
+    __module__ = "__main__"
+
 
 def save_peers(folder):
     shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
@@ -109,8 +96,7 @@ def save_peers(folder):
     torch.save(nanogpt, folder / "ckpt.pt")
     config = GPTConfig()
     vars(config).update(shape)
-    with patched(GPTConfig, "__module__", "__main__"):
-        torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
+    torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
 
 
 @pytest.fixture
