@@ -55,9 +55,6 @@ def error_of_run(folder, **changes):
     return line
 
 
-# ----- Configuration ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -100,9 +97,6 @@ def error_of_run(folder, **changes):
 def test_a_configuration_that_cannot_be(changes, said, folder):
     line = error_of_run(folder, **changes)
     assert all(text in line for text in said), line
-
-
-# ----- Data ---------------------------------------------------------------------------------------------
 
 
 class Touch:
@@ -159,9 +153,6 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     tiktoken.registry.ENCODINGS.pop("gpt2", None)
     line = error_of_run(folder)
     assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
-
-
-# ----- Checkpoints --------------------------------------------------------------------------------------
 
 
 def other_encoding():
@@ -247,9 +238,6 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder):
     assert (folder / "touched").exists(), "the file does hold code"
 
 
-# ----- Environment --------------------------------------------------------------------------------------
-
-
 def test_hellaswag_is_not_there_or_damaged(folder):
     options = dict(hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
     line = error_of_run(folder, **options)
@@ -309,9 +297,6 @@ def test_odd_prompts_are_only_text(prompt, data, tmp_path, capsys):
     texts = [ast.literal_eval(text) for start, text in lines if start == "step     2"]
     assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
     assert len(set(texts)) == 4
-
-
-# ----- A full disk --------------------------------------------------------------------------------------
 
 
 def train_with_limit(args, num_bytes):

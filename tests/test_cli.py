@@ -50,9 +50,6 @@ def error_of(*args, config_class=Options, **kwargs):
     return str(error.value)
 
 
-# ----- Flags --------------------------------------------------------------------------------------------
-
-
 def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
     args = ["-m", "a.pt", "--max_lr=2", "--compile", "--inputs", "a", "b", "--", "-Hi"]
     options = cli.parse(Options, args, default=Options(max_steps=7))
@@ -74,10 +71,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
-        (
-            ["Hi", "--max-lr", "3", "there"],
-            "The argument 'there' was not expected. Run with --help to see all flags.",
-        ),
+        (["Hi", "--max-lr=3", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
         (["--tf32=maybe"], "--tf32 cannot be 'maybe'. Choose from true, false."),
         (["--compil=False"], "There is no flag called --compil. Did you mean --compile?"),
         (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
@@ -99,9 +93,6 @@ def test_all_mistakes_are_told_at_once():
         "There is no flag called --foo. Run with --help to see all flags. "
         "There is no flag called -x. Run with --help to see all flags."
     )
-
-
-# ----- Suggestions --------------------------------------------------------------------------------------
 
 
 def test_the_names_of_other_trainers_are_answered_with_ours():
@@ -135,9 +126,6 @@ def test_a_suggestion_names_the_nearest_or_all():
     devices = ["auto", "cpu", "cuda", "mps"]
     assert cli.suggest("cudda", devices) == "Did you mean cuda?"
     assert cli.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
-
-
-# ----- Help ---------------------------------------------------------------------------------------------
 
 
 def help_of(capsys, config_class=Options, **kwargs):
@@ -236,11 +224,8 @@ def test_a_preset_without_its_flag_and_an_unknown_one_are_told_with_the_other_mi
     assert str(error.value).endswith("There is no flag called --max-iters. Use --max-steps.")
 
 
-# ----- Programs -----------------------------------------------------------------------------------------
-
 SCRIPT = """
 import errno, os, sys, time
-sys.path.insert(0, {root!r})
 from dataclasses import dataclass
 from plumbing import cli
 
@@ -258,7 +243,7 @@ cli.run(main{keywords})
 
 def write_script(folder, *lines, keywords=""):
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(root=str(ROOT), body="\n    ".join(lines), keywords=keywords))
+    path.write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
     return str(path)
 
 
@@ -369,10 +354,9 @@ def test_a_bug_keeps_its_traceback(line, tmp_path):
 
 
 def test_torchrun_is_told_the_line_to_show_at_its_end(tmp_path):
-    run_script(
-        tmp_path, "raise cli.UserError('That will not do.')", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")
-    )
-    told = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
+    file = tmp_path / "error.json"
+    run_script(tmp_path, "raise cli.UserError('That will not do.')", TORCHELASTIC_ERROR_FILE=str(file))
+    told = json.loads(file.read_text(encoding="utf-8"))
     assert told["message"] == "error: That will not do."
 
 
@@ -407,8 +391,9 @@ def test_an_interrupt_is_one_line(tmp_path):
 
 def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
-    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path)
     assert (status, said) == (-signal.SIGINT, "interrupted\n")
-    (tmp_path / "other.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt2")
-    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=str(tmp_path))
+    (tmp_path / "other.py").write_text("import train_gpt2")
+    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=path)
     assert "Traceback" in said, "a program of somebody else's"

@@ -51,9 +51,8 @@ def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
 def with_pattern(pat_str):
     """A small trained tokenizer that splits text by another pattern before merging."""
     small = train_small("gpt2")
-    return tiktoken.Encoding(
-        "x", pat_str=pat_str, mergeable_ranks=small._mergeable_ranks, special_tokens=small._special_tokens
-    )
+    parts = dict(mergeable_ranks=small._mergeable_ranks, special_tokens=small._special_tokens)
+    return tiktoken.Encoding("x", pat_str=pat_str, **parts)
 
 
 @pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"]])

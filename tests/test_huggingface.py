@@ -214,9 +214,8 @@ NOT_THIS_MODEL = {
 def other_tokenizer():
     """Bytes with their ids in another order."""
     ranks = {bytes([255 - i]): i for i in range(256)}
-    return tiktoken.Encoding(
-        "bytes", pat_str=BYTES._pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
+    special = {"<|endoftext|>": 256}
+    return tiktoken.Encoding("bytes", pat_str=BYTES._pat_str, mergeable_ranks=ranks, special_tokens=special)
 
 
 CASES = [pytest.param(name, marks=needs("mkfifo") if name == "mkfifo" else ()) for name in NOT_THIS_MODEL]

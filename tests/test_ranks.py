@@ -96,9 +96,7 @@ def train_and_report(args, report):
         return result
 
     def counting_ddp(*args, **options):
-        assert options["bucket_cap_mb"] > 3 * 28, (
-            "GPT-2 124M's blocks have 28 MB: torch's 25 would cut inside of each"
-        )
+        assert options["bucket_cap_mb"] > 3 * 28, "GPT-2 124M's blocks have 28 MB: 25 would cut inside of each"
         model = DDP(*args, **options)
 
         def reduce(state, bucket):
@@ -117,10 +115,10 @@ def train_and_report(args, report):
                 Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
 
 
-def check_ranks_agree(report, steps):
-    """The weights are those of the other rank after every step, and the gradients were reduced once in each."""
-    first, second = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
-    assert len(set(first["weights"])) == steps and first == second
+def check_ranks_agree(report, steps, ranks=2):
+    """The weights are those of the other ranks after every step, and the gradients were reduced once in each."""
+    first, *rest = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+    assert len(set(first["weights"])) == steps and rest == [first] * (ranks - 1)
     assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
 
 
@@ -138,14 +136,16 @@ def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
 
 
-def test_two_processes_equal_one_with_muon(data, tmp_path):
-    options = dict(optimizer="muon", batch_size=2, val_every=3, max_steps=10)
-    assert train(data, tmp_path / "one", **options | {"batch_size": 8}) == 0
-    args = tiny_flags(data, tmp_path / "two", **options)
-    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=2)
+@pytest.mark.parametrize("ranks, n_layer", [(2, 2), (3, 4)])
+def test_more_processes_equal_one_with_muon(ranks, n_layer, data, tmp_path):
+    """Of 4 matrices, 3 ranks orthogonalize 2, 2 and none: the last one's share is padding."""
+    options = dict(optimizer="muon", n_layer=n_layer, total_batch_size=64 * ranks, val_every=3, max_steps=10)
+    assert train(data, tmp_path / "one", batch_size=4 * ranks, **options) == 0
+    args = tiny_flags(data, tmp_path / "more", batch_size=2, **options)
+    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=ranks)
     for stream in ("train", "val"):
-        assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "two", stream), atol=2e-5, rtol=0)
-    check_ranks_agree(tmp_path / "report", 10)
+        assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "more", stream), atol=2e-5, rtol=0)
+    check_ranks_agree(tmp_path / "report", 10, ranks)
 
 
 def test_the_same_command_gives_the_same_bits_and_another_seed_others(data, tmp_path):

@@ -18,10 +18,8 @@ def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
     recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
     recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
     recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
-    recipe |= dict(
-        optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0
-    )
-    recipe |= dict(dtype="auto")
+    recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95)
+    recipe |= dict(grad_clip=1.0, dtype="auto")
     config = train_gpt2.parse_args([])
     assert {name: getattr(config, name) for name in recipe} == recipe
 
@@ -120,9 +118,7 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
         except UserError as error:
             refused.append(ranks)
             advice = str(error).split(". ")[1]
-            assert advice.startswith(f"Start a number of ranks that divides {windows}"), (
-                "before the recipe is changed"
-            )
+            assert advice.startswith(f"Start a number of ranks that divides {windows}"), "not another recipe"
             continue
         B = fit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
