@@ -44,8 +44,6 @@ def train_small(pattern):
 
 
 TABLES = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
-
-
 WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
     " "
 )

@@ -17,7 +17,6 @@ from plumbing.files import lock_folder
 from harness import error_in, killed_at, listing, make_shards, needs, patched, read_log, run, tiny_flags, train
 
 pytestmark = needs("SIGKILL")  # which made the folder that all tests begin with
-
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
 

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it: its data at the start, the time left, and bars while it evaluates."""
+"""What a run tells whoever watches it: its data, a line of 80 columns for each step, log.txt, the time left, bars."""
 
 import io
 import itertools

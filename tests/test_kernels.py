@@ -1,4 +1,4 @@
-"""The machine: the output layer and its loss in float8, compared with F.cross_entropy in float64; memory; GPUs."""
+"""The output layer and its loss in float8, compared with F.cross_entropy in float64; GPUs and their errors by name."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """A run cannot be lost: killed anywhere, stopped by signals, moved to other ranks, its files torn.
 
 What a run must give is what an uninterrupted run of the same command gave: bit for bit on one process.
+It is finished when its export holds the weights of its last checkpoint, and otherwise exported again.
 """
 
 import functools
