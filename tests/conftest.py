@@ -1,62 +1,16 @@
-"""What the tests share: a tiny GPT, tiny shards, and ways to run the trainer in this process or in others.
+"""The fixtures that all tests share, and how pytest runs them. The helpers are in harness.py."""
 
-Everything is seeded, runs on one thread and touches no network. What needs `../shared/data` skips without it.
-"""
-
-import contextlib
-import gc
-import hashlib
-import importlib.util
-import inspect
-import io
-import json
-import multiprocessing
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared" / "data"
-
-# before torch is imported, here and in the processes started from here: two threads per process on two
-# cores that several processes share wait for each other more than they compute
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a test run under torchrun is not meant
-    os.environ.pop(name, None)
-if (SHARED / "tiktoken_cache").exists():
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-# a shell script's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-import numpy as np
 import pytest
-import tokenizer
+
+pytest.register_assert_rewrite("corpora", "harness")
+from harness import make_shards, no_picture, patched  # sets the environment, so it comes before torch
+
+# isort: split
 import torch
-import train_gpt2
-from plumbing import cli, distributed, modelcard, runs
-from plumbing.checkpoint import list_checkpoints, newest_checkpoint
-from torch.utils._pytree import tree_flatten
-
-torch.set_num_threads(1)
-# the picture of its losses takes as long as the rest of a tiny run: only test_modelcard.py and the real scripts draw it
-write_curve = modelcard.write_curve
-modelcard.write_curve = lambda path, streams: False
-
-# a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
-TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, device="cpu", dtype="float32", compile=False)
-TINY |= dict(sequence_length=16, batch_size=4, total_batch_size=128)
-TINY |= dict(max_steps=12, warmup_steps=3, max_lr=3e-3, min_lr=3e-4)
-TINY |= dict(val_every=4, val_tokens=512, hellaswag_every=0, sample_every=0, checkpoint_every=4)
-LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
+from plumbing import machine, modelcard
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,22 +21,9 @@ def pytest_cmdline_main(config):
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
-# what a test's source may mention, and whether this system has it: Windows and macOS lack some of it
-ON_THIS_SYSTEM = {
-    "SIGKILL": hasattr(signal, "SIGKILL"),
-    "SIGHUP": hasattr(signal, "SIGHUP"),
-    "mkfifo": hasattr(os, "mkfifo"),
-    "resource": importlib.util.find_spec("resource") is not None,
-    "/dev/full": os.path.exists("/dev/full"),
-    "/proc/": os.path.exists("/proc/self"),
-}
-
-
 def pytest_runtest_setup(item):
-    text = inspect.getsource(item.function) + str(getattr(item, "callspec", ""))
-    missing = [word for word, is_there in ON_THIS_SYSTEM.items() if word in text and not is_there]
-    if missing:
-        pytest.skip(f"this system has no {' and no '.join(missing)}")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -93,45 +34,35 @@ def leave_no_trace():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    distributed.enable_fused_attention(True)
+    machine.enable_fused_attention(True)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def no_network():
     """A connection to anything but this machine is an error, at once."""
-    connect = socket.socket.connect
 
     def connect_here(self, address):
         if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
             raise OSError(f"the tests may not reach {address}")
         return connect(self, address)
 
-    socket.socket.connect = connect_here
+    with patched(socket.socket, "connect", connect_here) as connect:
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """Only test_modelcard.py and the real scripts draw the picture of a run's losses."""
+    with patched(modelcard, "write_curve", no_picture):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible():
+    """A shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    socket.socket.connect = connect
-
-
-def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
-    """Shards of the byte tokenizer: val, then train ones. Their text is drawn from a chain that can be learned."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
-    shards = {}
-    for number, length in enumerate(lengths):
-        # each letter is followed by the next one, or in a third of the cases by any
-        steps = np.where(rng.random(length) < 1 / 3, rng.integers(0, len(LETTERS), length), 1)
-        tokens = np.frombuffer(LETTERS, np.uint8)[np.cumsum(steps) % len(LETTERS)].astype(np.uint16)
-        tokens[0] = 256  # <|endoftext|>
-        path = folder / f"tiny_{'train' if number else 'val'}_{number:06d}.npy"
-        np.save(path, tokens)
-        shards[path.name] = length
-        if masks:
-            with open(path.with_suffix(".mask"), "wb") as file:
-                # long stretches of zeros, so that micro-batches differ much in what counts
-                np.save(file, np.repeat(rng.random(length // 10 + 1) < 0.4, 10)[:length].astype(np.uint8))
-    meta = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "shards": shards, "complete": True}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    return folder
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture
@@ -143,268 +74,3 @@ def data(tmp_path):
 def folder(tmp_path_factory):
     """Shards that a module's tests share and leave as they are."""
     return make_shards(tmp_path_factory.mktemp("module") / "data")
-
-
-def talk(*contents):
-    """Alternating messages of a user and an assistant."""
-    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
-
-
-def tiny_model(seed=0, **changes):
-    """A GPT whose every weight is random, biases and norms too: nothing is hidden by a 0 or a 1."""
-    torch.manual_seed(seed)
-    shape = dict(block_size=32, vocab_size=320, n_layer=2, n_head=2, n_embd=32) | changes
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(**shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
-def parrot_model(block_size=256):
-    """A chat model that says "ok", then <|end|>, whatever it is told."""
-    model = tiny_model(n_layer=1, block_size=block_size).eval()
-    words = tokenizer.get_encoding("bytes+chat").encode("<|assistant|>ok<|end|>", allowed_special="all")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("ln_1.weight", "ln_2.weight")):
-                parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
-        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
-        # before does too, and is therefore weaker
-        wte = model.transformer.wte.weight
-        for place, (token, successor) in enumerate(zip(words, words[1:])):
-            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
-            model.transformer.ln_f.weight[place] = -1.0
-    return model
-
-
-def flags(**options):
-    """{"max_steps": 3, "compile": False} -> ["--max-steps", "3", "--no-compile"]"""
-    words = []
-    for name, value in options.items():
-        name = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-    return words
-
-
-def tiny_flags(data, out_dir, **changes):
-    return flags(data=data, out_dir=out_dir, **TINY | changes)
-
-
-def status_of(main, *args):
-    """The exit status with which a script's `main` would leave its process."""
-    try:
-        cli.run(lambda: main(*args))
-    except SystemExit as leaving:
-        return leaving.code or 0
-    return 0
-
-
-def refusal_of(main, *args):
-    """(exit status, stdout, stderr) of a script's `main` in this process; in a new one, imports take a second."""
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
-        status = status_of(main, [str(arg) for arg in args])
-    return status, stdout.getvalue(), stderr.getvalue()
-
-
-def refused(main, *args):
-    """The one line on stderr with which a script's `main` refuses these arguments."""
-    status, stdout, stderr = refusal_of(main, *args)
-    # transformers has a bar of its own for loading; nothing else speaks on stderr
-    lines = [line for line in stderr.splitlines() if line.strip() and "Loading weights" not in line]
-    assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), stderr
-    assert "Traceback" not in stdout
-    return lines[0]
-
-
-def train(data, out_dir, **changes):
-    """Train in this process as the command line would; the exit status."""
-    return status_of(train_gpt2.main, tiny_flags(data, out_dir, **changes))
-
-
-def read_log(out_dir, stream="train"):
-    """{step: value as it is written} of one stream; a step that is there twice is an error."""
-    lines = [line.split(" ") for line in (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()]
-    values = [(int(step), value) for step, name, value in lines if name == stream]
-    assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
-    return dict(values)
-
-
-def log_lines(out_dir):
-    """The lines of log.txt but for throughput."""
-    lines = (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if "tok/s" not in line]
-
-
-def assert_same_tensors(ours, theirs):
-    """Nested dicts and lists are equal, and so is every tensor in them, bit for bit."""
-    (ours, structure), (theirs, their_structure) = tree_flatten(ours), tree_flatten(theirs)
-    assert structure == their_structure
-    for one, other in zip(ours, theirs):
-        assert torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, torch.Tensor) else one == other
-
-
-def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "scaler", "loader", "tokenizer_file")):
-    """The same log, the same last checkpoint (weights, optimizer, data) and the same export."""
-    assert log_lines(out_dir) == log_lines(parent)
-    ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
-    for name in ("step", *names):
-        assert_same_tensors(ours[name], theirs[name])
-    exports = [Path(folder, "hf", "model.safetensors").read_bytes() for folder in (out_dir, parent)]
-    assert exports[0] == exports[1] and not list(Path(out_dir).glob("*.part"))
-
-
-def steps_of(out_dir):
-    return [int(path.stem.removeprefix("model_")) for path in list_checkpoints(out_dir)]
-
-
-def change_checkpoint(path, change):
-    content = torch.load(path, weights_only=True)
-    change(content)
-    torch.save(content, path)
-
-
-def listing(folder):
-    """{path: digest or "folder"} of all that is below `folder`: equal if nothing has changed."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(Path(folder).rglob("*"))
-    }
-
-
-# Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
-# else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s. Windows has no fork.
-has_fork = "forkserver" in multiprocessing.get_all_start_methods()
-processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
-# What a run imports on its way is imported there, too. conftest comes last, since it freezes what is there: the
-# garbage collection in each run then has little to look at.
-PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "conftest"]
-if has_fork:
-    processes.set_forkserver_preload(PRELOADED)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def child(function, args, output, environment):
-    os.environ.update(environment)
-    with open(output, "ab", 0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    torch.set_num_threads(1)
-    cli.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
-    cli.run(lambda: function(*args))
-
-
-def start(function, *args, output, ranks=0):
-    """Start function(*args) in another process, or as `ranks`; a list. They print to `output`, rank 1 to `output`.1."""
-    started = []
-    port = free_port()
-    for rank in range(max(1, ranks)):
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
-        environment = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        where = f"{output}.{rank}" if rank else str(output)
-        process = processes.Process(target=child, args=(function, args, where, environment if ranks else {}))
-        process.start()
-        started.append(process)
-    return started
-
-
-def finish(started, timeout=60):
-    """Wait for processes of `start`; their exit statuses (-9 if killed so)."""
-    for process in started:
-        process.join(timeout)
-    hanging = [process for process in started if process.is_alive()]
-    for process in hanging:
-        process.kill()
-        process.join()
-    assert not hanging, f"{len(hanging)} of {len(started)} processes did not end in {timeout} s"
-    return [process.exitcode for process in started]
-
-
-def run(function, *args, output, ranks=0, timeout=60):
-    return finish(start(function, *args, output=output, ranks=ranks), timeout)
-
-
-def succeed(function, *args, output, ranks=0):
-    """Run function(*args) in other processes, which must end with status 0; otherwise what they said is shown."""
-    statuses = run(function, *args, output=output, ranks=ranks)
-    assert not any(statuses), Path(output).read_text(encoding="utf-8")
-
-
-TORCHRUN_SCRIPT = """
-import os, signal, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-import train_gpt2
-from plumbing import cli
-{code}
-cli.run(train_gpt2.main)
-"""
-
-
-def torchrun(folder, code, *args, ranks=2, restarts=0):
-    """Train under torchrun, in each process after this code; what that gave."""
-    (folder / "script.py").write_text(TORCHRUN_SCRIPT.format(code=code), encoding="utf-8")
-    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "script.py", *args]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, timeout=120)
-
-
-@contextlib.contextmanager
-def patched(owner, name, value):
-    """`owner.name` is `value` for a while; pytest's monkeypatch for processes that have no pytest."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield before
-    finally:
-        setattr(owner, name, before)
-
-
-def die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at(owner, name, when, last_act=lambda original, *args: None):
-    """Patch owner.name: the first call for which when(*args) holds does last_act(original, *args) and is the last."""
-
-    def mortal(*args, **options):
-        if when(*args):
-            last_act(original, *args)
-            die()
-        return original(*args, **options)
-
-    original = getattr(owner, name)
-    return patched(owner, name, mortal)
-
-
-def write_half(save, checkpoint, file):
-    """In place of torch.save: half of the file."""
-    whole = io.BytesIO()
-    save(checkpoint, whole)
-    file.write(whole.getvalue()[: whole.tell() // 2])
-    file.flush()
-
-
-def wait_for_checkpoint(out_dir, step):
-    """A last act: checkpoints are written while training continues."""
-
-    def wait(*args):
-        while not (Path(out_dir) / f"model_{step:05d}.pt").exists():
-            time.sleep(0.01)
-
-    return wait
-
-
-def killed_at(step, checkpoint, args):
-    """Train, and be killed at the first report of that step, when that checkpoint, written meanwhile, is there."""
-    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
-    with die_at(runs.Run, "report", lambda run, now, *rest: now == step, wait):
-        train_gpt2.main(args)
-
-
-gc.freeze()

@@ -1,43 +1,22 @@
-"""Attacks on a run: nothing is silently wrong, nothing of others is lost, and nothing ends in a traceback."""
+"""What is there is never replaced unasked, and one process at a time owns a run's folder.
+
+What lies there and is not the run's own is refused, moved aside or left alone, and the run is right in the end.
+"""
 
 import os
 import shutil
 import signal
-import sys
-import types
 from pathlib import Path
 
 import pytest
-import sample
-import tokenizer
-import torch
 import train_gpt2
 from plumbing import runs
-from plumbing.cli import UserError
 from plumbing.files import lock_folder
+from plumbing.program import UserError
 
-from conftest import (
-    change_checkpoint,
-    flags,
-    killed_at,
-    listing,
-    make_shards,
-    patched,
-    read_log,
-    run,
-    status_of,
-    succeed,
-    tiny_flags,
-    tiny_model,
-    torchrun,
-    train,
-)
+from harness import error_in, killed_at, listing, make_shards, needs, patched, read_log, run, tiny_flags, train
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
+pytestmark = needs("SIGKILL")  # which made the folder that all tests begin with
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
 
@@ -62,19 +41,10 @@ def resume(folder, **changes):
     return train(folder / "data", folder / "run", **OPTIONS | changes)
 
 
-def error_of(capsys):
-    """The one line that the last command ended with."""
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
-
-
 def is_straight(out_dir):
     """Whether a run has come to what a run without an attack comes to."""
     straight = Path(out_dir).parent / "straight"
     return all(read_log(out_dir, stream) == read_log(straight, stream) for stream in ("train", "val", "lr", "norm"))
-
-
-# ----- One process per folder ---------------------------------------------------------------------------
 
 
 def test_a_folder_belongs_to_one_process(folder, capsys):
@@ -82,7 +52,7 @@ def test_a_folder_belongs_to_one_process(folder, capsys):
         before = listing(folder)
         for changes in ({}, {"resume": False}):
             assert resume(folder, **changes) == 2
-            assert f"in use by process {os.getpid()} on " in error_of(capsys)
+            assert f"in use by process {os.getpid()} on " in error_in(capsys.readouterr().err)
         assert listing(folder) == before
     assert resume(folder) == 0 and is_straight(folder / "run")
 
@@ -109,11 +79,8 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
 
     with patched(train_gpt2, "train_step", step_and_replace) as train_step:
         assert resume(folder) == 2
-    assert "has been moved or replaced" in error_of(capsys)
+    assert "has been moved or replaced" in error_in(capsys.readouterr().err)
     assert listing(others) == before
-
-
-# ----- A run is what its checkpoint says, on the data that it was started on ----------------------------
 
 
 def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
@@ -133,72 +100,6 @@ def test_a_run_that_has_logged_nothing_leaves_nothing_to_move(folder):
     (folder / "new" / "run.txt").write_bytes("caf\u00e9\n".encode("latin-1"))  # notes of the user's
     assert train(folder / "data", folder / "new", **OPTIONS) == 0
     assert (folder / "new" / "run.txt").read_bytes().startswith(b"caf\xe9\n") and not (folder / "new.1").exists()
-
-
-def test_a_checkpoint_of_the_first_version_continues(folder, capsys):
-    """It had no fingerprints of its data, a random state, and fewer flags."""
-
-    def make_old(content):
-        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
-        content["rng"] = torch.get_rng_state()
-        for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
-            del content["config"][name]
-
-    for path in (folder / "run").glob("model_*.pt"):
-        change_checkpoint(path, make_old)
-    assert resume(folder, grad_clip=0.5) == 2
-    assert "grad_clip was 1.0, now 0.5" in error_of(capsys)
-    assert resume(folder) == 0 and is_straight(folder / "run")
-
-
-KILLED_IN_FIRST_START = """
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    train_gpt2.tokenizer.folder_encoding = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, tmp_path):
-    """Killed before it has set the old run aside: the restart must not take the old run for its own."""
-    args = tiny_flags(folder / "data", folder / "run", resume=False, **OPTIONS)
-    done = torchrun(tmp_path, KILLED_IN_FIRST_START, *args, ranks=1, restarts=1)
-    assert done.returncode == 0, done.stderr
-    assert "from step 0 to 6" in done.stdout and "Moved log.txt, model_" in done.stdout
-    assert (folder / "run.1" / "model_00004.pt").exists()
-
-
-# ----- Ranks agree or stop ------------------------------------------------------------------------------
-
-
-def train_alone_otherwise(args, changes, data, version):
-    """Train with other flags, other data or another version of the program on rank 1."""
-    if os.environ["RANK"] == "1":
-        args = [*args, *flags(**changes), *(["--data", str(data)] if data else [])]
-        if version:
-            torch.__version__ = version
-    train_gpt2.main(args)
-
-
-def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
-    args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    other = make_shards(tmp_path / "other", seed=1)
-    flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
-    cases = [({"max_lr": 0.01}, None, "2.0", flags_differ), ({}, other, "", "with rank 0: training data is ")]
-    for number, (changes, data, version, words) in enumerate(cases):
-        output = tmp_path / f"output{number}"
-        assert run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2) == [2, 2]
-        (line,) = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("error: ")]
-        assert words in line and not (folder / "new").exists()
-
-
-def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
-    data = shutil.copytree(folder / "data", tmp_path / "elsewhere")
-    args = tiny_flags(folder / "data", folder / "new", **OPTIONS)
-    output = tmp_path / "output"
-    changes = {"out_dir": "nowhere", "hellaswag_data": "there"}
-    succeed(train_alone_otherwise, args, changes, data, "", output=output, ranks=2)
-
-
-# ----- Only our own files, and what the machine has -----------------------------------------------------
 
 
 def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_in(folder, monkeypatch, capsys):
@@ -244,6 +145,7 @@ def test_damaged_lines_of_a_log_are_left_out_and_counted(folder, capsys):
     assert is_straight(folder / "run")
 
 
+@needs("mkfifo")
 @pytest.mark.parametrize("name", ["run.txt", "log.txt", "model_00004.pt"])
 @pytest.mark.parametrize("make", [Path.mkdir, "mkfifo"])
 def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
@@ -252,98 +154,7 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
     path.unlink()
     (getattr(os, make) if make == "mkfifo" else make)(path)
     assert resume(folder) == 2
-    assert f"{name} is a" in error_of(capsys)
-
-
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
-        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "Rank 3 of 2"),
-    ],
-    ids=str,
-)
-def test_a_strange_environment_is_refused(environment, words, folder, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=words):
-        train_gpt2.main(tiny_flags(folder / "data", folder / "new", **OPTIONS))
-    assert not (folder / "new").exists()
-
-
-def train_with_few_files(args):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    train_gpt2.main(args)
-
-
-@pytest.mark.skipif(resource is None, reason="Windows has no such limit")
-def test_more_shards_than_files_may_be_open(folder, tmp_path):
-    """1,100 shards under the usual ulimit -n 1024."""
-    data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
-    args = tiny_flags(data, tmp_path / "out", **OPTIONS)
-    succeed(train_with_few_files, args, output=tmp_path / "output")
-    assert sorted(read_log(tmp_path / "out")) == list(range(6))
+    assert f"{name} is a" in error_in(capsys.readouterr().err)
 
 
 # ----- Checkpoints of the peers -------------------------------------------------------------------------
-
-
-def peer_weights(bias=True):
-    """A GPT-2 with the 50,257 ids of OpenAI's tokenizer, in the names of nanoGPT and build-nanogpt."""
-    weights = tiny_model(vocab_size=50304).state_dict()
-    return {name: w for name, w in weights.items() if bias or not name.endswith("bias")}
-
-
-class GPTConfig:
-    """What build-nanogpt pickles into its checkpoints: an object of this class of the script that was run."""
-
-
-def save_peers(folder):
-    shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
-    wrapped = {f"_orig_mod.{name}": w for name, w in peer_weights(bias=False).items()}
-    nanogpt = {"model": wrapped, "model_args": shape | {"bias": False, "dropout": 0.0}, "iter_num": 5, "config": {}}
-    torch.save(nanogpt, folder / "ckpt.pt")
-    config = GPTConfig()
-    vars(config).update(shape)
-    with patched(GPTConfig, "__module__", "__main__"):
-        torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
-
-
-@pytest.fixture
-def peers(tmp_path, monkeypatch):
-    """A folder with their checkpoints. The tokenizer is not looked at, and GPT-2's need not be there."""
-    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
-    monkeypatch.setattr(tokenizer, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
-    save_peers(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
-def test_a_peers_checkpoint_is_read(name, peers):
-    model, enc = train_gpt2.load_model(str(peers / name))
-    expected = peer_weights()
-    assert enc.name == "gpt2" and model.config.n_layer == model.config.n_head == 2
-    for key, weight in model.state_dict().items():
-        zero = name == "ckpt.pt" and key.endswith("bias")
-        assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda c: c["model_args"].update(n_head=3), "an n_head of 3"),
-        (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}), "lm_head.weight"),
-        (
-            lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}),
-            "transformer.ln_f.weight",
-        ),
-        (lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"), "transformer.ln_f.weight"),
-        (lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()], "not finite"),
-    ],
-)
-def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(change, words, peers, capsys):
-    change_checkpoint(peers / "ckpt.pt", change)
-    assert status_of(sample.main, ["abc", "-m", str(peers / "ckpt.pt")]) == 2
-    assert words in error_of(capsys)

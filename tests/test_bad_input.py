@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import types
 from pathlib import Path
 
@@ -21,15 +20,10 @@ import pytest
 import tiktoken
 import torch
 import train_gpt2
-from plumbing import checkpoint, distributed, documents, fit
-from plumbing.cli import UserError
+from plumbing import checkpoint, documents, machine, settings
+from plumbing.program import UserError
 
-from conftest import listing, make_shards, patched, read_log, refused, run, status_of, tiny_flags, torchrun, train
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from harness import error_in, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
@@ -59,9 +53,6 @@ def error_of_run(folder, **changes):
     line = refused(train_gpt2.main, *tiny_flags(**dict(data="data", out_dir="out") | OPTIONS | changes))
     assert listing(folder) == before and not (folder / "touched").exists()
     return line
-
-
-# ----- Configuration ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,9 +97,6 @@ def error_of_run(folder, **changes):
 def test_a_configuration_that_cannot_be(changes, said, folder):
     line = error_of_run(folder, **changes)
     assert all(text in line for text in said), line
-
-
-# ----- Data ---------------------------------------------------------------------------------------------
 
 
 class Touch:
@@ -165,9 +153,6 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     tiktoken.registry.ENCODINGS.pop("gpt2", None)
     line = error_of_run(folder)
     assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
-
-
-# ----- Checkpoints --------------------------------------------------------------------------------------
 
 
 def other_encoding():
@@ -238,7 +223,7 @@ def test_a_run_whose_data_has_changed(folder):
 
 
 @pytest.mark.parametrize("script", ["sample", "hellaswag"])
-def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder, monkeypatch, capsys):
+def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder):
     """Through -m, as the file itself and as the folder of a run; its code would make the file `touched`."""
     for path in (folder / "run").glob("model_*.pt"):
         torch.save(torch.load(path, weights_only=True) | {"val_loss": Touch(folder / "touched")}, path)
@@ -247,15 +232,10 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder, monkeyp
     module = importlib.import_module(script)
     for source in ("run/model_00004.pt", "run"):
         rest = ["To be"] if script == "sample" else ["--data", "examples.jsonl"]
-        monkeypatch.setattr(sys, "argv", [script, *rest, "-m", source])
-        assert status_of(module.main) == 2
-        assert capsys.readouterr().err.count("error: ") == 1
+        refused(module.main, *rest, "-m", source)
     assert not (folder / "touched").exists()
     torch.load(folder / "run" / "model_00004.pt", weights_only=False)
     assert (folder / "touched").exists(), "the file does hold code"
-
-
-# ----- Environment --------------------------------------------------------------------------------------
 
 
 def test_hellaswag_is_not_there_or_damaged(folder):
@@ -280,14 +260,14 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
-        fit.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
+        settings.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
     with pytest.raises(UserError, match="of 3072.* 3 ranks. Start a number of ranks that divides 512, or"):
-        fit.check_config(train_gpt2.TrainConfig(), 3)
+        settings.check_config(train_gpt2.TrainConfig(), 3)
     with pytest.raises(UserError, match="multiple of 2048.* 2 ranks. Try --total-batch-size 4096"):
-        fit.check_config(train_gpt2.TrainConfig(total_batch_size=5000), 2)
+        settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), 2)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):
@@ -295,7 +275,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
 
     def choose(dtype, device, capability, n_embd=768):
         monkeypatch.setattr(torch.cuda, "get_device_capability", {device: capability}.get)
-        return distributed.choose_dtype(dtype, device, n_embd)
+        return machine.choose_dtype(dtype, device, n_embd)
 
     with pytest.raises(UserError, match="does not support --dtype bfloat16.* Leave --dtype out"):
         choose("bfloat16", "cuda", (7, 5))
@@ -319,38 +299,10 @@ def test_odd_prompts_are_only_text(prompt, data, tmp_path, capsys):
     assert len(set(texts)) == 4
 
 
-LATE_RANK_0 = """
-if os.environ["RANK"] == "1":
-    Path("started").touch()
-while not Path("started").exists():
-    pass
-"""
-
-
-def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
-    """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
-    done = torchrun(tmp_path, LATE_RANK_0, *tiny_flags(data, tmp_path / "out", n_layer=0))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "--n-layer is 0" in lines[0], done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_path):
-    (data / "tiny_train_000002.npy").write_bytes(b"torn")
-    args = tiny_flags(data, tmp_path / "out")
-    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [2, 2]
-    text = (tmp_path / "output").read_text(encoding="utf-8")
-    assert text.count("error: ") == 1 and "Traceback" not in text
-    assert not (tmp_path / "out").exists()
-
-
-# ----- A full disk --------------------------------------------------------------------------------------
-
-needs_limits = pytest.mark.skipif(resource is None, reason="Windows has no limits on the size of files")
-
-
 def train_with_limit(args, num_bytes):
     """Train where no file may grow beyond so many bytes, as on a disk that fills up."""
+    import resource  # not on Windows
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Python's own setting; what comes is an error, no signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     train_gpt2.main(args)
@@ -363,13 +315,11 @@ def error_of_limited_run(args, num_bytes, tmp_path):
     status = run(train_with_limit, args, num_bytes, output=tmp_path / "pipe")
     text = os.read(pipe, 2**16).decode()  # as much as a pipe holds
     os.close(pipe)
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert status == [2] and len(lines) == 1, text
-    assert "Traceback" not in text and "Exception ignored" not in text, text
-    return lines[0]
+    assert status == [2] and "Traceback" not in text and "Exception ignored" not in text, text
+    return error_in(text)
 
 
-@needs_limits
+@needs("resource", "mkfifo")
 @pytest.mark.parametrize("num_bytes, every, lost", [(3000, 0, "log.txt"), (100_000, 30, "model_00030.pt")])
 def test_a_full_disk_costs_one_line_and_the_same_command_goes_on(num_bytes, every, lost, data, tmp_path):
     """While the log or the first checkpoint is written, of which nothing stays."""
@@ -395,14 +345,14 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints_whole(data, tmp_pat
 
     with patched(torch, "save", save_on_a_full_disk) as save:
         assert train(data, out, **options) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    line = error_in(capsys.readouterr().err)
     assert f"Could not write {out / 'model_00008.pt'}: {os.strerror(errno.ENOSPC)}." in line
     assert {path.name for path in out.iterdir()} == {"log.txt", "run.txt", "model_00004.pt"}
     assert train(data, out, **options) == 0
     assert read_log(out) == read_log(tmp_path / "straight")
 
 
-@needs_limits
+@needs("resource", "mkfifo")
 def test_a_full_disk_while_the_model_is_exported_costs_one_line_and_the_same_command_goes_on(good, tmp_path):
     out = shutil.copytree(good / "run", tmp_path / "out")
     shutil.rmtree(out / "hf")

@@ -16,7 +16,7 @@ from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
 
-from conftest import ROOT, flags, refusal_of, status_of
+from harness import ROOT, flags, refusal_of, status_of
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
 TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,total_batch_size=64"
@@ -93,11 +93,8 @@ def test_the_references_of_train_do_our_training(tmp_path):
     (optimizer,) = train_gpt2.configure_optimizers(model, config)
     loader = train_gpt2.DataLoaderLite(tmp_path, "train", 2, 16)
     # transformers leaves out the last target of each sequence, because there is none
-    batches = [
-        (x, F.pad(y[:, :-1], (0, 1), value=train_gpt2.IGNORE_INDEX))
-        for x, y in (loader.next_batch(), loader.next_batch())
-    ]
-    loss = sum(model(x, y)[1] / 2 for x, y in batches)
+    batches = [loader.next_batch() for _ in range(2)]
+    loss = sum(model(x, F.pad(y[:, :-1], (0, 1), value=train_gpt2.IGNORE_INDEX))[1] / 2 for x, y in batches)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     train_gpt2.apply_schedules([optimizer], 0, config)
@@ -130,9 +127,7 @@ def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch, has_bfloat16):
     compiled = []
-    monkeypatch.setattr(
-        torch, "compile", lambda model, **options: compiled.append(model) or torch.nn.Sequential(model)
-    )
+    monkeypatch.setattr(torch, "compile", lambda m, **options: compiled.append(m) or torch.nn.Sequential(m))
     monkeypatch.setattr(torch.nn.Sequential, "forward", lambda self, *args, **options: self[0](*args, **options))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
     numbers = measure("ladder", settings=f"{SHAPE},batch_size=1,sequence_length=16,total_batch_size=16")
@@ -163,9 +158,6 @@ def test_mistakes_are_one_line(tmp_path):
     for part, args in mistakes.items():
         status, _, error = refusal_of(main, *args)
         assert status == 2 and error.startswith("error: ") and part in error and error.count("\n") == 1, error
-
-
-# ----- What a GPU is asked, as far as a CPU goes --------------------------------------------------------
 
 
 @pytest.fixture
@@ -243,9 +235,7 @@ def test_what_was_not_measured_as_asked_is_an_error_not_a_number(ask, monkeypatc
     monkeypatch.setattr(train_gpt2, "fit_to_machine", fit_half)
     entries = {"compiled": gpu.Questions.step, "trainer": gpu.Questions.trainer, "B": gpu.Questions.step}
     changes = {"compiled": "compile=True", "trainer": "max_lr=-1.0", "B": ""}
-    monkeypatch.setattr(
-        gpu, "questions", lambda q: {name: (1, ask, q, changes[name]) for name, ask in entries.items()}
-    )
+    monkeypatch.setattr(gpu, "questions", lambda q: {n: (1, ask, q, changes[n]) for n, ask in entries.items()})
     answers = ask()
     assert "torch.compile failed" in answers["compiled"]["error"]
     assert "Only 1 of 2 sequences fit in memory" in answers["B"]["error"]

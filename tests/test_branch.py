@@ -14,17 +14,18 @@ import pytest
 import sample
 import torch
 import train_gpt2
-from plumbing import runs
+from plumbing import journal
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
-from conftest import (
+from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
     listing,
     log_lines,
     make_shards,
+    needs,
     patched,
     read_log,
     refused,
@@ -60,18 +61,10 @@ def branched(out_dir):
     return json.loads([line for line in lines if line.startswith("branched: ")][-1].removeprefix("branched: "))
 
 
-# ----- A branch without changes -------------------------------------------------------------------------
-
 EPOCHS = dict(total_batch_size=1024, batch_size=32)  # 64 of 293 windows a step: step 6 is in the second epoch
-RAMP = dict(  # 32K tokens a step, in step 4 twice and from step 5 on three times as many
-    total_batch_size=3 * 2**15,
-    batch_ramp=6 * 2**15,
-    batch_size=256,
-    n_layer=1,
-    n_embd=16,
-    max_steps=6,
-    warmup_steps=5,
-)
+# 32K tokens a step, in step 4 twice and from step 5 on three times as many
+RAMP = dict(total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, max_steps=6, warmup_steps=5)
+RAMP |= dict(n_layer=1, n_embd=16)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +116,9 @@ def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, pa
 
 # moments at which a branch is killed, as patches, and the steps of the checkpoints that it leaves
 MOMENTS = {
-    "before the log": (lambda out: die_at(runs, "open_log", lambda *args: True), []),
+    "before the log": (lambda out: die_at(journal, "open_log", lambda *args: True), []),
     "half of checkpoint 4 written": (lambda out: die_at(torch, "save", lambda *args: True, write_half), []),
-    "in the first step": (
-        lambda out: die_at(train_gpt2, "train_step", lambda *args: True, wait_for_checkpoint(out, 4)),
-        [4],
-    ),
+    "in step 4": (lambda out: die_at(train_gpt2, "train_step", lambda *args: True, wait_for_checkpoint(out, 4)), [4]),
 }
 
 
@@ -138,6 +128,7 @@ def train_until(moment, args):
         train_gpt2.main(args)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, folder, parent, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", branch_from=parent / "model_00004.pt", **OPTIONS)
@@ -148,6 +139,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(moment, fo
     assert_same_run(tmp_path / "out", parent)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("fate", ["gone on", "deleted"])
 def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, folder, parent, tmp_path):
     """The parent is given as a folder: its newest checkpoint is of another step when the branch is resumed."""
@@ -156,16 +148,13 @@ def test_with_a_checkpoint_of_its_own_a_branch_needs_its_parent_no_more(fate, fo
         (family / f"model_{step:05d}.pt").unlink()
     args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
     output = tmp_path / "output"
-    assert run(train_until, "in the first step", args, output=output) == [-signal.SIGKILL], output.read_text()
+    assert run(train_until, "in step 4", args, output=output) == [-signal.SIGKILL], output.read_text()
     shutil.rmtree(family)
     if fate == "gone on":
         shutil.copytree(parent, family)
     succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", parent)
     assert branched(tmp_path / "out")["step"] == 4
-
-
-# ----- What a branch may not change ---------------------------------------------------------------------
 
 
 def assert_refused(folder, out_dir, *texts, **options):
@@ -239,9 +228,6 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
-# ----- What a branch may change, and that it takes effect -----------------------------------------------
-
-
 @contextlib.contextmanager
 def watched_steps():
     """A list that gets, for every step: its number, windows, configuration and parameter groups."""
@@ -301,9 +287,8 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, seen, 
     assert ours[8] == theirs[8] or "total_batch_size" in changes  # the loss before the first update
     assert ours[11] != theirs[11]
     then = newest_checkpoint(parent)["config"]
-    assert branched(tmp_path / "out")["changed"] == {
-        name: [then[name], now] for name, now in changes.items() if now != then[name]
-    }
+    told = {name: [then[name], now] for name, now in changes.items() if now != then[name]}
+    assert branched(tmp_path / "out")["changed"] == told
 
 
 def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
@@ -330,8 +315,6 @@ def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
         ours, theirs = read_log(out), read_log(tmp_path / "parent")
         assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)
 
-
-# ----- Extended, and decayed from anywhere --------------------------------------------------------------
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 
@@ -365,8 +348,6 @@ def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp
         assert_same_run(tmp_path / f"branch{step}", tmp_path / f"scratch{step}")
         assert float(read_log(tmp_path / f"branch{step}", "lr")[max_steps - 1]) < 3e-3 / 3
 
-
-# ----- The best and the milestones stay -----------------------------------------------------------------
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
 SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
@@ -412,6 +393,7 @@ def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert f"\nThe weights with the lowest validation loss, 2.5000, are in {best / 'model_best.pt'}.\n" in printed
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("killed_at, checkpoint", [(1, None), (6, 4), (9, 8)])
 def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path):
     """Killed before, between and after the falls of the validation loss."""
@@ -423,6 +405,7 @@ def test_the_best_survives_kill_9(killed_at, checkpoint, folder, best, tmp_path)
     assert log_lines(out) == log_lines(best)
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("killed_at, checkpoint", [(None, None), (7, 6)])
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(killed_at, checkpoint, folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log."""
@@ -456,6 +439,7 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
     assert steps_of(tmp_path / "out") == kept
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
 def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""

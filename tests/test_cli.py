@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 
 import pytest
 import train_gpt2
-from plumbing import cli
-from plumbing.cli import UserError
+from plumbing import flags, program
+from plumbing.program import UserError
 
-from conftest import ROOT
+from harness import ROOT, needs
 
 
 @dataclass
@@ -45,17 +45,14 @@ class Options:
 
 def error_of(*args, config_class=Options, **kwargs):
     with pytest.raises(UserError) as error:
-        cli.parse(config_class, args, **kwargs)
+        flags.parse(config_class, args, **kwargs)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-# ----- Flags --------------------------------------------------------------------------------------------
-
-
 def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
     args = ["-m", "a.pt", "--max_lr=2", "--compile", "--inputs", "a", "b", "--", "-Hi"]
-    options = cli.parse(Options, args, default=Options(max_steps=7))
+    options = flags.parse(Options, args, default=Options(max_steps=7))
     assert options == Options("-Hi", model="a.pt", max_lr=2.0, compile=True, inputs=("a", "b"), max_steps=7)
 
 
@@ -74,10 +71,7 @@ def test_flags_are_the_fields_and_a_default_instance_sets_their_defaults():
         (["--no-compil"], "There is no flag called --no-compil. Did you mean --no-compile?"),
         (["--xyzzy=3"], "There is no flag called --xyzzy. Run with --help to see all flags."),
         (["Hi", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
-        (
-            ["Hi", "--max-lr", "3", "there"],
-            "The argument 'there' was not expected. Run with --help to see all flags.",
-        ),
+        (["Hi", "--max-lr=3", "there"], "The argument 'there' was not expected. Run with --help to see all flags."),
         (["--tf32=maybe"], "--tf32 cannot be 'maybe'. Choose from true, false."),
         (["--compil=False"], "There is no flag called --compil. Did you mean --compile?"),
         (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
@@ -101,9 +95,6 @@ def test_all_mistakes_are_told_at_once():
     )
 
 
-# ----- Suggestions --------------------------------------------------------------------------------------
-
-
 def test_the_names_of_other_trainers_are_answered_with_ours():
     answers = {
         "--max-iters": "Use --max-steps.",
@@ -118,31 +109,28 @@ def test_the_names_of_other_trainers_are_answered_with_ours():
         "--dropout": "The model has no dropout: in pretraining it sees most texts once.",
     }
     for flag, answer in answers.items():
-        said = error_of(f"{flag}=3", config_class=train_gpt2.TrainConfig, synonyms=cli.OTHER_TRAINERS)
+        said = error_of(f"{flag}=3", config_class=train_gpt2.TrainConfig, synonyms=flags.OTHER_TRAINERS)
         assert said == f"There is no flag called {flag}. {answer}"
 
 
 def test_the_synonyms_lead_to_flags_that_exist():
-    ours = {cli.flag_of(name) for name in vars(train_gpt2.TrainConfig())} | {"--no-resume"}
-    for flag in cli.OTHER_TRAINERS:
+    ours = {flags.flag_of(name) for name in vars(train_gpt2.TrainConfig())} | {"--no-resume"}
+    for flag in flags.OTHER_TRAINERS:
         assert not flag.startswith("--") or flag.split(",")[0] in ours, flag
-    theirs = [f"--{name}" for names in cli.OTHER_TRAINERS.values() for name in names.split()]
+    theirs = [f"--{name}" for names in flags.OTHER_TRAINERS.values() for name in names.split()]
     assert len(theirs) == len(set(theirs)), "each leads to one flag"
     assert not ours.intersection(theirs), "a flag of ours needs no explanation"
 
 
 def test_a_suggestion_names_the_nearest_or_all():
     devices = ["auto", "cpu", "cuda", "mps"]
-    assert cli.suggest("cudda", devices) == "Did you mean cuda?"
-    assert cli.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
-
-
-# ----- Help ---------------------------------------------------------------------------------------------
+    assert flags.suggest("cudda", devices) == "Did you mean cuda?"
+    assert flags.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
 
 
 def help_of(capsys, config_class=Options, **kwargs):
     with pytest.raises(SystemExit) as leaving:
-        cli.parse(config_class, ["--help"], **kwargs)
+        flags.parse(config_class, ["--help"], **kwargs)
     assert leaving.value.code == 0
     return capsys.readouterr().out
 
@@ -195,7 +183,7 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
         assert f"\n\n {heading}" in flags
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", flags)]
     for name, value in dataclasses.asdict(train_gpt2.PRESETS[preset]).items():
-        [entry] = [entry for entry in entries if re.match(rf"{cli.flag_of(name)}[ ,]", entry)]
+        [entry] = [entry for entry in entries if re.match(rf"{flags.flag_of(name)}[ ,]", entry)]
         shown = {"True": "on", "False": "off"}.get(str(value), str(value))
         assert value in ("", None) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
@@ -206,20 +194,20 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
     [("--compile", True), ("--no-compile", False), ("--compile=False", False), ("--no-compile=false", True)],
 )
 def test_a_switch_may_be_spelled_with_a_value_and_know_that_it_was_not_given(word, value):
-    assert cli.parse(Options, [word]).compile == value
+    assert flags.parse(Options, [word]).compile == value
     tf32 = word.replace("compile", "tf32")
-    assert cli.parse(Options, [tf32]).tf32 == value and cli.parse(Options, []).tf32 is None
+    assert flags.parse(Options, [tf32]).tf32 == value and flags.parse(Options, []).tf32 is None
 
 
 def test_what_a_file_says_is_shown_on_one_line():
-    assert cli.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
-    assert cli.plain("x" * 100_000) == "x" * 200 + "..."
-    assert (cli.count(1, "document"), cli.count(2000, "rank")) == ("1 document", "2,000 ranks")
+    assert program.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
+    assert program.plain("x" * 100_000) == "x" * 200 + "..."
+    assert (program.count(1, "document"), program.count(2000, "rank")) == ("1 document", "2,000 ranks")
 
 
 def test_a_command_that_is_printed_can_be_typed(capsys):
     words = ["python", "sample.py", "Hello, I'm a model", "-m", "my runs/$x", "a`b", 'say "hi"', "--top-k=5"]
-    cli.print_next(words)
+    program.print_next(words)
     title, line = capsys.readouterr().out.strip().splitlines()
     assert title == "Next:" and shlex.split(line) == words
     assert '"Hello, I\'m a model"' in line, "double quotes, which cmd.exe has too"
@@ -236,13 +224,10 @@ def test_a_preset_without_its_flag_and_an_unknown_one_are_told_with_the_other_mi
     assert str(error.value).endswith("There is no flag called --max-iters. Use --max-steps.")
 
 
-# ----- Programs -----------------------------------------------------------------------------------------
-
 SCRIPT = """
 import errno, os, sys, time
-sys.path.insert(0, {root!r})
 from dataclasses import dataclass
-from plumbing import cli
+from plumbing import flags, program
 
 @dataclass
 class Options:
@@ -251,14 +236,14 @@ class Options:
 def main():
     {body}
 
-cli.run(lambda: None)  # as programs parse their flags before slow imports
-cli.run(main{keywords})
+program.run(lambda: None)  # as programs parse their flags before slow imports
+program.run(main{keywords})
 """
 
 
 def write_script(folder, *lines, keywords=""):
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(root=str(ROOT), body="\n    ".join(lines), keywords=keywords))
+    path.write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
     return str(path)
 
 
@@ -292,7 +277,7 @@ def test_every_flag_of_every_program_is_explained_by_its_own_comment(program):
     """Which is, where Python's own parser finds the field, the one in its lines, else the one above them."""
     module = importlib.import_module(program)
     options = getattr(module, "TrainConfig", None) or module.Options
-    entries = re.split(r"\n  (?=\S)", cli.help_text(options, options()).partition("\nusage: ")[2])[1:]
+    entries = re.split(r"\n  (?=\S)", flags.help_text(options, options()).partition("\nusage: ")[2])[1:]
     lines = inspect.getsource(options).splitlines()
     fields = [node for node in ast.parse("\n".join(lines)).body[0].body if isinstance(node, ast.AnnAssign)]
     assert len(entries) == len(fields) > 2
@@ -314,6 +299,7 @@ TALK = [
 ]
 
 
+@needs("/dev/full")
 @pytest.mark.parametrize(
     "shell",
     ["| head -1", "2>&1 | head -c 1", "2> >(head -c 1)", "> /dev/full", "> /dev/full 2>&1", ">&-", ">&- 2>&-"],
@@ -331,6 +317,7 @@ def test_characters_that_the_console_does_not_have_are_replaced(tmp_path):
     assert done.stdout.startswith("line 0 \u00e9 ?\n") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
+@needs("/dev/full")
 def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     product = dict(keywords=", output_is_product=True")
     done = run_script(tmp_path, *TALK, shell="| head -1", **product)
@@ -350,7 +337,7 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
         ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
         ("open('x' * 300)", "File name too long. Check that it is"),
         ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
-        ("raise cli.UserError('In a\\nb.')", "error: In a\\nb."),
+        ("raise program.UserError('In a\\nb.')", "error: In a\\nb."),
         ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
     ],
 )
@@ -367,15 +354,14 @@ def test_a_bug_keeps_its_traceback(line, tmp_path):
 
 
 def test_torchrun_is_told_the_line_to_show_at_its_end(tmp_path):
-    run_script(
-        tmp_path, "raise cli.UserError('That will not do.')", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")
-    )
-    told = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
+    file = tmp_path / "error.json"
+    run_script(tmp_path, "raise program.UserError('That will not do.')", TORCHELASTIC_ERROR_FILE=str(file))
+    told = json.loads(file.read_text(encoding="utf-8"))
     assert told["message"] == "error: That will not do."
 
 
 @pytest.mark.parametrize(
-    "line, status", [("raise cli.UserError('no')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
+    "line, status", [("raise program.UserError('no')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
     wait = "import atexit; atexit.register(time.sleep, 60)"  # as a process group does whose other ranks are busy
@@ -405,8 +391,9 @@ def test_an_interrupt_is_one_line(tmp_path):
 
 def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
-    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path)
     assert (status, said) == (-signal.SIGINT, "interrupted\n")
-    (tmp_path / "other.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt2")
-    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=str(tmp_path))
+    (tmp_path / "other.py").write_text("import train_gpt2")
+    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=path)
     assert "Traceback" in said, "a program of somebody else's"

@@ -1,17 +1,20 @@
-"""What a run tells whoever watches it: its data at the start, the time left, and bars while it evaluates."""
+"""What a run tells whoever watches it: its data, a line of 80 columns for each step, log.txt, the time left, bars."""
 
 import io
+import itertools
 import json
 import math
+import re
 import sys
 
 import pytest
 import tqdm.std
-from plumbing import runs
+import train_gpt2
+from plumbing import journal, machine, program, runs
 from plumbing.distributed import World
 from train_gpt2 import DataLoaderLite, TrainConfig
 
-from conftest import tiny_model, train
+from harness import patched, read_log, tiny_model, train
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
@@ -47,7 +50,7 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
 
 def step_lines(data, monkeypatch, device_peak, calls):
     """What calls of log_step print and log, in a run of two ranks: [(line, streams)]."""
-    monkeypatch.setattr(runs, "peak_flops", lambda device: device_peak)
+    monkeypatch.setattr(machine, "peak_flops", lambda device: device_peak)
     run, said = object.__new__(runs.Run), []
     run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
     run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, calls[0]["step"], 20_000
@@ -86,7 +89,7 @@ def test_a_steps_line_fits_into_80_columns(peak, data, monkeypatch):
     "seconds, words", [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")]
 )
 def test_the_time_left_is_readable(seconds, words):
-    assert runs.duration(seconds) == words
+    assert program.duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_run_txt_has_the_command(monkeypatch, variables, launcher):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert runs.command_words() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
+    assert journal.command_words() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
 
 
 class Terminal(io.StringIO):
@@ -149,3 +152,27 @@ def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
     options = dict(hellaswag_every=2, hellaswag_data=tmp_path / "examples.jsonl")
     assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
     assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
+
+
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
+    for stream in ("train", "lr", "norm", "tok/s"):
+        assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
+    assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "norm" in line]
+    for step, line in enumerate(printed):
+        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
+    assert len(printed) == 12
+    text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
+    assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine"))
+
+
+def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
+    """128 tokens in a step that takes a quarter of a second are 512 a second."""
+    clock = itertools.count(0, 0.25)
+    with patched(train_gpt2.time, "perf_counter", lambda: next(clock)):
+        with patched(train_gpt2, "train_step", lambda *args: (1.0, 1.0, False)):
+            assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
+    assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}

@@ -8,9 +8,8 @@ import numpy as np
 import tokenizer
 from fineweb import Options, prepare
 
-from conftest import refused
-from test_fineweb import read
-from test_tokenizer import corpus, train_small
+from corpora import corpus, read, train_small
+from harness import refused
 
 
 def nonsense(rng, words, count):

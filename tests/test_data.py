@@ -10,10 +10,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from plumbing.cli import UserError
+import train_gpt2
+from plumbing.program import UserError
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
-from conftest import make_shards
+from harness import make_shards, needs, read_log, succeed, tiny_flags
 
 
 def counting_shards(folder, lengths):
@@ -63,9 +64,6 @@ def random_cases(n, seed=0):
             yield lengths, T, S, rng.sample(layouts, 3)
 
 
-# ----- The order of the windows -------------------------------------------------------------------------
-
-
 def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
     for case, (lengths, T, S, layouts) in enumerate(random_cases(25)):
         folder = counting_shards(tmp_path / str(case), lengths)
@@ -96,9 +94,6 @@ def test_the_order_differs_between_epochs_and_seeds(tmp_path):
     for seed in (1, 2):
         orders |= {tuple(epoch) for epoch in read_steps(folder, 4, n, n, 1, 2, shuffle=True, seed=seed)}
     assert len(orders) == 4
-
-
-# ----- The permutation ----------------------------------------------------------------------------------
 
 
 def keys(seed):
@@ -134,9 +129,6 @@ def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus()
     assert peak < 100_000
 
 
-# ----- Position -----------------------------------------------------------------------------------------
-
-
 def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path):
     folder = counting_shards(tmp_path, [100, 61])
     options = dict(B=3, T=4, shuffle=True, seed=5)
@@ -154,9 +146,6 @@ def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path
             assert torch.equal(got[0], x) and torch.equal(got[1], y)
 
 
-# ----- Masks --------------------------------------------------------------------------------------------
-
-
 def test_masked_targets_are_ignored_and_counted(tmp_path):
     """Compared with a loop over the windows: target i + 1 of a window counts where the mask at i + 1 is 1."""
     folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
@@ -171,9 +160,6 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
         _, y = loader.next_batch()
         assert y.tolist() == expected[number : number + 4]
         assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
-
-
-# ----- What is refused; see also test_shards.py and, for missing shards, test_bad_input.py
 
 
 def expect_refusal(folder, text):
@@ -197,9 +183,6 @@ def test_shards_shorter_than_a_window_are_refused(tmp_path):
     expect_refusal(counting_shards(tmp_path, [4]), "0 tokens in sequences of 4 and one more, but 4 are needed")
 
 
-# ----- Reading ahead ------------------------------------------------------------------------------------
-
-
 def test_two_batches_are_read_ahead_each_once_and_no_later_one_overwrites_one(tmp_path):
     loader = DataLoaderLite(counting_shards(tmp_path, [400]), "train", 2, 4)
     read_batch, positions = loader.read_batch, []
@@ -217,3 +200,19 @@ def test_a_batch_has_the_strides_of_the_trial_step_also_for_a_single_row(tmp_pat
     """Or the compiler compiles once more for it."""
     loader = DataLoaderLite(make_shards(tmp_path, masks=masks), "train", 1, 16)
     assert [tensor.stride() for tensor in loader.next_batch()] == [(16, 1), (16, 1)]
+
+
+def train_with_few_files(args):
+    import resource  # not on Windows
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    train_gpt2.main(args)
+
+
+@needs("resource")
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """1,100 shards under the usual ulimit -n 1024."""
+    data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
+    args = tiny_flags(data, tmp_path / "out", max_steps=6)
+    succeed(train_with_few_files, args, output=tmp_path / "output")
+    assert sorted(read_log(tmp_path / "out")) == list(range(6))

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 from plumbing import files
-from plumbing.cli import UserError
 from plumbing.files import atomic_write, lock_folder, new_output, open_regular
+from plumbing.program import UserError
 
-from conftest import ROOT, patched
-
-needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes, which Windows does not have")
+from harness import ROOT, needs, patched
 
 
 def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
@@ -88,7 +86,7 @@ def test_only_regular_files_are_read(tmp_path):
         open_regular(tmp_path / "missing")
 
 
-@needs_pipes
+@needs("mkfifo")
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for use in (open_regular, lambda path: atomic_write(path).__enter__(), lambda path: lock_folder(tmp_path, path)):
@@ -129,7 +127,7 @@ def test_an_output_that_the_user_names_is_new(tmp_path):
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text(encoding="utf-8") == "first"
 
 
-@needs_pipes
+@needs("mkfifo")
 def test_an_output_may_be_a_pipe(tmp_path):
     pipe, texts = tmp_path / "pipe", []
     os.mkfifo(pipe)

@@ -9,11 +9,11 @@ import tokenizer
 import torch
 import torch.nn as nn
 from hellaswag import Counts, evaluate, harness_text, iterate_examples, pack, read_examples, render_example, score
-from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface
+from plumbing.program import UserError
 from train_gpt2 import GPTConfig
 
-from conftest import listing, refusal_of, refused, tiny_model
+from harness import listing, refusal_of, refused, tiny_model
 
 ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 

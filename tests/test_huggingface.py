@@ -10,12 +10,12 @@ import tiktoken
 import tokenizer
 import torch
 from plumbing.checkpoint import load_model_state
-from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
+from plumbing.program import UserError
 from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT
 
-from conftest import listing, parrot_model, tiny_model
+from harness import listing, needs, parrot_model, tiny_model
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -40,9 +40,6 @@ def refusal(function, *args):
     line = str(caught.value)
     assert "\n" not in line and len(line) < 500
     return line
-
-
-# ----- Import -------------------------------------------------------------------------------------------
 
 
 VARIANTS = [
@@ -113,6 +110,7 @@ def test_a_truncated_file_is_refused(hf, length):
     assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
+@needs("mkfifo")
 def test_pickles_and_pipes_are_not_read(hf):
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
     os.mkfifo(hf / "model-00001-of-00001.safetensors")
@@ -221,9 +219,6 @@ def test_openais_models_have_gpt2s_tokenizer(hf, monkeypatch):
         assert load_tokenizer(name, vocab_size) is BYTES
 
 
-# ----- Export -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 def test_the_files_have_the_permissions_that_the_umask_gives(tmp_path):
     before = os.umask(0o027)
@@ -297,20 +292,19 @@ NOT_THIS_MODEL = {
 def other_tokenizer():
     """Bytes with their ids in another order."""
     ranks = {bytes([255 - i]): i for i in range(256)}
-    return tiktoken.Encoding(
-        "bytes", pat_str=BYTES._pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
+    special = {"<|endoftext|>": 256}
+    return tiktoken.Encoding("bytes", pat_str=BYTES._pat_str, mergeable_ranks=ranks, special_tokens=special)
 
 
-@pytest.mark.parametrize("name", [None, *NOT_THIS_MODEL])
+CASES = [pytest.param(name, marks=needs("mkfifo") if name == "mkfifo" else ()) for name in NOT_THIS_MODEL]
+
+
+@pytest.mark.parametrize("name", [None, *CASES])
 def test_only_a_whole_export_of_the_same_weights_is_taken_for_the_model(hf, name):
     model = tiny_model(vocab_size=257)  # what the fixture has exported
     if name:
         NOT_THIS_MODEL[name](hf)
     assert is_export_of(hf, model.state_dict(), vars(model.config), BYTES) == (name is None)
-
-
-# ----- Chat ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

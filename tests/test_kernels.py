@@ -1,12 +1,12 @@
-"""The machine: the output layer and its loss in float8, compared with F.cross_entropy in float64; memory; GPUs."""
+"""The output layer and its loss in float8, compared with F.cross_entropy in float64; GPUs and their errors by name."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from plumbing import kernels
-from plumbing.distributed import has_float8, peak_flops
-from plumbing.fit import is_out_of_memory
 from plumbing.kernels import cross_entropy, linear_cross_entropy, to_float8
+from plumbing.machine import has_float8, peak_flops
+from plumbing.trial import is_out_of_memory
 
 float8_only = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 

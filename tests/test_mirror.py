@@ -8,7 +8,7 @@ import types
 import pytest
 from plumbing import mirror
 
-from conftest import listing, read_log, train
+from harness import listing, read_log, train
 
 
 class CommError(Exception):

@@ -10,9 +10,9 @@ import tokenizer
 import yaml
 from plumbing import modelcard
 from plumbing.huggingface import export_huggingface
-from plumbing.modelcard import write_model_card
+from plumbing.modelcard import write_curve, write_model_card
 
-from conftest import change_checkpoint, status_of, tiny_model, train, write_curve
+from harness import change_checkpoint, status_of, tiny_model, train
 
 CONFIG = {
     "preset": "gpt2",
@@ -51,7 +51,7 @@ RUN = start_text()
 
 @pytest.fixture(autouse=True)
 def draw(monkeypatch):
-    """Draw the curves, which conftest.py leaves out."""
+    """Draw the curves, which are left out of other tests' runs."""
     monkeypatch.setattr(modelcard, "write_curve", write_curve)
 
 

@@ -10,7 +10,7 @@ import torch
 import train_gpt2
 from nbclient import NotebookClient
 
-from conftest import ROOT, make_shards, train
+from harness import ROOT, make_shards, train
 
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
 
@@ -52,9 +52,8 @@ def execute(notebook, folder, monkeypatch):
         "CUDA_VISIBLE_DEVICES": "",
     }.items():
         monkeypatch.setenv(name, value)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    where = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
     client.execute()  # raises CellExecutionError where a cell does
     assert not notes.exists(), notes.read_text(encoding="utf-8")
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
@@ -136,9 +135,8 @@ def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path,
 def write_run(folder, losses, config=None, shards=None, branched=None, stream="val"):
     """A run's folder with a log of these values at steps 0, 1, ...; with a config, a run.txt of two starts."""
     folder.mkdir(parents=True)
-    (folder / "log.txt").write_text(
-        "".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses)), encoding="utf-8"
-    )
+    log = "".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses))
+    (folder / "log.txt").write_text(log, encoding="utf-8")
     if config is not None:
         block = [f"command: train_gpt2.py --out-dir {folder}", f"config: {json.dumps(config)}"]
         block += [f"branched: {json.dumps(branched)}"] if branched else []

@@ -1,15 +1,16 @@
 """The project as a whole: what it says of itself is so."""
 
 import ast
+import graphlib
 import re
 import sys
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness import ROOT
+
+PROGRAM = ("*.py", "plumbing/*.py", "bench/*.py")
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
-PACKAGES = ("plumbing", "bench", "tests")
 OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
     "triton",  # torch brings it where it has a GPU to compile kernels for
@@ -19,24 +20,51 @@ OPTIONAL = {
 }
 
 
-def imported_packages():
-    """The top-level packages that any script or test imports, other than our own and Python's."""
-    found, ours = set(), {name.removesuffix(".py") for name in SCRIPTS} | set(PACKAGES)
-    files = [ROOT / name for name in SCRIPTS] + [path for name in PACKAGES for path in ROOT.glob(f"{name}/*.py")]
-    for path in files:
-        ours.add(path.stem)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            found |= {name.split(".")[0] for name in names}
-    return found - ours - set(sys.stdlib_module_names)
+def parsed(*patterns):
+    """{dotted name: syntax tree} of our modules."""
+    paths = [path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)]
+    return {".".join(path.with_suffix("").parts): ast.parse((ROOT / path).read_text("utf-8")) for path in paths}
+
+
+def imported(tree):
+    """The dotted names that are imported anywhere in it; of `from a import b` both a and a.b."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def test_requirements_name_every_package_that_is_imported():
+    """Other than our own and Python's."""
+    trees = parsed(*PROGRAM, "tests/*.py")
+    packages = {name.split(".")[0] for tree in trees.values() for name in imported(tree)}
+    packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines if line and line[0] != "#"}
-    assert imported_packages() - declared <= OPTIONAL
+    assert packages - declared <= OPTIONAL
     assert "torch==2.13.0" in lines
+
+
+def test_plumbing_imports_no_program_but_the_tokenizer_and_no_modules_import_each_other():
+    """But for one line: hellaswag.py loads a model when it is called, and the trainer imports hellaswag.py."""
+    trees = parsed(*PROGRAM)
+    (main,) = [node for node in trees["hellaswag"].body if getattr(node, "name", "") == "main"]
+    (line,) = [node for node in main.body if "train_gpt2" in imported(node)]
+    main.body.remove(line)
+    graph = {name: imported(tree) & trees.keys() for name, tree in trees.items()}
+    for name, imports in graph.items():
+        assert not name.startswith("plumbing.") or {n for n in imports if "." not in n} <= {"tokenizer"}, name
+    graphlib.TopologicalSorter(graph).prepare()  # a circle is an error that names it
+
+
+def test_the_program_and_its_tests_stay_within_their_numbers_of_lines():
+    def num_lines(*patterns):
+        return sum(path.read_text("utf-8").count("\n") for pattern in patterns for path in ROOT.glob(pattern))
+
+    assert num_lines("train_gpt2.py") <= 850 and num_lines(*PROGRAM) <= 7000 and num_lines("tests/*.py") <= 8000
 
 
 def test_the_public_workflow_runs_the_readmes_commands():

@@ -17,7 +17,7 @@ import tokenizer
 import train_gpt2
 from bench import __main__ as bench
 
-from conftest import ROOT, flags, status_of
+from harness import ROOT, flags, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

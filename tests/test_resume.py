@@ -1,9 +1,11 @@
 """A run cannot be lost: killed anywhere, stopped by signals, moved to other ranks, its files torn.
 
 What a run must give is what an uninterrupted run of the same command gave: bit for bit on one process.
+It is finished when its export holds the weights of its last checkpoint, and otherwise exported again.
 """
 
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -17,18 +19,22 @@ import tokenizer
 import torch
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing import distributed
+from plumbing import machine
 from plumbing.checkpoint import CheckpointWriter, newest_checkpoint
 from plumbing.files import lock_folder
 from plumbing.runs import Run
 from safetensors.torch import load_file, save_file
 
-from conftest import (
+from harness import (
     assert_same_run,
+    change_checkpoint,
     die_at,
+    error_in,
+    examples_file,
     free_port,
     killed_at,
     listing,
+    needs,
     patched,
     read_log,
     run,
@@ -49,9 +55,6 @@ def straight(folder):
     """The folder of a run of OPTIONS that nothing interrupts."""
     assert train(folder, folder.parent / "straight", **OPTIONS) == 0
     return folder.parent / "straight"
-
-
-# ----- Killed with -9 at chosen moments, and torn files -------------------------------------------------
 
 
 def train_until(moment, args):
@@ -93,6 +96,7 @@ MOMENTS = {
 }
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
@@ -120,6 +124,7 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
+@needs("SIGKILL")
 def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
@@ -130,12 +135,14 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     assert_same_run(stopped, straight)
 
 
+@needs("SIGKILL")
 def test_a_missing_log_is_no_obstacle(folder, straight, stopped):
     (stopped / "log.txt").unlink()
     assert train(folder, stopped, **OPTIONS) == 0
     assert list(read_log(stopped).items()) == list(read_log(straight).items())[8:]
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2), ("deleted", 2)])
 def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, folder, straight, stopped, capsys):
     """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
@@ -156,6 +163,24 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert aside.exists() == (damage != "deleted")
 
 
+@needs("SIGKILL")
+def test_a_checkpoint_of_the_first_version_continues(folder, straight, stopped, capsys):
+    """It had no fingerprints of its data, a random state, and fewer flags."""
+
+    def make_old(content):
+        del content["loader"]["fingerprint"], content["val_fingerprint"], content["temporary"]
+        content["rng"] = torch.get_rng_state()
+        for name in ("branch_from", "milestone_every", "keep_best", "wandb", "grad_clip"):
+            del content["config"][name]
+
+    for path in stopped.glob("model_*.pt"):
+        change_checkpoint(path, make_old)
+    assert train(folder, stopped, grad_clip=0.5, **OPTIONS) == 2
+    assert "grad_clip was 1.0, now 0.5" in error_in(capsys.readouterr().err)
+    assert train(folder, stopped, **OPTIONS) == 0
+    assert_same_run(stopped, straight)
+
+
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
@@ -166,9 +191,6 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
         writer.wait()
     assert steps_of(tmp_path) == [99_999, 100_000]
     assert newest_checkpoint(tmp_path)["step"] == 100_000
-
-
-# ----- What the same command does in a folder that holds a run, and after a signal ----------------------
 
 
 def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
@@ -223,6 +245,7 @@ def signalled(step, name, times, rank, args):
 
 
 # SIGHUP comes when the terminal is closed
+@needs("SIGHUP")
 @pytest.mark.parametrize("name, status", [("SIGTERM", 0), ("SIGHUP", 0), ("SIGINT", 130)])
 def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
@@ -247,7 +270,7 @@ def train_where_auto_is_float16(args):
     def choose(name, device, n_embd):
         return choose_dtype("float16" if name == "auto" else name, device, n_embd)
 
-    with patched(distributed, "choose_dtype", choose) as choose_dtype:
+    with patched(machine, "choose_dtype", choose) as choose_dtype:
         train_gpt2.main(args)
 
 
@@ -276,15 +299,13 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_goes_on
     assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 
-# ----- Other numbers of ranks, other batch sizes --------------------------------------------------------
-
-
 def largest_difference(out_dir, straight, steps=None):
     ours, theirs = (read_log(folder) for folder in (out_dir, straight))
     assert list(ours) == list(theirs)
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
+@needs("SIGKILL")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimizer, folder, tmp_path):
     """One process with B = 8 to step 20, two with B = 2 to 40, one with B = 4 to 60."""
@@ -313,12 +334,29 @@ train_gpt2.train_step = train_step
 """
 
 
+@needs("SIGKILL")
 def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS | {"batch_size": 2})
     done = torchrun(tmp_path, KILLED_ONCE, *args, restarts=1)
     assert done.returncode == 0, done.stderr
     assert "from step 4 to 12" in done.stdout
     assert largest_difference(tmp_path / "out", straight) < 1e-5
+
+
+KILLED_IN_FIRST_START = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    train_gpt2.tokenizer.folder_encoding = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs("SIGKILL")
+def test_a_restart_under_no_resume_starts_afresh_if_the_first_start_was_killed_too_early(folder, stopped, tmp_path):
+    """Killed before it has set the old run aside: the restart must not take the old run for its own."""
+    args = tiny_flags(folder, stopped, resume=False, **OPTIONS)
+    done = torchrun(tmp_path, KILLED_IN_FIRST_START, *args, ranks=1, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "from step 0 to 12" in done.stdout and "Moved log.txt, model_" in done.stdout
+    assert (tmp_path / "out.1" / "model_00004.pt").exists()
 
 
 @pytest.mark.slow
@@ -332,6 +370,7 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     assert largest_difference(tmp_path / "two", straight) < 1e-5
 
 
+@needs("SIGKILL")
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
     options = OPTIONS | dict(optimizer="muon", dtype="float16")
     assert train(folder, tmp_path / "straight", **options) == 0
@@ -365,3 +404,27 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
         assert all(torch.equal(slow["model"][key], fast["model"][key]) for key in fast["model"])
         states = [[t for s in c["optimizer"][0]["state"].values() for t in s.values()] for c in (slow, fast)]
         assert len(states[0]) == 28 * 3 and all(map(torch.equal, *states))
+
+
+def signal_in_an_evaluation(name, args):
+    """Rank 1 receives SIGTERM when the evaluation of step 4 begins."""
+    calls = itertools.count()
+
+    def evaluate(*args):
+        if next(calls) == 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole_evaluate(*args)
+
+    with patched(train_gpt2, name, evaluate) as whole_evaluate:
+        train_gpt2.main(args)
+
+
+@pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
+def test_a_signal_in_an_evaluation_stops_all_ranks_and_the_evaluation_is_done_again(name, stream, data, tmp_path):
+    options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
+    args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
+    succeed(signal_in_an_evaluation, name, args, output=tmp_path / "output", ranks=2)
+    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 not in read_log(tmp_path / "out", stream)
+    assert train(data, tmp_path / "out", batch_size=2, **options) == 0
+    assert sorted(read_log(tmp_path / "out")) == list(range(12))
+    assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]

@@ -16,7 +16,7 @@ import train_gpt2
 from plumbing.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
-from conftest import ROOT, flags, listing, parrot_model, refusal_of, refused, status_of, talk, tiny_model
+from harness import ROOT, flags, listing, parrot_model, refusal_of, refused, status_of, talk, tiny_model
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")

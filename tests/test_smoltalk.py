@@ -15,11 +15,11 @@ import smoltalk
 import tokenizer
 import train_gpt2
 from plumbing import documents
-from plumbing.cli import UserError
+from plumbing.program import UserError
 from smoltalk import Options, pack, prepare, render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from conftest import TINY, flags, refused, status_of, talk
+from harness import TINY, flags, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)

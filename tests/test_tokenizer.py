@@ -1,50 +1,24 @@
 """tokenizer.py: every tokenizer is a tiktoken.Encoding, loses nothing, and agrees with whoever else reads it."""
 
-import errno
-import functools
 import json
 import os
-import pydoc_data.topics
-import random
 from pathlib import Path
 
 import pytest
 import tiktoken
 import tokenizer
-from plumbing.cli import UserError
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
+from plumbing.program import UserError
 from tiktoken.load import load_tiktoken_bpe
 
-from conftest import listing, patched, refused
+from corpora import corpus, odd_texts, train_small
+from harness import full_disk, listing, patched, refused
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
 MERGES = CACHE / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
 VOCABULARY = CACHE / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
 no_gpt2 = not (MERGES.exists() and VOCABULARY.exists())
-# letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
-COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
-RARE = list("\u017f\u212a\x00\x1c\x85\xa0\u180e\u200b\u2028\u3000\ufeff\u00e9\u0301\u0633\u093f\u65e5\u2167\u00bd")
-RARE += list("\U0001f642\U0010ffff")
-
-
-def odd_texts(count, seed=0):
-    """Random strings, one character in ten from all of Unicode."""
-    rng = random.Random(seed)
-    anything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    pools = [COMMON] * 7 + [RARE] * 2 + [anything]
-    return ["".join(rng.choice(rng.choice(pools)) for _ in range(rng.randrange(60))) for _ in range(count)]
-
-
-@functools.cache
-def corpus():
-    """Text to learn from: part of the language reference that comes with Python, and odd texts."""
-    return [text for _, text in sorted(pydoc_data.topics.topics.items())[:40]] + odd_texts(200, seed=1)
-
-
-@functools.cache
-def train_small(pattern):
-    return tokenizer.train(corpus(), 1000, name="small", pattern=pattern, special_tokens=["<|pad|>"])
 
 
 @pytest.fixture(params=["gpt2", "gpt4"])
@@ -185,10 +159,7 @@ def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
 
 @pytest.mark.parametrize("calls", [0, 1])  # the full disk refuses the first of the two files, or the second
 def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
-    def full(number):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the disk")
-
-    answers = iter([os.fsync] * calls + [full] * 2)
+    answers = iter([os.fsync] * calls + [full_disk] * 2)
     with patched(os, "fsync", lambda number: next(answers)(number)), pytest.raises((UserError, OSError)):
         tokenizer.write_encoding(tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken")
     assert not any(tmp_path.iterdir())

@@ -1,0 +1,89 @@
+"""A loss or a gradient norm that is not finite stops all ranks before the update; only float16 skips such a step."""
+
+import contextlib
+import math
+import os
+
+import numpy as np
+import train_gpt2
+from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+
+from harness import error_in, losses, patched, read_log, refused, run, tiny_flags, train
+
+
+@contextlib.contextmanager
+def spoiled(step, micro_step, spoil):
+    """spoil(model, loss) takes the place of the loss in that micro-step of that step."""
+    at = {"step": -1, "micro_step": None}  # no micro-step: outside of training
+
+    def counting_step(*args):
+        at.update(step=at["step"] + 1, micro_step=-1)
+        try:
+            return train_step(*args)
+        finally:
+            at["micro_step"] = None
+
+    def forward(self, *args, **options):
+        logits, loss = whole_forward(self, *args, **options)
+        if at["micro_step"] is not None:
+            at["micro_step"] += 1
+        return logits, spoil(self, loss) if at == {"step": step, "micro_step": micro_step} else loss
+
+    with patched(train_gpt2, "train_step", counting_step) as train_step:
+        with patched(train_gpt2.GPT, "forward", forward) as whole_forward:
+            yield
+
+
+def train_with_a_nan_on_rank_1(args):
+    """Rank 1's loss is NaN in the second micro-step of step 3."""
+    defect = spoiled(3, 1, lambda model, loss: loss * math.nan)
+    with defect if os.environ["RANK"] == "1" else contextlib.nullcontext():
+        train_gpt2.main(args)
+
+
+def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, tmp_path):
+    """Step 3 of 8 windows, micro-step 1 of B = 2 on rank 1: windows 24 + (1 * 2 + 1) * 2 = 30, 31; tokens 480, 496."""
+    output = tmp_path / "output"
+    args = tiny_flags(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
+    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2]
+    text = output.read_text(encoding="utf-8")
+    error = error_in(text)
+    assert "step 3" in error and "loss is nan" in error and "Traceback" not in text
+    assert "tiny_train_000001.npy token 480, tiny_train_000001.npy token 496" in error
+    assert "token 448" not in error  # rank 0's window of that micro-step
+    # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == error + "\n"
+    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
+    assert newest_checkpoint(tmp_path / "out")["step"] == 3
+    # without the poison the same command continues to the end
+    assert train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9) == 0
+    assert train(data, tmp_path / "straight", shuffle=False, batch_size=2) == 0
+    assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
+
+
+def infinite(model, loss):
+    """The same loss; the gradient of the embedding, which is AdamW's, becomes infinite, once."""
+
+    def hook(grad):
+        handle.remove()
+        return grad * math.inf
+
+    handle = model.transformer.wte.weight.register_hook(hook)
+    return loss
+
+
+def test_an_infinite_gradient_norm_stops_the_run_before_the_update(data, tmp_path):
+    with spoiled(2, 0, infinite):
+        line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", checkpoint_every=1))
+    assert "step 2" in line and "gradient norm" in line and ".npy token" in line
+    checkpoint = newest_checkpoint(tmp_path / "out")
+    assert checkpoint["step"] == 2 and all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+
+
+def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):
+    with spoiled(1, 0, infinite):
+        assert train(data, tmp_path / "out", dtype="float16", optimizer="muon", max_steps=3, val_every=1) == 0
+    val = losses(tmp_path / "out", "val")
+    assert val[0] != val[1] == val[2] != val[3]
+    # the scaler begins at 65,536
+    assert load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**15

@@ -1,0 +1,167 @@
+"""Downloads: whole or not there, tried again when the network fails, and nothing that is complete is asked for."""
+
+import http.server
+import io
+import json
+import os
+import re
+import threading
+import urllib.parse
+
+import numpy as np
+import pytest
+from plumbing import documents
+from plumbing.program import UserError
+from tqdm import tqdm
+
+from corpora import TABLES, as_bytes, is_split, make, random_texts, read, script, write_jsonl, write_parquet
+from harness import full_disk, patched
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Files by path, and as much of the hub as its client asks for. The first answer of each path is broken off."""
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        self.server.asked.append(path)
+        content = self.server.files.get(path)
+        if content is None:
+            self.send_error(404)
+            return
+        first = self.server.asked.count(path) == 1 and self.command == "GET"
+        if first and self.server.flaky == "status":
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"0123456789abcdef"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[: len(content) // 2] if first and self.server.flaky == "short" else content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    """Also the hub, as `python fineweb.py` sees it with `server.env`."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.asked, server.flaky = {}, [], ""
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("flaky", ["status", "short"])
+def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
+    texts = random_texts(40)
+    write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
+    write_parquet(tmp_path / "x.parquet", texts[20:30])
+    write_parquet(tmp_path / "y.parquet", texts[30:])
+    files = {"/a.jsonl.gz": "a.jsonl.gz", "/x/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
+    server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
+    server.flaky = flaky
+    with patched(documents, "RETRY_SECONDS", 0):
+        urls = [f"{server.url}{path}" for path in files]
+        folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
+    assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
+    assert all(server.asked.count(path) == 2 for path in files)
+    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_outage_later_than_the_first_download_is_survived(tmp_path, monkeypatch, prefetch):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    attempts = []
+
+    def fetch(source, folder, number=3):
+        attempts.append(number)
+        return source._replace(path=str(tmp_path / "a.txt"))
+
+    monkeypatch.setattr(documents, "fetch", fetch)
+    sources = [documents.Source(f"http://host/{name}.txt") for name in "abc"]
+    assert list(documents.read_batches(sources, "text", str(tmp_path), prefetch=prefetch)) and attempts == [3, 9, 9]
+
+
+def test_a_download_is_whole_or_not_there(tmp_path, server):
+    server.files, path, bars = {"/a.bin": b"content" * 1000}, tmp_path / "a.bin", []
+    server.flaky = "short"
+
+    class Bar(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, file=io.StringIO())
+            bars.append(self)
+
+    with patched(documents, "RETRY_SECONDS", 0), patched(documents, "tqdm", Bar):
+        match = "ended after 3,500 of 7,000 bytes. Call a friend."
+        with pytest.raises(UserError, match=match):
+            documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
+        assert not any(tmp_path.iterdir())
+        documents.download(f"{server.url}/a.bin", str(path), "")
+    assert path.read_bytes() == server.files["/a.bin"] and [(bar.total, bar.n) for bar in bars[1:]] == [(7000, 7000)]
+    # what the disk refuses, or the server for good, is not asked for again
+    with patched(os, "fsync", full_disk), pytest.raises((UserError, OSError), match="No space left"):
+        documents.download(f"{server.url}/a.bin", str(path), "")
+    with pytest.raises(UserError, match="404"):
+        documents.download(f"{server.url}/missing", str(path), "")
+    assert server.asked == ["/a.bin"] * 3 + ["/missing"] and path.read_bytes() == server.files["/a.bin"]
+
+
+def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
+    repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
+    texts, tree = random_texts(60), []
+    for i in range(3):
+        write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
+        path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
+        server.files[f"/datasets/{repo}/resolve/{commit}/{path}"] = content
+        tree.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
+    server.files[f"/api/datasets/{repo}"] = json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
+    server.files[f"/api/datasets/{repo}/tree/{commit}/sample/10BT"] = json.dumps(tree[::-1]).encode()
+    server.flaky = "status"
+    tokens = as_bytes(texts)
+    args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
+    done = script(*args, cwd=tmp_path, environment=server.env)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "edu_fineweb10B"
+    assert np.array_equal(read(folder), tokens[:-100])
+    count = -(-len(tokens[100:]) // 7000)
+    shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
+    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TABLES])  # and no parquet
+    # what is complete needs no network
+    asked = len(server.asked)
+    assert "is complete" in script(*args, cwd=tmp_path, environment=server.env).stdout and len(server.asked) == asked
+
+
+def test_ready_made_shards_come_whole_or_again(tmp_path, server):
+    rng = np.random.default_rng(0)
+    shards = {}
+    for file in ["val_000000", "train_000001", "train_000002"]:
+        tokens = rng.integers(0, 50257, 1000, dtype=np.uint16)
+        tokens[0] = 50256
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, len(tokens)
+        shards[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
+    prefix = "/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
+    server.files = {prefix + file: content for file, content in shards.items()}
+    server.flaky = "short"
+    done = script("--pretokenized", 2, cwd=tmp_path, environment=server.env)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "edu_fineweb10B"
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
+    assert set(os.listdir(folder)) - set(TABLES) == {*shards, "meta.json"}
+    # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
+    assert ("note: The tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
+    # one more shard than there is: said, and what is there stays
+    done = script("--pretokenized", 3, cwd=tmp_path, environment=server.env)
+    assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards

@@ -1,0 +1,131 @@
+"""A failure on one rank ends all of them with its message, and ranks that do not agree or meet do not train."""
+
+import itertools
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+import train_gpt2
+from plumbing import distributed
+from plumbing.distributed import World
+from plumbing.program import UserError
+
+from harness import error_in, flags, make_shards, patched, run, succeed, tiny_flags, torchrun
+
+
+def train_alone_otherwise(args, changes, data, version):
+    """Train with other flags, other data or another version of the program on rank 1."""
+    if os.environ["RANK"] == "1":
+        args = [*args, *flags(**changes), *(["--data", str(data)] if data else [])]
+        if version:
+            torch.__version__ = version
+    train_gpt2.main(args)
+
+
+def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
+    args = tiny_flags(folder, tmp_path / "out", max_steps=6)
+    other = make_shards(tmp_path / "other", seed=1)
+    flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
+    cases = [({"max_lr": 0.01}, None, "2.0", flags_differ), ({}, other, "", "with rank 0: training data is ")]
+    for number, (changes, data, version, words) in enumerate(cases):
+        output = tmp_path / f"output{number}"
+        assert run(train_alone_otherwise, args, changes, data, version, output=output, ranks=2) == [2, 2]
+        assert words in error_in(output.read_text(encoding="utf-8")) and not (tmp_path / "out").exists()
+
+
+def test_ranks_may_have_their_files_in_different_places(folder, tmp_path):
+    data = shutil.copytree(folder, tmp_path / "elsewhere")
+    args = tiny_flags(folder, tmp_path / "out", max_steps=6)
+    changes = {"out_dir": "nowhere", "hellaswag_data": "there"}
+    succeed(train_alone_otherwise, args, changes, data, "", output=tmp_path / "output", ranks=2)
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
+        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "Rank 3 of 2"),
+    ],
+    ids=str,
+)
+def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        train_gpt2.main(tiny_flags(folder, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
+    """Where nobody listens at all, and where torchrun's store has the port of a rank 0 that is gone."""
+    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)
+    port = "1"  # where nobody listens
+    for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"127.0.0.1, {port}.* Start all ranks within a minute"):
+        distributed.setup_distributed("cpu")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stale = torch.distributed.HashStore()
+    stale.set("port", port)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *args, **options: iter([(stale, 1, 2)]))
+    with pytest.raises(UserError, match="Start all ranks within a minute"):
+        distributed.setup_distributed("cpu")
+
+
+def train_with_a_defect_on_rank_1(args):
+    """Rank 1 fails alone in its third pass, and shutting down waits for the other rank for ever, as NCCL does."""
+    passes = itertools.count()
+
+    def forward(self, *args, **options):
+        if os.environ["RANK"] == "1" and next(passes) == 2:
+            raise ValueError("a defect")
+        return whole_forward(self, *args, **options)
+
+    with patched(train_gpt2.GPT, "forward", forward) as whole_forward:
+        with patched(torch.distributed, "destroy_process_group", lambda: threading.Event().wait()):
+            train_gpt2.main(args)
+
+
+def test_a_rank_that_fails_alone_says_why_and_ends_at_once(data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", batch_size=2)
+    statuses = run(train_with_a_defect_on_rank_1, args, output=tmp_path / "output", ranks=2)
+    assert statuses[1] == 1 and statuses[0] != 0
+    assert "ValueError: a defect" in (tmp_path / "output.1").read_text(encoding="utf-8")
+
+
+def test_tensors_are_looked_for_only_where_they_are(monkeypatch):
+    """Among HellaSwag's million numbers that took seconds on every rank."""
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda message: None)
+    looked_at = []
+    monkeypatch.setattr(distributed, "tree_map_only", lambda kind, function, tree: looked_at.append(tree) or tree)
+    for result in ([1, 2], {"model": {}}):
+        assert World(size=2).broadcast_from_master(lambda result=result: result) == result
+    assert looked_at == [{"model": {}}] * 2
+
+
+LATE_RANK_0 = """
+if os.environ["RANK"] == "1":
+    Path("started").touch()
+while not Path("started").exists():
+    pass
+"""
+
+
+def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
+    """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
+    done = torchrun(tmp_path, LATE_RANK_0, *tiny_flags(data, tmp_path / "out", n_layer=0))
+    assert "--n-layer is 0" in error_in(done.stderr), done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_path):
+    (data / "tiny_train_000002.npy").write_bytes(b"torn")
+    args = tiny_flags(data, tmp_path / "out")
+    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [2, 2]
+    text = (tmp_path / "output").read_text(encoding="utf-8")
+    assert text.count("error: ") == 1 and "Traceback" not in text
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+"""The same run on any number of processes and with any accumulation: that of a plain loop with transformers' GPT-2."""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizer
+import torch
+import train_gpt2
+from plumbing.huggingface import export_huggingface
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
+from train_gpt2 import IGNORE_INDEX
+
+from harness import losses, make_shards, patched, read_log, succeed, tiny_flags, tiny_model, train, windows
+
+
+def plain_loop(hf_directory, folder, masks):
+    """What the log should say: ten steps of 8 windows in one batch with transformers and torch's own AdamW.
+
+    The learning rates are worked by hand: after the warmup, progress goes by eighths of the cosine.
+    """
+    from transformers import GPT2LMHeadModel
+
+    hf = GPT2LMHeadModel.from_pretrained(hf_directory).eval()
+    hf.resize_token_embeddings(320, mean_resizing=False)
+    weight = hf.transformer.wte.weight
+    with torch.no_grad():
+        weight[257:] = weight[:257].mean(0)  # how our vocabulary is padded
+    decayed = [p for p in hf.parameters() if p.dim() >= 2]
+    spared = [p for p in hf.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    rates = [1e-3, 2e-3] + [2e-4 + 0.9e-3 * (1 + math.cos(math.pi * eighths / 8)) for eighths in range(8)]
+
+    def mean_loss(x, y):
+        return F.cross_entropy(hf(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
+
+    x, y = windows(folder, "train", 16, masks)
+    val_x, val_y = windows(folder, "val", 16, masks)
+    expected = {"train": [], "norm": [], "lr": rates, "val": []}
+    for step, rate in enumerate(rates):
+        if step == 5:
+            with torch.no_grad():
+                expected["val"].append(mean_loss(val_x[:33], val_y[:33]).item())
+        loss = mean_loss(x[8 * step : 8 * step + 8], y[8 * step : 8 * step + 8])
+        loss.backward()
+        expected["train"].append(loss.item())
+        expected["norm"].append(torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0).item())
+        for group in groups:
+            adamw.param_groups[groups.index(group)]["lr"] = rate
+        adamw.step()
+        adamw.zero_grad()
+    return expected
+
+
+PLAIN = dict(max_steps=10, warmup_steps=2, max_lr=2e-3, min_lr=2e-4, val_every=5, val_tokens=33 * 16 + 5)
+PLAIN |= dict(shuffle=False, checkpoint_every=0)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["all targets", "masked targets"])
+def plain(request, tmp_path_factory):
+    """A folder of shards, a model to begin from, and what a plain loop makes of the two."""
+    folder = make_shards(tmp_path_factory.mktemp("plain") / "data", masks=request.param)
+    start = folder.parent / "start"
+    export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), start)
+    return folder, start, plain_loop(start, folder, request.param)
+
+
+def assert_equals_plain_loop(out_dir, expected):
+    assert np.allclose(losses(out_dir), expected["train"], atol=2e-5, rtol=0)
+    assert np.allclose(losses(out_dir, "norm"), expected["norm"], rtol=1e-4)
+    assert np.allclose(losses(out_dir, "lr"), expected["lr"], rtol=1e-6)
+    assert losses(out_dir, "val")[1] == pytest.approx(expected["val"][0], abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, tmp_path):
+    folder, start, expected = plain
+    assert train(folder, tmp_path / "out", init_from=start, batch_size=batch_size, **PLAIN) == 0
+    assert_equals_plain_loop(tmp_path / "out", expected)
+
+
+def train_and_report(args, report):
+    """Train, noting a digest of this rank's weights after each step and how often gradients were reduced."""
+    digests, reductions = [], []
+
+    def step_and_digest(model, *rest):
+        result = train_step(model, *rest)
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+        return result
+
+    def counting_ddp(*args, **options):
+        assert options["bucket_cap_mb"] > 3 * 28, "GPT-2 124M's blocks have 28 MB: 25 would cut inside of each"
+        model = DDP(*args, **options)
+
+        def reduce(state, bucket):
+            reductions.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        model.register_comm_hook(None, reduce)
+        return model
+
+    with patched(train_gpt2, "train_step", step_and_digest) as train_step:
+        with patched(train_gpt2, "DDP", counting_ddp) as DDP:
+            try:
+                train_gpt2.main(args)
+            finally:
+                found = {"weights": digests, "reductions": len(reductions)}
+                Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
+
+
+def check_ranks_agree(report, steps, ranks=2):
+    """The weights are those of the other ranks after every step, and the gradients were reduced once in each."""
+    first, *rest = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+    assert len(set(first["weights"])) == steps and rest == [first] * (ranks - 1)
+    assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
+
+
+def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
+    """Two micro-steps on each of two ranks, as the plain loop's one batch of eight.
+
+    Fails (each was tried) if no_sync covers the last forward pass, too, or no forward pass at all; if the loss is one
+    rank's; if masked targets are averaged by micro-step.
+    """
+    folder, start, expected = plain
+    args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
+    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=2)
+    assert_equals_plain_loop(tmp_path / "out", expected)
+    check_ranks_agree(tmp_path / "report", 10)
+    assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
+
+
+@pytest.mark.parametrize("ranks, n_layer", [(2, 2), (3, 4)])
+def test_more_processes_equal_one_with_muon(ranks, n_layer, data, tmp_path):
+    """Of 4 matrices, 3 ranks orthogonalize 2, 2 and none: the last one's share is padding."""
+    options = dict(optimizer="muon", n_layer=n_layer, total_batch_size=64 * ranks, val_every=3, max_steps=10)
+    assert train(data, tmp_path / "one", batch_size=4 * ranks, **options) == 0
+    args = tiny_flags(data, tmp_path / "more", batch_size=2, **options)
+    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=ranks)
+    for stream in ("train", "val"):
+        assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "more", stream), atol=2e-5, rtol=0)
+    check_ranks_agree(tmp_path / "report", 10, ranks)
+
+
+def test_the_same_command_gives_the_same_bits_and_another_seed_others(data, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert train(data, tmp_path / name, seed=seed, max_steps=6) == 0
+    assert read_log(tmp_path / "a") == read_log(tmp_path / "b")
+    assert read_log(tmp_path / "a", "val") == read_log(tmp_path / "b", "val")
+    assert not set(read_log(tmp_path / "a").values()) & set(read_log(tmp_path / "c").values())

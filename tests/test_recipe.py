@@ -1,0 +1,244 @@
+"""The recipe: the sizes and initial weights of GPT-2, GPT-3's schedules, weight decay where it belongs, and Muon."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import train_gpt2
+from plumbing import machine, settings, trial
+from plumbing.program import UserError
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr, orthogonalize
+
+from harness import losses, make_shards, tiny_model, train
+
+
+def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
+    """What the README's first figures and all comparisons rest on: it changes with a new version only on purpose."""
+    recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
+    recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
+    recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
+    recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95)
+    recipe |= dict(grad_clip=1.0, dtype="auto")
+    config = train_gpt2.parse_args([])
+    assert {name: getattr(config, name) for name in recipe} == recipe
+
+
+def test_gpt2s_learning_rate_at_the_steps_that_matter():
+    config = PRESETS["gpt2"]
+    assert get_lr(0, config) == pytest.approx(6e-4 / 715)  # the first step learns already
+    assert get_lr(356, config) == pytest.approx(6e-4 * 357 / 715)
+    assert get_lr(714, config) == pytest.approx(6e-4)  # warm-up ends at the peak
+    assert get_lr(715, config) == pytest.approx(6e-4)
+    assert get_lr(9894, config) == pytest.approx(3.3e-4)  # halfway from 715 to 19073: the mean of the two ends
+    assert get_lr(19073, config) == pytest.approx(6e-5)
+    assert get_lr(30000, config) == pytest.approx(6e-5)
+
+
+def test_the_cosine_at_its_quarters():
+    """min + (max - min) * (1 + cos(pi/4)) / 2 = 0.1 + 0.9 * 0.853553 = 0.868198, and 0.1 + 0.9 * 0.146447."""
+    config = TrainConfig(warmup_steps=10, max_steps=110, max_lr=1.0, min_lr=0.1)
+    assert get_lr(35, config) == pytest.approx(0.8681981)
+    assert get_lr(60, config) == pytest.approx(0.55)
+    assert get_lr(85, config) == pytest.approx(0.2318019)
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_a_line_to_zero():
+    """100 steps, the last 40% decay: step 60 is the last at the peak, each after it loses 1/40."""
+    config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1.0, schedule="wsd", decay_fraction=0.4)
+    assert get_lr(4, config) == pytest.approx(0.5)
+    assert [get_lr(step, config) for step in (9, 10, 30, 60)] == pytest.approx([1.0] * 4)
+    assert get_lr(61, config) == pytest.approx(39 / 40)
+    assert get_lr(80, config) == pytest.approx(0.5)
+    assert get_lr(99, config) == pytest.approx(1 / 40)
+    assert get_lr(100, config) == 0
+
+
+def test_schedules_of_odd_lengths_work():
+    one_step = dict(warmup_steps=0, max_steps=1)
+    assert get_lr(0, TrainConfig(**one_step)) == pytest.approx(6e-4)
+    assert get_lr(0, TrainConfig(**one_step, schedule="wsd", decay_fraction=0)) == pytest.approx(6e-4)
+    longer = TrainConfig(warmup_steps=10, max_steps=5)  # ends in its warm-up
+    assert [get_lr(step, longer) for step in range(5)] == pytest.approx([6e-4 * (s + 1) / 10 for s in range(5)])
+
+
+def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
+    """GPT-3's 13B: from 32K to full over the first 4 billion tokens. 2^19 is 16 times 32K."""
+    config = TrainConfig(batch_ramp=4 * 10**9)
+    seen = [0, 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9 - 1, 4 * 10**9, 10**10]
+    sizes = [get_batch_size(tokens, config) for tokens in seen]
+    assert sizes == [2**15, 4 * 2**15, 8 * 2**15, 12 * 2**15, 15 * 2**15, 2**19, 2**19]
+    assert get_batch_size(0, TrainConfig()) == 2**19
+
+
+def test_apply_schedules_moves_every_group_in_proportion():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, muon_lr=0.02)
+    muon = train_gpt2.Muon([{"params": [matrix]}], 0.02, 0.95, 0.0)
+    adamw = torch.optim.AdamW([{"params": [vector]}])
+    assert train_gpt2.apply_schedules([muon, adamw], 4, config) == pytest.approx(5e-4)
+    assert adamw.param_groups[0]["lr"] == pytest.approx(5e-4)
+    assert muon.param_groups[0]["lr"] == pytest.approx(0.01)
+    # momentum from 0.85 to 0.95 over 300 steps
+    for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (5000, 0.95)):
+        train_gpt2.apply_schedules([muon], step, config)
+        assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
+
+
+def test_is_due_counts_multiples_and_the_last_step():
+    due = [step for step in range(12) if train_gpt2.is_due(step, 4, 11)]
+    assert due == [0, 4, 8, 11]
+    assert not any(train_gpt2.is_due(step, 0, 11) for step in range(12))
+
+
+def test_flops_per_token_of_gpt2_by_the_palm_convention():
+    """Weights in matmuls: 12 blocks of 12 * 768^2, and the head's 50304 * 768; 123,568,128 in all.
+
+    6 * 123,568,128 + 12 * 12 layers * 1024 tokens * 768 channels = 741,408,768 + 113,246,208.
+    """
+    assert machine.flops_per_token(train_gpt2.GPTConfig(), 1024) == 741_408_768 + 113_246_208
+
+
+def test_a_presets_flags_are_defaults_and_the_command_line_wins():
+    config = train_gpt2.parse_args(["--preset", "gpt2-medium", "--n_head", "8", "--max-steps=7"])
+    assert (config.n_layer, config.n_embd, config.max_lr) == (24, 1024, 3e-4)
+    assert (config.n_head, config.max_steps) == (8, 7)
+    assert train_gpt2.parse_args(["--preset=quickstart"]).data == "python_docs"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset):
+    """B is at most --batch-size: 16 ranks take 32 sequences each of the 64, and the recipe stays as it is."""
+    config = PRESETS[preset]
+    windows = config.total_batch_size // config.sequence_length
+    refused = []
+    for ranks in range(1, 65):
+        try:
+            settings.check_config(config, ranks)
+        except UserError as error:
+            refused.append(ranks)
+            advice = str(error).split(". ")[1]
+            assert advice.startswith(f"Start a number of ranks that divides {windows}"), "not another recipe"
+            continue
+        B = trial.largest_divisor(windows // ranks, config.batch_size)
+        assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
+        if windows // ranks >= config.batch_size and (windows // ranks) % config.batch_size == 0:
+            assert B == config.batch_size
+    assert refused == [ranks for ranks in range(1, 65) if windows % ranks]
+
+
+def meta_model(**changes):
+    """A model of full size that takes no memory."""
+    with torch.device("meta"):
+        return GPT(GPTConfig(**changes))
+
+
+def num_parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_gpt2_has_124_439_808_parameters_at_50257_ids():
+    """wte 50257*768 + wpe 1024*768 + 12 * (12*768^2 + 13*768) + ln_f 2*768: tied, so the head adds none."""
+    assert 50257 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768 == 124_439_808
+    assert num_parameters(meta_model(vocab_size=50257)) == 124_439_808
+    assert num_parameters(meta_model()) == 124_439_808 + (50304 - 50257) * 768
+
+
+# what the GPT-2 release says of its sizes, embeddings included
+@pytest.mark.parametrize(
+    "preset, millions", [("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558)]
+)
+def test_presets_have_the_sizes_of_openais_models(preset, millions):
+    c = train_gpt2.PRESETS[preset]
+    model = meta_model(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=50257)
+    assert round(num_parameters(model) / 1e6) == millions
+    assert c.n_embd // c.n_head == 64
+
+
+def test_initial_weights_are_gpt2s():
+    """std 0.02, residual projections 0.02 / sqrt(2 * 8 layers) = 0.005; zero biases, unit norms."""
+    model = GPT(GPTConfig(block_size=256, vocab_size=1024, n_layer=8, n_head=4, n_embd=128))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif ".ln_" in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.005 if name.endswith("c_proj.weight") else 0.02
+            # the standard error of a std of n numbers is std / sqrt(2n): under 0.6% from 16,384 on
+            assert p.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
+
+
+def test_weight_decay_falls_on_50_tensors_and_spares_98():
+    (adamw,) = train_gpt2.configure_optimizers(meta_model(), train_gpt2.TrainConfig())
+    decayed, spared = adamw.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert (len(decayed["params"]), sum(p.numel() for p in decayed["params"])) == (50, 124_354_560)
+    assert (len(spared["params"]), sum(p.numel() for p in spared["params"])) == (98, 121_344)
+    assert adamw.defaults["betas"] == (0.9, 0.95) and adamw.defaults["eps"] == 1e-8
+    (adamw,) = train_gpt2.configure_optimizers(tiny_model(), train_gpt2.TrainConfig())
+    assert adamw.defaults["fused"]  # which a model without memory cannot have
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    muon, adamw = train_gpt2.configure_optimizers(meta_model(), train_gpt2.TrainConfig(optimizer="muon"))
+    assert sum(p.numel() for group in muon.param_groups for p in group["params"]) == 12 * 12 * 768**2
+    decayed, spared = adamw.param_groups
+    assert sum(p.numel() for p in decayed["params"]) == (50304 + 1024) * 768
+    assert (len(spared["params"]), sum(p.numel() for p in spared["params"])) == (98, 121_344)
+
+
+def newton_schulz_by_hand(G):
+    """The iteration of Jordan et al. 2024 on one matrix in float64, written for wide ones."""
+    X = G.T if G.shape[0] > G.shape[1] else G
+    X = X / np.linalg.norm(X)
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ A @ X
+    return X.T if G.shape[0] > G.shape[1] else X
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
+def test_orthogonalize_equals_a_loop_over_matrices_and_makes_singular_values_near_1(shape):
+    G = torch.randn(5, *shape) * torch.tensor([1e-4, 1e-2, 1.0, 10.0, 1e3])[:, None, None]
+    result = orthogonalize(G)
+    for one, matrix in zip(result, G.double().numpy()):
+        assert np.allclose(one.numpy(), newton_schulz_by_hand(matrix), atol=1e-3)
+        values = np.linalg.svd(one.numpy(), compute_uv=False)
+        # "about 1": the quintic's fixed band; the smallest of a square matrix may take longer to come up
+        assert values.max() < 1.25 and np.median(values) > 0.65
+        # the directions stay: U V^T of the input is what the result comes near to
+        U, _, Vt = np.linalg.svd(matrix, full_matrices=False)
+        assert (one.numpy() * (U @ Vt)).sum() / min(shape) > 0.7
+
+
+@pytest.mark.parametrize("shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0)])
+def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
+    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed."""
+    weights = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]
+    expected = [p.detach().double().numpy().copy() for p in weights]
+    muon = train_gpt2.Muon([{"params": weights, "split": split}], 0.02, 0.9, 0.1)
+    momenta = [np.zeros(shape) for _ in weights]
+    for _ in range(3):
+        for i, p in enumerate(weights):
+            p.grad = torch.randn(shape)
+            gradient = p.grad.double().numpy()
+            momenta[i] = 0.9 * momenta[i] + 0.1 * gradient
+            parts = np.split(0.9 * momenta[i] + 0.1 * gradient, split)
+            update = np.concatenate([newton_schulz_by_hand(part) for part in parts])
+            expected[i] = expected[i] * (1 - 0.02 * 0.1) - 0.02 * scale * update
+        muon.step()
+    for p, value in zip(weights, expected):
+        assert np.allclose(p.detach().numpy(), value, atol=1e-3)
+
+
+def test_a_model_learns_one_batch_by_heart(tmp_path):
+    """8 windows of random letters: nothing to learn but the letters themselves, and the loss goes to 0."""
+    folder = make_shards(tmp_path / "data", lengths=(200, 129))
+    tokens = np.random.default_rng(0).integers(97, 113, 129).astype(np.uint16)
+    np.save(folder / "tiny_train_000001.npy", tokens)
+    options = dict(max_steps=80, max_lr=1e-2, min_lr=1e-3, val_every=0, batch_size=8, checkpoint_every=0)
+    assert train(folder, tmp_path / "out", optimizer="muon", **options) == 0
+    curve = losses(tmp_path / "out")
+    assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1

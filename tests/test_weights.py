@@ -1,0 +1,137 @@
+"""What a run leaves and what begins from it: plain checkpoints, exports, the weights of other runs and of the peers."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import sample
+import tokenizer
+import torch
+import train_gpt2
+from plumbing.checkpoint import load_checkpoint
+
+from harness import TINY, change_checkpoint, error_in, flags, losses, status_of, tiny_flags, tiny_model, train
+
+
+def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
+    """Which torch's safe loader reads without any class of ours; no prefixes, weights tied in the file."""
+    assert train(data, tmp_path / "out") == 0
+    checkpoint = torch.load(tmp_path / "out" / "model_00012.pt", weights_only=True)
+    weights = checkpoint["model"]
+    assert len(weights) == 2 + 2 * 12 + 2 + 1
+    assert all(name.startswith(("transformer.", "lm_head.")) for name in weights)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert weights["lm_head.weight"].data_ptr() == weights["transformer.wte.weight"].data_ptr()
+    assert checkpoint["step"] == 12 and checkpoint["tokenizer"] == "bytes"
+    assert checkpoint["config"]["n_embd"] == 32 and checkpoint["config"]["vocab_size"] == 320
+    assert checkpoint["loader"]["position"] == 12 * 8
+    assert {"optimizer", "val_loss"} <= set(checkpoint)
+
+
+def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
+    """The real script in a real process; what it exports is what its last checkpoint holds."""
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    args = tiny_flags(data, "out", sample_every=6)
+    command = [sys.executable, train_gpt2.__file__, *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert sum("| sample |" in line for line in done.stdout.splitlines()) == 8  # four each at steps 6 and 12
+    out = tmp_path / "out"
+    names = {"hf", "log.txt", "run.txt", "model_00008.pt", "model_00012.pt"}
+    assert {path.name for path in out.iterdir()} == names
+    model, enc = train_gpt2.load_model(str(out))
+    hf = GPT2LMHeadModel.from_pretrained(out / "hf").eval()
+    idx = torch.tensor([enc.encode_ordinary("abcdefgh")])
+    with torch.no_grad():
+        assert torch.allclose(model(idx)[0][..., :257], hf(idx).logits, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(out / "hf").decode(idx[0]) == "abcdefgh"
+
+
+def test_a_run_goes_on_from_the_weights_of_another(data, tmp_path):
+    """--init-from a run's folder, its checkpoint or its export: the first loss is where the other ended."""
+    assert train(data, tmp_path / "first", max_steps=40, max_lr=1e-2, val_every=40, checkpoint_every=0) == 0
+    trained = losses(tmp_path / "first", "val")[-1]
+    assert trained < losses(tmp_path / "first", "val")[0] - 1
+    for number, source in enumerate(("first", "first/model_00040.pt", "first/hf")):
+        out = tmp_path / f"second{number}"
+        assert train(data, out, init_from=tmp_path / source, max_steps=1, val_every=1) == 0
+        # the export's vocabulary was cut and is padded again: those rows weigh a little
+        assert losses(out, "val")[0] == pytest.approx(trained, abs=1e-5 if number < 2 else 0.05)
+
+
+def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path, capsys):
+    """And resumes when that model is gone; a length that is asked for stays, and is refused."""
+    options = {name: value for name, value in TINY.items() if name not in ("block_size", "sequence_length")}
+    assert train(data, tmp_path / "first", max_steps=2, checkpoint_every=0) == 0
+    args = flags(data=data, out_dir=tmp_path / "out", init_from=tmp_path / "first", **options | {"max_steps": 4})
+    assert status_of(train_gpt2.main, args) == 0
+    shape = load_checkpoint(tmp_path / "out" / "model_00004.pt")["config"]
+    assert shape["block_size"] == shape["sequence_length"] == 32
+    (tmp_path / "first").rename(tmp_path / "gone")
+    capsys.readouterr()
+    assert status_of(train_gpt2.main, args) == 0 and "is finished" in capsys.readouterr().out
+    args = flags(data=data, out_dir=tmp_path / "two", init_from=tmp_path / "gone", sequence_length=64, **options)
+    assert status_of(train_gpt2.main, args) == 2 and "--sequence-length 64" in capsys.readouterr().err
+
+
+def peer_weights(bias=True):
+    """A GPT-2 with the 50,257 ids of OpenAI's tokenizer, in the names of nanoGPT and build-nanogpt."""
+    weights = tiny_model(vocab_size=50304).state_dict()
+    return {name: w for name, w in weights.items() if bias or not name.endswith("bias")}
+
+
+class GPTConfig:
+    """What build-nanogpt pickles into its checkpoints: an object of this class of the script that was run."""
+
+    __module__ = "__main__"
+
+
+def save_peers(folder):
+    shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
+    wrapped = {f"_orig_mod.{name}": w for name, w in peer_weights(bias=False).items()}
+    nanogpt = {"model": wrapped, "model_args": shape | {"bias": False, "dropout": 0.0}, "iter_num": 5, "config": {}}
+    torch.save(nanogpt, folder / "ckpt.pt")
+    config = GPTConfig()
+    vars(config).update(shape)
+    torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """A folder with their checkpoints. The tokenizer is not looked at, and GPT-2's need not be there."""
+    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
+    monkeypatch.setattr(tokenizer, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
+    save_peers(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
+def test_a_peers_checkpoint_is_read(name, peers):
+    model, enc = train_gpt2.load_model(str(peers / name))
+    expected = peer_weights()
+    assert enc.name == "gpt2" and model.config.n_layer == model.config.n_head == 2
+    for key, weight in model.state_dict().items():
+        zero = name == "ckpt.pt" and key.endswith("bias")
+        assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda c: c["model_args"].update(n_head=3), "an n_head of 3"),
+        (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}), "lm_head.weight"),
+        (
+            lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}),
+            "transformer.ln_f.weight",
+        ),
+        (lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"), "transformer.ln_f.weight"),
+        (lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()], "not finite"),
+    ],
+)
+def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(change, words, peers, capsys):
+    change_checkpoint(peers / "ckpt.pt", change)
+    assert status_of(sample.main, ["abc", "-m", str(peers / "ckpt.pt")]) == 2
+    assert words in error_in(capsys.readouterr().err)
