@@ -185,7 +185,7 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
     # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
     lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=0.2)  # a second attempt, in case the file is deleted during the first one
     except filelock.Timeout:
         user = read_owner(path) or "another process"
         raise UserError(

@@ -88,7 +88,7 @@ def make_parser(config_class, default):
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
             choices = get_args(kind)
-            options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{', '.join(choices)}}}")
+            options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
         elif get_origin(kind) is tuple:
             options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
         elif kind is str and not may_be_empty and names:
@@ -119,9 +119,8 @@ def fields_of(config_class):
 def comments_of(config_class):
     """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
     comments = {}
-    for above, name, own in re.findall(
-        r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", inspect.getsource(config_class)
-    ):
+    sources = [inspect.getsource(each) for each in config_class.__mro__ if dataclasses.is_dataclass(each)]
+    for above, name, own in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)):
         above = " ".join(re.findall("# (.+)", above))
         comments[name] = (above, own) if own else ("", above)
     return comments

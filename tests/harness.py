@@ -12,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -153,6 +154,12 @@ def flags(**options):
         name = name.replace("_", "-")
         words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     return words
+
+
+def printed_commands(text):
+    """The commands under the last "Next:" of what a program printed, each as a list of words."""
+    lines = text.rpartition("\nNext:\n")[2].replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("    ")]
 
 
 def tiny_flags(data, out_dir, **changes):

@@ -71,11 +71,11 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
     others = shutil.copytree(folder / "straight", folder / "others")
     before = listing(others)
 
-    def step_and_replace(*args):
+    def step_and_replace(*args, **options):
         if not (folder / "run").is_symlink():
             (folder / "run").rename(folder / "moved")
             (folder / "run").symlink_to(others)
-        return train_step(*args)
+        return train_step(*args, **options)
 
     with patched(train_gpt2, "train_step", step_and_replace) as train_step:
         assert resume(folder) == 2

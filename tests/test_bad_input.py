@@ -21,6 +21,7 @@ import tiktoken
 import torch
 import train_gpt2
 from plumbing import checkpoint, documents, machine, settings
+from plumbing.distributed import World, setup_distributed
 from plumbing.program import UserError
 
 from harness import error_in, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
@@ -59,12 +60,12 @@ def error_of_run(folder, **changes):
     "changes, said",
     [
         (dict(total_batch_size=1000), ["--total-batch-size 1000", "multiple of 16", "Try --total-batch-size 992"]),
-        (dict(n_embd=33), ["--n-embd 33", "--n-head 2", "Try --n-embd 32"]),
+        (dict(n_embd=33), ["--n-embd 33", "--n-head 2", "--n-head 3", "--n-embd 32"]),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
-        (dict(n_layer=-1), ["--n-layer is -1", "greater than 0"]),
-        (dict(out_dir=""), ["--out-dir is empty"]),
+        (dict(n_layer=-1), ["--n-layer is -1", "1 or more"]),
+        (dict(out_dir=""), ["--out-dir", "empty"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
-        (dict(max_lr="nan"), ["--max-lr is nan", "finite"]),
+        (dict(max_lr="nan"), ["--max-lr is nan", "above 0"]),
         (dict(schedule="wsd", decay_fraction=1.5), ["--decay-fraction is 1.5", "between 0 and 1"]),
         (dict(dtype="fp8", n_embd=40), ["--dtype fp8", "--n-embd 40"]),
         (dict(val_tokens=15), ["--val-tokens is 15", "16 or more"]),
@@ -74,10 +75,13 @@ def error_of_run(folder, **changes):
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
         (dict(data="nowhere"), ["no train shards in nowhere. Make them with fineweb.py"]),
-        (dict(total_batch_size=10_240), ["train shards in data have 4,688 tokens", "10,240", "--total-batch-size"]),
+        (
+            dict(total_batch_size=10_240),
+            ["train shards in data hold only 4,688 tokens", "10,240", "--total-batch-size"],
+        ),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="data"), ["'data' is neither a checkpoint"]),
+        (dict(init_from="data"), ["There is no model in data"]),
         (dict(init_from="run", block_size=64, sequence_length=64, batch_size=2), ["the 32 tokens that run can read"]),
         (
             dict(out_dir="run", max_lr=0.1, seed=7),
@@ -241,7 +245,9 @@ def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder):
 def test_hellaswag_is_not_there_or_damaged(folder):
     options = dict(hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
     line = error_of_run(folder, **options)
-    assert "hellaswag.jsonl" in line and "--hellaswag-every 0" in line
+    assert "no file hellaswag.jsonl" in line and "network" not in line  # HellaSwag is not downloaded to a wrong name
+    line = error_of_run(folder, hellaswag_every=2)
+    assert "hellaswag_val.jsonl" in line and "network" in line and "--hellaswag-every 0" in line
     (folder / "hellaswag.jsonl").write_text('{"ctx": "a"}\n', encoding="utf-8")
     assert "ine 1" in error_of_run(folder, **options)
 
@@ -260,14 +266,14 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
-        settings.check_config(train_gpt2.TrainConfig(device="cuda"), 2)
+        setup_distributed("cuda")
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
-    with pytest.raises(UserError, match="of 3072.* 3 ranks. Start a number of ranks that divides 512, or"):
-        settings.check_config(train_gpt2.TrainConfig(), 3)
-    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks. Try --total-batch-size 4096"):
-        settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), 2)
+    with pytest.raises(UserError, match="of 3072.* 3 ranks\\). Start a number of ranks that divides 512, or"):
+        settings.check_config(train_gpt2.TrainConfig(), World(size=3))
+    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096"):
+        settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2))
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):

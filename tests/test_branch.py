@@ -5,7 +5,6 @@ What a branch without changes must give is what its parent gave, bit for bit, wh
 
 import contextlib
 import json
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -27,6 +26,7 @@ from harness import (
     make_shards,
     needs,
     patched,
+    printed_commands,
     read_log,
     refused,
     run,
@@ -233,12 +233,11 @@ def watched_steps():
     """A list that gets, for every step: its number, windows, configuration and parameter groups."""
     steps = []
 
-    def step(*args):
-        _, _, num_windows, optimizers, _, step, config, *_ = args
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    def step(model, loader, num_windows, *, step, config, **options):
+        groups = [group for optimizer in options["optimizers"] for group in optimizer.param_groups]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         steps.append(dict(step=step, num_windows=num_windows, config=config, groups=groups))
-        return original_step(*args)
+        return original_step(model, loader, num_windows, step=step, config=config, **options)
 
     with patched(train_gpt2, "train_step", step) as original_step:
         yield steps
@@ -326,12 +325,11 @@ def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
     assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24}) == 0
     capsys.readouterr()
     assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
-    *_, line = capsys.readouterr().out.splitlines()
-    python, script, *words = shlex.split(line)
+    python, script, *words = printed_commands(capsys.readouterr().out)[-1]
     assert (python, script) == ("python", "train_gpt2.py")
     assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
-    assert f"From {tmp_path / 'short'}: data {folder}, " in capsys.readouterr().out
+    assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in capsys.readouterr().out
     told = ["max_steps was 12, now 16", f"--branch-from {tmp_path / 'short'}"]
     assert_refused(folder, tmp_path / "short", *told, **CONSTANT | {"max_steps": 16})
 

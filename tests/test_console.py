@@ -12,9 +12,9 @@ import tqdm.std
 import train_gpt2
 from plumbing import journal, machine, program, runs
 from plumbing.distributed import World
-from train_gpt2 import DataLoaderLite, TrainConfig
+from train_gpt2 import TrainConfig
 
-from harness import patched, read_log, tiny_model, train
+from harness import patched, read_log, train
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
@@ -35,7 +35,7 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
     run = object.__new__(runs.Run)
-    run.start_step, run.max_steps = 1000, 2000
+    run.start_step, run.max_steps, run.first_step_ended = 1000, 2000, None
     for step in range(1000, 2000):
         now += 5 * (step % 10 == 0) + 3 * (step % 50 == 0)
         now += 100 if step == 1000 else 1  # the first one compiles
@@ -51,11 +51,14 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
 def step_lines(data, monkeypatch, device_peak, calls):
     """What calls of log_step print and log, in a run of two ranks: [(line, streams)]."""
     monkeypatch.setattr(machine, "peak_flops", lambda device: device_peak)
-    run, said = object.__new__(runs.Run), []
-    run.world, run.config, run.metadata = World(size=2), TrainConfig(total_batch_size=128), {"tokenizer": "bytes"}
-    run.out_dir, run.branched, run.start_step, run.max_steps = "log", None, calls[0]["step"], 20_000
-    run.print_summary(tiny_model(), DataLoaderLite(data, "train", 4, 16), 8, 4, [])
-    run.report = lambda step, text, **streams: said.append((f"step {step:5d} | {text}", streams))
+    said = []
+    monkeypatch.setattr(World, "broadcast_from_master", lambda world, *action: None)  # there is no folder
+    monkeypatch.setattr(runs, "install_signal_handlers", list)
+    shape = dict(n_layer=2, n_embd=32, vocab_size=320, sequence_length=16)
+    config = TrainConfig(total_batch_size=128, max_steps=20_000, **shape)
+    start = runs.Start(checkpoint={"step": calls[0]["step"]})
+    run = runs.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"})
+    run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
     for call in calls:
         run.log_step(**call)
     return said
@@ -97,15 +100,19 @@ def test_the_time_left_is_readable(seconds, words):
     [
         ({}, "python"),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, "torchrun --standalone --nproc_per_node=8"),
-        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, "torchrun --nnodes=2 --nproc_per_node=8"),
+        (
+            {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"},
+            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8",
+        ),
     ],
 )
 def test_run_txt_has_the_command(monkeypatch, variables, launcher):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
+    monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert journal.command_words() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
+    assert journal.command() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
 
 
 class Terminal(io.StringIO):
@@ -173,6 +180,6 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
     clock = itertools.count(0, 0.25)
     with patched(train_gpt2.time, "perf_counter", lambda: next(clock)):
-        with patched(train_gpt2, "train_step", lambda *args: (1.0, 1.0, False)):
+        with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
             assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}

@@ -16,10 +16,10 @@ def spoiled(step, micro_step, spoil):
     """spoil(model, loss) takes the place of the loss in that micro-step of that step."""
     at = {"step": -1, "micro_step": None}  # no micro-step: outside of training
 
-    def counting_step(*args):
+    def counting_step(*args, **options):
         at.update(step=at["step"] + 1, micro_step=-1)
         try:
-            return train_step(*args)
+            return train_step(*args, **options)
         finally:
             at["micro_step"] = None
 

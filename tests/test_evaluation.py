@@ -117,7 +117,7 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers():
 
     with patched(train_gpt2.GPT, "generate", generate):
         config = train_gpt2.TrainConfig(sample_prompt="Hi")
-        texts = train_gpt2.generate_samples(tiny_model(), enc, config, World())
+        texts = train_gpt2.generate_samples(tiny_model(), enc, config, world=World())
     assert texts == ["<|user|>Hi<|end|><|assistant|>Yes"] * 4
     # 256 bytes, <|endoftext|>, <|user|>, <|assistant|>, <|system|>, <|end|>
     assert seen[0].tolist() == [[256, 257, *b"Hi", 260, 258]] * 4

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,7 @@ from plumbing.shards import new_meta
 from tqdm import tqdm
 
 from corpora import TABLES, as_bytes, is_split, make, random_texts, read, split_texts, write_jsonl, write_parquet
-from harness import ROOT, die_at, full_disk, listing, needs, patched, refused, run, status_of
+from harness import ROOT, die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
 
 
 def test_shards_are_cut_as_the_docstring_says():
@@ -119,7 +118,7 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monk
     monkeypatch.chdir(tmp_path)
     Path("a text.txt").write_text("To be. " * (length // 7), encoding="utf-8")
     fineweb.main(["--input", "a text.txt", "--tokenizer", "bytes"])
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    command = printed_commands(capsys.readouterr().out)[-1]
     assert command[:4] == ["python", "train_gpt2.py", "--data", "a text"]
     assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
@@ -127,7 +126,7 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monk
 def test_much_text_is_for_gpt2():
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
-    assert command[2:] == ["--data", "x", "--max-steps", 1907, "--warmup-steps", 70]
+    assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):

@@ -174,6 +174,7 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
         path.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES), encoding="utf-8")
 
     monkeypatch.setattr(hellaswag.documents, "download", fetch)
+    monkeypatch.setattr(hellaswag.Options, "data", path)
     for limit in (0, 2):
         examples = [{"ind": i, **example} for i, example in enumerate(EXAMPLES)]
         assert read_examples(path, limit) == examples[: limit or None] and fetched == [hellaswag.URL]

@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-import smoltalk
 import tiktoken
 import tokenizer
 import torch
@@ -326,7 +325,7 @@ def test_the_chat_template_is_what_smoltalk_trains_on(parrot):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(parrot)
-    ids = smoltalk.render_conversation(TALK, CHAT)[0]
+    ids = tokenizer.render_conversation(TALK, CHAT)[0]
     assert theirs.apply_chat_template(TALK)["input_ids"] == ids
     prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
     assert prompt == ids + [CHAT.encode_single_token("<|assistant|>")]

@@ -92,8 +92,8 @@ def test_a_batch_ramp_compiles_for_few_shapes(data):
     optimizers = [torch.optim.SGD(model.parameters())]
     torch._dynamo.utils.counters.clear()
     for num_windows in range(1, 13):
-        args = loader, num_windows, optimizers, torch.amp.GradScaler("cpu", enabled=False), 0, config, [], World()
-        train_gpt2.train_step(model, *args)
+        options = dict(optimizers=optimizers, scaler=torch.amp.GradScaler("cpu", enabled=False), world=World())
+        train_gpt2.train_step(model, loader, num_windows, step=0, config=config, signals=[], **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
@@ -199,9 +199,10 @@ def test_the_trial_takes_as_much_memory_as_the_steps_after_it(data):
         _, B = train_gpt2.fit_to_machine(model, config, world)
     loader = train_gpt2.DataLoaderLite(data, "train", B, 16)
     with PeakMemory() as steps:
-        args = train_gpt2.configure_optimizers(model, config), torch.amp.GradScaler("cpu", enabled=False), 0, config
+        optimizers = train_gpt2.configure_optimizers(model, config)
+        options = dict(scaler=torch.amp.GradScaler("cpu", enabled=False), config=config, signals=[], world=world)
         for _ in range(2):
-            train_gpt2.train_step(model, loader, 4, *args, [], world)
+            train_gpt2.train_step(model, loader, 4, step=0, optimizers=optimizers, **options)
     assert 0.97 * steps.peak < trial.peak  # but for small tensors, such as losses and indices
 
 
@@ -211,7 +212,7 @@ def test_what_failed_trials_took_does_not_count_as_the_runs_memory():
         failed, wrap = [], lambda model, *rest: failed.append(model) or model
         world, config = World(device="cpu"), train_gpt2.TrainConfig(total_batch_size=128, sequence_length=16)
         with patched(World, "device_type", "cuda"), patched(World, "autocast", lambda self: contextlib.nullcontext()):
-            assert trial.find_what_fits(tiny_model(), wrap, config, world)[1] == 2
+            assert trial.find_what_fits(tiny_model(), wrap, config, world=world)[1] == 2
     assert resets == [3]  # B = 8, 4, 2
 
 

@@ -89,8 +89,8 @@ def train_and_report(args, report):
     """Train, noting a digest of this rank's weights after each step and how often gradients were reduced."""
     digests, reductions = [], []
 
-    def step_and_digest(model, *rest):
-        result = train_step(model, *rest)
+    def step_and_digest(model, *rest, **options):
+        result = train_step(model, *rest, **options)
         flat = torch.cat([p.detach().flatten() for p in model.parameters()])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         return result

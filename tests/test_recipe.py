@@ -7,6 +7,7 @@ import pytest
 import torch
 import train_gpt2
 from plumbing import machine, settings, trial
+from plumbing.distributed import World
 from plumbing.program import UserError
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr, orthogonalize
 
@@ -114,7 +115,7 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     refused = []
     for ranks in range(1, 65):
         try:
-            settings.check_config(config, ranks)
+            settings.check_config(config, World(size=ranks))
         except UserError as error:
             refused.append(ranks)
             advice = str(error).split(". ")[1]

@@ -185,7 +185,7 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     checkpoint = newest_checkpoint(straight)
     with lock_folder(tmp_path) as lock:
-        writer = CheckpointWriter(lock, keep=2, milestone_every=0, temporary=[])
+        writer = CheckpointWriter(lock, keep=2, milestone_every=0, deletable=[])
         for step in (99_998, 99_999, 100_000):
             writer.write(checkpoint | {"step": step})
         writer.wait()
@@ -233,12 +233,12 @@ def signalled(step, name, times, rank, args):
     """Train, and on `rank` send this process a signal in the middle of a step."""
     steps = []
 
-    def step_and_signal(*args):
+    def step_and_signal(*args, **options):
         steps.append(1)
         if len(steps) == step + 1 and os.environ.get("RANK", "0") == str(rank):
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
-        return train_step(*args)
+        return train_step(*args, **options)
 
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
         train_gpt2.main(args)
@@ -325,11 +325,11 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
 
 KILLED_ONCE = """
 original, steps = train_gpt2.train_step, []
-def train_step(*args):
+def train_step(*args, **options):
     steps.append(1)
     if len(steps) == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args)
+    return original(*args, **options)
 train_gpt2.train_step = train_step
 """
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +15,18 @@ import train_gpt2
 from plumbing.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
-from harness import ROOT, flags, listing, parrot_model, refusal_of, refused, status_of, talk, tiny_model
+from harness import (
+    ROOT,
+    flags,
+    listing,
+    parrot_model,
+    printed_commands,
+    refusal_of,
+    refused,
+    status_of,
+    talk,
+    tiny_model,
+)
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
@@ -140,7 +150,7 @@ def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_pat
 def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
     path, folder = save(tmp_path / "model", model), tmp_path / "out"
     status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
-    assert status == 0 and shlex.split(said)[-5:] == ["python", "sample.py", "The ", "-m", str(folder)]
+    assert status == 0 and printed_commands(said) == [["python", "sample.py", "The ", "-m", str(folder)]]
     back, enc = train_gpt2.load_model(str(folder))
     weights = dict(model.named_parameters())
     for name, parameter in back.named_parameters():
@@ -246,4 +256,4 @@ def test_a_folder_of_runs_names_them_newest_first(tmp_path):
         (tmp_path / name / "run.txt").touch()
         os.utime(tmp_path / name / "run.txt", (second, second))
     line = refused(sample.main, "Hi", "-m", tmp_path)
-    assert f"It has runs: {tmp_path / 'b'}, {tmp_path / 'a'}, {tmp_path / 'c'}." in line
+    assert f"Name one of them: {tmp_path / 'b'}, {tmp_path / 'a'}, {tmp_path / 'c'}." in line

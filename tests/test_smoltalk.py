@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shlex
 import shutil
 import sys
 import types
@@ -16,10 +15,11 @@ import tokenizer
 import train_gpt2
 from plumbing import documents
 from plumbing.program import UserError
-from smoltalk import Options, pack, prepare, render_conversation
+from smoltalk import Options, pack, prepare
+from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from harness import TINY, flags, refused, status_of, talk
+from harness import TINY, flags, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
@@ -152,7 +152,7 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     capsys.readouterr()
     meta = read_meta(prepare(options_for(tmp_path, out_dir="chats", tokenizer="", init_from="start", max_length=0)))
     assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
-    words = shlex.split(capsys.readouterr().out.split("Next:\n")[1])
+    [words] = printed_commands(capsys.readouterr().out)
     assert words[:6] == "python train_gpt2.py --preset quickstart --init-from start".split()
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert (tmp_path / "log" / "chats" / "hf").exists()
