@@ -61,7 +61,7 @@ class TrainConfig:
     block_size: int = 1024  # longest sequence: the number of position embeddings
     vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
-    # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
+    # the batch: total_batch_size = batch_size * sequence_length * ranks * accumulation
     batch_size: int = 64  # B, at most this many sequences per rank and micro-step; lowered until they fit
     sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
@@ -90,9 +90,8 @@ class TrainConfig:
     hellaswag_limit: int = 0  # examples to score; 0: all
     hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    sample_prompt: Annotated[str, "may be empty"] = (
-        "Hello, I'm a language model,"  # text that the samples continue, or answer
-    )
+    # text that the samples continue, or answer
+    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
