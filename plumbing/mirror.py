@@ -1,18 +1,16 @@
-"""--wandb: a copy of the run's log at Weights & Biases, which can neither stop nor delay the training."""
+"""--wandb: a copy of the run's log at Weights & Biases, which cannot stop the training and hardly delays it."""
 
 import importlib.util
 import itertools
 import os
-import queue
-import threading
 import uuid
 from pathlib import Path
 
 from plumbing.cli import first_line
 from plumbing.files import atomic_write
 
-INIT_SECONDS = 8  # how long to wait for the server before going offline
-FINISH_SECONDS = 20  # how long the end of the program waits for the last lines to arrive
+INIT_SECONDS = 8  # how long the start waits for the server before going offline
+FINISH_SECONDS = 20  # how long the end waits for the last lines to arrive
 
 
 def is_installed():
@@ -31,7 +29,7 @@ def start_wandb(config):
         with atomic_write(id_file, "w") as file:
             file.write(uuid.uuid4().hex[:12])
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
-    timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS / 2)
+    timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
     options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=id_file.read_text())
@@ -52,38 +50,30 @@ def start_wandb(config):
 
 
 class Mirror:
+    """Hands the log to wandb, which sends it from a process of its own. Only the start and the end wait for that."""
+
     def __init__(self, config, log_lines):
-        """Send the log from a background thread. log_lines: those already in log.txt, as read_log gives them."""
-        self.config, self.status, self.queue = config, 0, queue.SimpleQueue()
+        """log_lines: those already in log.txt, as read_log gives them."""
+        self.run = self.attempt(start_wandb, config)
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.log(step, {stream: value for _, stream, value in lines})
-        # subtle: a daemon, because at exit Python would wait forever for any other thread that hangs
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        self.thread.start()
 
-    def work(self):
+    def attempt(self, function, *args, **options):
+        """Call a function of wandb. An error becomes a warning, after which nothing is sent any more."""
         try:
-            run = start_wandb(self.config)
-            for step, values in iter(self.queue.get, None):
-                # After a resume the server may already have steps after the checkpoint, and it takes each step only
-                # once. An offline run gets the whole log: its upload replaces what the server has.
-                if step >= run.starting_step:
-                    run.log(values, step=step)
-            run.finish(exit_code=self.status)
+            return function(*args, **options)
         except Exception as error:  # of whatever kind, in a large package that talks to a server
-            warn(f"has failed ({type(error).__name__}: {first_line(error)})")
+            self.run = None
+            problem = f"Weights & Biases has failed ({type(error).__name__}: {first_line(error)})"
+            print(f"warning: {problem}. Training does without it; log.txt has everything.", flush=True)
 
     def log(self, step, values):
-        self.queue.put((step, values))
+        # After a resume the server may already have steps after the checkpoint, and it takes each step only once. An
+        # offline run gets the whole log: its upload replaces what the server has.
+        if self.run and step >= self.run.starting_step:
+            self.attempt(self.run.log, values, step=step)
 
     def finish(self, status):
         """End the run with an exit status, and wait a little for its last lines to arrive."""
-        self.status = status
-        self.queue.put(None)
-        self.thread.join(FINISH_SECONDS)
-        if self.thread.is_alive():
-            warn(f"has not answered for {FINISH_SECONDS} seconds")
-
-
-def warn(problem):
-    print(f"warning: Weights & Biases {problem}. Training does without it; log.txt has everything.", flush=True)
+        if self.run:
+            self.attempt(self.run.finish, exit_code=status)
