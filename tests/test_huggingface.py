@@ -82,7 +82,8 @@ def test_a_config_that_is_none_is_refused(hf, content):
 def rewrite(hf, change):
     weights = load_file(hf / "model.safetensors")
     change(weights)
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, hf / "model.safetensors")
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(contiguous, hf / "model.safetensors", {"format": "pt"})
 
 
 NAME = "transformer.h.1.mlp.c_fc.weight"
@@ -206,6 +207,10 @@ def test_what_a_killed_export_left_is_cleared_away(hf, tmp_path):
 
 NOT_THIS_MODEL = {
     "a stale one": lambda hf: rewrite(hf, lambda w: w[NAME].add_(1e-3)),
+    "of another number format": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].bfloat16()})),
+    "of another shape": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].T})),
+    "a weight too many": lambda hf: rewrite(hf, lambda w: w.update(more=torch.ones(1))),
+    "a weight too few": lambda hf: rewrite(hf, lambda w: w.pop(NAME)),
     "of other sizes": lambda hf: change_config(hf, n_head=4),
     "that reads less": lambda hf: change_config(hf, n_positions=7),
     "without an end": lambda hf: (hf / "generation_config.json").write_text("{}", encoding="utf-8"),
