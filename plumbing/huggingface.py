@@ -6,11 +6,12 @@ where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's ow
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import tokenizer
-from plumbing.cli import UserError, first_line
+from plumbing.cli import UserError, first_line, plain
 from plumbing.files import atomic_write, free_name, open_regular, read_json
 from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 
@@ -26,6 +27,7 @@ SUPPORTED = {
     "tie_word_embeddings": (True,),
 }
 METADATA = {"format": "pt"}  # of an exported safetensors file; transformers asks for it
+PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 COPY_AGAIN = "Copy or export the model again."
 
 
@@ -60,28 +62,44 @@ def download(name):
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
 
 
-def read_weights(directory):
-    """Return a state dict for GPT, in float32, of the safetensors in a folder: one file, or its parts."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    paths = list(filter(Path.is_file, directory.glob("model*.safetensors")))
-    if not paths:
+def weight_files(directory):
+    """Return the paths of model.safetensors or, without it, of all parts model-00001-of-0000n.safetensors."""
+    names = {path.name for path in directory.glob("model*.safetensors") if path.is_file()}
+    if "model.safetensors" in names:
+        return [directory / "model.safetensors"]
+    counts = {match[1] for match in map(PART.fullmatch, names) if match}
+    if not counts:
         raise UserError(
             f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}"
         )
-    found, weights = {}, {}
-    try:
-        for path in paths:
-            found |= load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"Could not read the weights in {directory}: {first_line(error)}. {COPY_AGAIN}"
-        ) from None
-    for name, weight in found.items():
-        if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
-            name = f"transformer.{name}"
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in older files
+    count = max(counts)
+    expected = [f"model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
+    missing = ", ".join(name for name in expected if name not in names)
+    if missing or len(counts) > 1:
+        problem = f"lacks {plain(missing)}" if missing else "has the parts of several models"
+        raise UserError(f"{directory} {problem}. {COPY_AGAIN}")
+    return [directory / name for name in expected]
+
+
+def read_weights(directory):
+    """Return a state dict for GPT, in float32, of the safetensors in a folder."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    weights = {}
+    for path in weight_files(directory):
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"Could not read the weights in {path}: {first_line(error)}. {COPY_AGAIN}") from None
+        for name, weight in found.items():
+            if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
+                name = f"transformer.{name}"
+            if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in older files
+                continue
+            if name in weights or not weight.is_floating_point():
+                problem = "there twice" if name in weights else f"of {weight.dtype}"
+                raise UserError(f"{path} cannot be used: {plain(name)} is {problem}. {COPY_AGAIN}")
             weights[name] = weight.float()
     weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
     return transposed(weights)

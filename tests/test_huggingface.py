@@ -136,6 +136,58 @@ def test_openais_names_parts_and_half_precision_are_read(hf):
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].bfloat16().float()), name
 
 
+def save_parts(hf, weights, *names):
+    for number, name in enumerate(names):
+        save_file({key: weights[key] for key in sorted(weights)[number :: len(names)]}, hf / name)
+
+
+def test_other_weights_beside_the_right_ones_are_not_read(hf):
+    _, expected = load_huggingface(hf)
+    weights = load_file(hf / "model.safetensors")
+    wrong = {name: weight + 1 for name, weight in weights.items()}
+    others = ("model-old.safetensors", "model.bf16.safetensors", "model_best.safetensors", "model-1-of-2.safetensors")
+    for name in others:
+        save_file(wrong, hf / name)
+    save_parts(hf, wrong, "model-00001-of-00001.safetensors")  # a numbering gives way to model.safetensors
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_huggingface(hf)[1].items())
+    (hf / "model.safetensors").unlink()
+    (hf / "model-00001-of-00001.safetensors").unlink()
+    assert "has no model.safetensors" in refusal(load_huggingface, hf)
+    save_parts(hf, weights, *(f"model-0000{part}-of-00003.safetensors" for part in (1, 2, 3)))
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_huggingface(hf)[1].items())
+
+
+@pytest.mark.parametrize(
+    "numbers, reason",
+    [
+        (["1-of-00003", "3-of-00003"], "lacks model-00002-of-00003.safetensors. Copy"),
+        (["1-of-00005", "2-of-00005", "3-of-00005"], "lacks model-00004-of-00005.safetensors, model-00005-of-00005"),
+        (
+            ["1-of-00001", "1-of-00002", "2-of-00002"],
+            "has the parts of several models",
+        ),
+    ],
+)
+def test_parts_that_are_not_one_whole_model_are_refused(hf, numbers, reason):
+    weights = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    save_parts(hf, weights, *(f"model-0000{number}.safetensors" for number in numbers))
+    assert reason in refusal(load_huggingface, hf)
+
+
+def test_weights_that_can_be_read_in_two_ways_are_refused(hf):
+    rewrite(hf, lambda w: w.update({"h.1.mlp.c_fc.weight": w[NAME] + 1}))
+    assert f"{NAME} is there twice" in refusal(load_huggingface, hf)
+    rewrite(hf, lambda w: (w.pop("h.1.mlp.c_fc.weight"), w.update({NAME: w[NAME].to(torch.int8)})))
+    assert f"{NAME} is of torch.int8" in refusal(load_huggingface, hf)
+    weights = load_file(hf / "model.safetensors")
+    weights[NAME] = weights[NAME].float()
+    (hf / "model.safetensors").unlink()
+    save_parts(hf, weights, "model-00001-of-00002.safetensors")
+    save_parts(hf, weights, "model-00002-of-00002.safetensors")
+    assert "is there twice" in refusal(load_huggingface, hf)
+
+
 # ----- A folder's tokenizer -----------------------------------------------------------------------------
 
 
