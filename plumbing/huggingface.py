@@ -147,7 +147,7 @@ def export_huggingface(model, enc, directory):
     from safetensors.torch import save
 
     directory = Path(directory)
-    part = directory.with_name(directory.name + ".part")
+    part = directory.with_name(f".{directory.name}.part")
     contents = export_files(vars(model.config), enc)
     weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
     contents["model.safetensors"] = save(weights, METADATA)
@@ -215,9 +215,10 @@ def is_same(tensor, other):
 
 
 def remove_part(part, names):
-    """Delete an export that was not finished, unless it contains a file that no export has."""
-    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
-        shutil.rmtree(part, ignore_errors=True)  # neither files nor links
+    """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
+    found = {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")}
+    if found <= names and part.is_dir():  # rmtree would wait for a pipe
+        shutil.rmtree(part, ignore_errors=True)  # no links
 
 
 def make_way(path):

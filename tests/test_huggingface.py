@@ -239,11 +239,14 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
     (hf / "thesis.tex").write_text("precious", encoding="utf-8")
     (tmp_path / "hf.1").symlink_to(tmp_path / "nowhere")
     (tmp_path / "hf.part").mkdir()
-    (tmp_path / "hf.part" / "thesis.tex").write_text("precious", encoding="utf-8")
+    (tmp_path / "hf.part" / "config.json").write_text("precious", encoding="utf-8")
+    (tmp_path / ".hf.part").mkdir()
+    (tmp_path / ".hf.part" / "thesis.tex").write_text("precious", encoding="utf-8")
     before = listing(hf)
     export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf)
-    assert listing(tmp_path / "hf.2") == before and (tmp_path / "hf.part.1" / "thesis.tex").exists()
-    assert sorted(os.listdir(tmp_path)) == ["hf", "hf.1", "hf.2", "hf.part.1"]
+    assert listing(tmp_path / "hf.2") == before and (tmp_path / ".hf.part.1" / "thesis.tex").exists()
+    assert sorted(os.listdir(tmp_path)) == [".hf.part.1", "hf", "hf.1", "hf.2", "hf.part"]
+    assert os.listdir(tmp_path / "hf.part") == ["config.json"]
     for place, make in (("file", lambda path: path.write_bytes(b"mine")), ("link", lambda path: path.symlink_to(hf))):
         make(tmp_path / place)
         export_huggingface(tiny_model(), BYTES, tmp_path / place)
@@ -252,9 +255,24 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
 
 
 def test_what_a_killed_export_left_is_cleared_away(hf, tmp_path):
-    hf.rename(tmp_path / "hf.part")
+    hf.rename(tmp_path / ".hf.part")
     export_huggingface(tiny_model(), BYTES, hf)
     assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_pipe_or_a_link_where_an_export_is_written_blocks_nothing_and_its_target_stays(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("precious", encoding="utf-8")
+    part = tmp_path / ".hf.part"
+    os.mkfifo(part)
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    part.mkdir()
+    os.mkfifo(part / "config.json")
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    part.symlink_to(tmp_path / "mine")
+    export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path)) == [".hf.part.1", ".hf.part.2", "hf", "hf.1", "hf.2", "mine"]
+    assert (tmp_path / "mine" / "config.json").read_text(encoding="utf-8") == "precious"
 
 
 NOT_THIS_MODEL = {
