@@ -5,6 +5,7 @@ its shards.
 """
 
 import json
+import re
 from pathlib import Path
 
 from plumbing.checkpoint import OPENAI_MODELS
@@ -85,7 +86,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=Tr
 ## How it was trained
 
 {% if dataset %}Data: {{ dataset }}
-{%- if meta.tokens %}, {{ number(meta.tokens) }} tokens of the tokenizer {{ meta.tokenizer }}{% endif %}.
+{%- if meta.tokens %}, {{ number(meta.tokens) }} tokens of the tokenizer {{ escaped(meta.tokenizer) }}{% endif %}.
 {% endif %}
 {%- if last.train %}Training: {{ number(last.train[0]) }} updates
 {%- if not config.batch_ramp and not starts[0].branched %} of {{ number(batch) }} tokens,
@@ -163,6 +164,7 @@ def card_text(directory, starts, streams, sample):
         ModelCardData(**data),
         template_str=TEMPLATE,
         number="{:,}".format,
+        escaped=escaped,
         num_parameters=sum(weight.numel() for weight in weights.values()),
         shape=read_json(directory / "config.json", ""),
         tokenizer=read_json(directory / "tokenizer_config.json", ""),
@@ -176,6 +178,11 @@ def card_text(directory, starts, streams, sample):
         sample="\n".join(plain(line, 10**4) for line in sample.strip().splitlines()),
     )
     return f"{card}\n"
+
+
+def escaped(text):
+    """Text as it is shown in Markdown, in which a backslash takes the meaning from punctuation."""
+    return re.sub(r"[!-*/:-@\[-`{-~]", r"\\\g<0>", plain(text))
 
 
 def write_curve(path, streams):

@@ -155,6 +155,13 @@ def test_text_from_files_is_shown_as_it_is(card):
     assert "\n    a\\x1b[2J\n    <script>\n    b\n" in page
 
 
+def test_the_tokenizers_name_is_text_and_neither_a_link_nor_html(card, tmp_path):
+    meta = {"dataset": "input", "tokens": 5, "tokenizer": "a_b+c\n<b>[x](y)`&#!"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    page = card(start_text(CONFIG | {"data": str(tmp_path)}))
+    assert r"of the tokenizer a\_b+c\\n\<b\>\[x\]\(y\)\`\&\#\!." in page
+
+
 DAMAGES = {
     "no run.txt": lambda folder: (folder / "run.txt").unlink(),
     "a run.txt of something else": lambda folder: (folder / "run.txt").write_bytes(b"\x00 \xff\n\nconfig: {"),
