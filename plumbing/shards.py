@@ -7,6 +7,7 @@ counts as a target. Shards of two other programs are read, too: llm.c's .bin (a 
 (tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -32,6 +33,17 @@ MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a pr
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
 
+@contextlib.contextmanager
+def named_errors(path):
+    """Give an error of the disk, such as EIO or ESTALE, the name of the file, as only an error of open() has it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
+# np.memmap would be shorter, but a failing disk or a shard cut short would end the process without a word (SIGBUS)
 @dataclass
 class Shard:
     """An array on disk, checked once. `open_file` may keep its file open."""
@@ -49,7 +61,7 @@ class Shard:
     def read(self, start=0, count=sys.maxsize):
         """The `count` entries from `start`, or fewer at the shard's end; by default all of them."""
         entries = np.empty(min(count, self.length - start), self.dtype)
-        with self.lock:
+        with self.lock, named_errors(self.path):
             file = self.open_file(self.path)
             file.seek(self.offset + start * entries.itemsize)
             num_bytes = file.readinto(entries)
@@ -77,7 +89,8 @@ def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
     """The shard at `path`, or a mask as long as its shard; UserError unless its header, type and size are right."""
     path = Path(path)
     try:
-        found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
+        with named_errors(path):
+            found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
         if found != dtype or len(shape) != 1 or length not in (None, *shape):
             raise ValueError(
                 f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
@@ -146,7 +159,7 @@ def fingerprint(paths):
 
 def sample(path):
     """The size of a file and a fixed sample of its bytes, from the first block to the last."""
-    with open_regular(path) as file:
+    with named_errors(path), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         sampled = size.to_bytes(8, "big")
         for i in range(SAMPLE_BLOCKS):

@@ -1,5 +1,7 @@
 """plumbing/shards.py: the format on disk, what is refused, and what a folder of shards is known by."""
 
+import errno
+import io
 import json
 import os
 import random
@@ -12,7 +14,7 @@ from plumbing import shards
 from plumbing.cli import UserError
 from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
 
-from conftest import make_shards, patched
+from conftest import make_shards, patched, refused
 
 
 def all_paths(folder):
@@ -83,6 +85,26 @@ def test_a_shard_that_is_cut_short_while_it_is_in_use_is_one_line(tmp_path):
     os.truncate(tmp_path / "x_train_000001.npy", 150)
     with pytest.raises(UserError, match="became shorter"):
         shard.read(0, 50)
+
+
+def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_path):
+    """As a network disk does in the middle of a run: the read fails, and the error of a read has no file's name."""
+    path = tmp_path / "x_train_000001.npy"
+    np.save(path, np.arange(50, dtype=np.uint16))
+
+    class Failing(io.BufferedReader):
+        def seek(self, *args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        readinto = seek
+
+    def open_failing(path):
+        return Failing(io.FileIO(path))
+
+    shard = open_shard(path, open_failing)
+    assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: shard.read())
+    with patched(shards, "open_regular", open_failing):
+        assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
 def test_shards_of_the_peers_are_found_and_read(tmp_path, capsys):
