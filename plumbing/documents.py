@@ -362,6 +362,8 @@ def retry(name, advice, function, attempts=3):
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
 
+    # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
+    # refused connection for 5 seconds in each of our attempts
     def attempt():
         with urllib.request.urlopen(url, timeout=60) as response, atomic_write(path) as file:
             size = int(response.headers.get("Content-Length") or 0)
