@@ -29,6 +29,9 @@ from plumbing.cli import UserError
 from plumbing.files import atomic_write, open_regular
 from plumbing.shards import sample
 
+# the hub's client prints two lines for each request that it repeats; `retry` says in the end what failed
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -398,10 +401,15 @@ def fetch(source, folder, attempts=3):
     """The source with the path of its file, which is downloaded into `folder` unless it is local."""
     name, path = source.name, source.path
     if source.repo:
-        from huggingface_hub import hf_hub_download  # slow to import
+        import huggingface_hub  # slow to import
 
-        place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
-        load = functools.partial(hf_hub_download, source.repo, name, **place)
+        place = dict(repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None)
+
+        def load():
+            # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
+            return huggingface_hub.hf_hub_download(**place, local_dir=folder)
+
         path = retry(name, HUB_ADVICE, load, attempts)
     elif is_url(name):
         file = os.path.basename(urllib.parse.urlsplit(name).path)
