@@ -248,17 +248,17 @@ class ValidationSample:
 def cut_into_shards(stream, shard_size, skip=0):
     """Cut a stream of (source, piece, tokens) into shards, skipping the first `skip` tokens.
 
-    Yields (tokens, end): `end` = [source, piece, token] is where in the input the next shard starts,
-    None after the last. The next shard overwrites `tokens`. Documents of 3, 5 and 1 tokens in shards of 4:
+    Yields (tokens, end): `end` is the Position in the input at which the next shard starts, None after the
+    last. The next shard overwrites `tokens`. Documents of 3, 5 and 1 tokens in shards of 4:
 
-        aaab | bbbb | c     with the ends [0, 1, 1], [0, 2, 0], None
+        aaab | bbbb | c     ending at piece 1, token 1; piece 2, token 0; None
     """
     shard, filled = np.empty(shard_size, np.uint16), 0
     for source, piece, tokens in stream:
         position, skip = skip, 0
         while position < len(tokens):
             if filled == shard_size:  # as another token follows, this is not the last shard
-                yield shard, [source, piece, position]
+                yield shard, shards.Position(source, piece, position)
                 filled = 0
             part = tokens[position : position + shard_size - filled]
             shard[filled : filled + len(part)] = part
@@ -330,8 +330,8 @@ def plan(options, part, num_parts):
 def make_shards(writer, options, enc, sources):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     meta = writer.meta
-    source, piece, skip, *_ = writer.resume()
-    num_seen = meta["tokens"] - skip  # before the piece at which this run begins
+    begin = writer.resume()
+    num_seen = meta["tokens"] - begin.token  # before the piece at which this run begins
     sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
     num_sampled = meta["shards"].get(writer.validation_file, 0)
     if num_sampled:
@@ -346,7 +346,7 @@ def make_shards(writer, options, enc, sources):
     downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
     batches = documents.read_batches(
-        sources, options.text_column, downloads, source, piece, prefetch, options.separator
+        sources, options.text_column, downloads, begin.source, begin.piece, prefetch, options.separator
     )
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
@@ -355,7 +355,7 @@ def make_shards(writer, options, enc, sources):
             total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5
         ) as bar:
             stream = sample.remove_from(limit_tokens(encoded, limit, bar))
-            for tokens, end in cut_into_shards(stream, options.shard_size, skip):
+            for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
                 if end:
                     write_shard(writer, enc, tokens, end, sample)
     finally:
@@ -384,7 +384,7 @@ def write_shard(writer, enc, tokens, end, sample):
     if writer.validation_file:
         writer.write_file(writer.validation_file, sample.tokens())
         if end:
-            end.append(sample.num_tokens)
+            end = end._replace(sampled=sample.num_tokens)
     if len(tokens):
         writer.write(tokens, end)
 

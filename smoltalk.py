@@ -40,7 +40,6 @@ class Options:
 if __name__ == "__main__":
     program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
-import functools
 import os
 import random
 import re
@@ -62,9 +61,17 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 def read_hub():
     """SmolTalk's conversations, shuffled with a fixed seed, since the data set is ordered by source."""
     import datasets  # slow to import, and only needed here
+    import huggingface_hub
 
     advice = "Check the network and run the same command again, or give conversations of your own with --input."
-    load = functools.partial(datasets.load_dataset, HUB_DATASET, "all", split="train")
+    place = dict(repo_id=HUB_DATASET, filename="README.md", repo_type="dataset")
+
+    def load():
+        if not huggingface_hub.try_to_load_from_cache(**place):  # what is in the cache needs no network
+            # without a network this fails at once; load_dataset repeats the same request for 23 seconds
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
+        return datasets.load_dataset(HUB_DATASET, "all", split="train")
+
     conversations = documents.retry(HUB_DATASET, advice, load)
     for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
         messages = row["messages"]

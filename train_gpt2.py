@@ -777,7 +777,7 @@ def train(config, world, lock):
         examples = world.broadcast_from_master(load, config.hellaswag_data, enc, config.hellaswag_limit)
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
     model, B = fit_to_machine(raw_model, config, world)
-    unwrapped = model.module if isinstance(model, DDP) else model
+    unwrapped = model.module if world.size > 1 else model
     loader.B = val_loader.B = B
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)

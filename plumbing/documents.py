@@ -25,9 +25,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from plumbing import program
-from plumbing.files import atomic_write, open_regular
+from plumbing.files import atomic_write, file_sample, open_regular
 from plumbing.program import UserError
-from plumbing.shards import sample
+
+# the hub's client prints two lines for each request that it repeats; `retry` says in the end what failed
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
@@ -91,7 +93,7 @@ def local_source(name):
     with open_regular(name) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
-        contents = start + file.read() if size <= MAX_HASHED else sample(name)
+        contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
     return Source(name, size, sampled_hash=short_hash(start) + short_hash(contents), path=name)
 
 
@@ -362,8 +364,14 @@ def retry(name, advice, function, attempts=3):
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
 
+    # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
+    # refused connection for 5 seconds in each of our attempts
     def attempt():
-        with urllib.request.urlopen(url, timeout=60) as response, atomic_write(path) as file:
+        with urllib.request.urlopen(url, timeout=60) as response, contextlib.ExitStack() as stack:
+            os.makedirs(
+                os.path.dirname(path) or ".", exist_ok=True
+            )  # a download that cannot begin leaves nothing
+            file = stack.enter_context(atomic_write(path))
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
             with tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5) as output:
@@ -371,7 +379,6 @@ def download(url, path, advice, attempts=3):
             if file.tell() < size:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     retry(url, advice, attempt, attempts)
 
 
@@ -396,10 +403,15 @@ def fetch(source, folder, attempts=3):
     """The source with the path of its file, which is downloaded into `folder` unless it is local."""
     name, path = source.name, source.path
     if source.repo:
-        from huggingface_hub import hf_hub_download  # slow to import
+        import huggingface_hub  # slow to import
 
-        place = dict(repo_type="dataset", revision=source.revision or None, local_dir=folder)
-        load = functools.partial(hf_hub_download, source.repo, name, **place)
+        place = dict(repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None)
+
+        def load():
+            # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
+            return huggingface_hub.hf_hub_download(**place, local_dir=folder)
+
         path = retry(name, HUB_ADVICE, load, attempts)
     elif is_url(name):
         file = os.path.basename(urllib.parse.urlsplit(name).path)

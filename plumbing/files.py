@@ -43,9 +43,19 @@ def read_json(path: Name, remedy: str) -> dict[str, Any]:
     return content
 
 
+@contextlib.contextmanager
+def named_errors(path: Name) -> Iterator[None]:
+    """Give an error of the disk, such as EIO or ESTALE, the name of the file, as only an error of open() has it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
 def file_sample(path: Name) -> bytes:
     """The size of a file and a fixed sample of its bytes; changes between the sampled ones are not seen."""
-    with open_regular(path) as file:
+    with named_errors(path), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         sampled = size.to_bytes(8, "big")
         for i in range(SAMPLE_BLOCKS):

@@ -64,23 +64,20 @@ def download(name):
 
 def weight_files(directory):
     """Return the paths of model.safetensors or, without it, of all parts model-00001-of-0000n.safetensors."""
-    names = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
+    names = {path.name for path in directory.glob("model*.safetensors") if path.is_file()}
     if "model.safetensors" in names:
         return [directory / "model.safetensors"]
-    parts = [name for name in names if PART.fullmatch(name)]
-    if not parts:
+    counts = {match[1] for match in map(PART.fullmatch, names) if match}
+    if not counts:
         raise UserError(
             f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}"
         )
-    counts = {PART.fullmatch(name)[1] for name in parts}
-    if len(counts) > 1:
-        found = plain(", ".join(parts))
-        raise UserError(f"{directory} has parts of several models: {found}. Leave only those of one there.")
-    [count] = counts
+    count = max(counts)
     expected = [f"model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
-    missing = [name for name in expected if name not in parts]
-    if missing:
-        raise UserError(f"{directory} lacks {plain(', '.join(missing))}. {COPY_AGAIN}")
+    missing = ", ".join(name for name in expected if name not in names)
+    if missing or len(counts) > 1:
+        problem = f"lacks {plain(missing)}" if missing else "has the parts of several models"
+        raise UserError(f"{directory} {problem}. {COPY_AGAIN}")
     return [directory / name for name in expected]
 
 
@@ -219,10 +216,9 @@ def is_same(tensor, other):
 
 def remove_part(part, names):
     """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
-    if not part.is_dir() or part.is_symlink():  # rmtree would wait for a pipe
-        return
-    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= names:
-        shutil.rmtree(part, ignore_errors=True)
+    found = {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")}
+    if found <= names and part.is_dir():  # rmtree would wait for a pipe
+        shutil.rmtree(part, ignore_errors=True)  # no links
 
 
 def make_way(path):

@@ -1,6 +1,5 @@
 """--wandb: a copy of the run's log at Weights & Biases, which cannot stop the training and hardly delays it."""
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -55,31 +54,26 @@ class Mirror:
 
     def __init__(self, config, log_lines):
         """log_lines: those already in log.txt, as read_log gives them."""
-        self.run = None
-        with self.warn_once():
-            self.run = start_wandb(config)
+        self.run = self.attempt(start_wandb, config)
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.log(step, {stream: value for _, stream, value in lines})
 
-    @contextlib.contextmanager
-    def warn_once(self):
-        """Turn an error into a warning, after which nothing is sent any more."""
+    def attempt(self, function, *args, **options):
+        """Call a function of wandb. An error becomes a warning, after which nothing is sent any more."""
         try:
-            yield
+            return function(*args, **options)
         except Exception as error:  # of whatever kind, in a large package that talks to a server
             self.run = None
             problem = f"Weights & Biases has failed ({type(error).__name__}: {first_line(error)})"
             print(f"warning: {problem}. Training does without it; log.txt has everything.", flush=True)
 
     def log(self, step, values):
-        with self.warn_once():
-            # After a resume the server may already have steps after the checkpoint, and it takes each step only
-            # once. An offline run gets the whole log: its upload replaces what the server has.
-            if self.run and step >= self.run.starting_step:
-                self.run.log(values, step=step)
+        # After a resume the server may already have steps after the checkpoint, and it takes each step only once. An
+        # offline run gets the whole log: its upload replaces what the server has.
+        if self.run and step >= self.run.starting_step:
+            self.attempt(self.run.log, values, step=step)
 
     def finish(self, status):
         """End the run with an exit status, and wait a little for its last lines to arrive."""
-        with self.warn_once():
-            if self.run:
-                self.run.finish(exit_code=status)
+        if self.run:
+            self.attempt(self.run.finish, exit_code=status)

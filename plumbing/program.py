@@ -139,7 +139,7 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.filename:
             advice = ADVICE.get(error.errno, "Check that it is what you meant.")
-            fail(f"Could not open or write {error.filename}: {error.strerror}. {advice}")
+            fail(f"Could not open, read or write {error.filename}: {error.strerror}. {advice}")
         if not has_other_ranks():
             raise
         traceback.print_exc()

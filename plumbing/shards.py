@@ -7,7 +7,6 @@ counts as a target. Shards of two other programs are read, too: llm.c's .bin (a 
 (tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -19,37 +18,24 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from plumbing import program
-from plumbing.files import atomic_write, lock_folder, open_regular, read_json
+from plumbing.files import Name, atomic_write, file_sample, lock_folder, named_errors, open_regular, read_json
 from plumbing.program import UserError
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
 NANOGPT_NAMES = ("train.bin", "val.bin")
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
-SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # a fingerprint reads this many bytes per block, and blocks per file
 
 
-@contextlib.contextmanager
-def named_errors(path):
-    """Give an error of the disk, such as EIO or ESTALE, the name of the file, as only an error of open() has it."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
-
-
+# np.memmap would be shorter, but a failing disk or a shard cut short would end the process without a word (SIGBUS)
 @dataclass
 class Shard:
-    """An array on disk, checked once. `open_file` may keep its file open.
-
-    np.memmap would be shorter, but a failing disk or a shard cut short would end the process without a word (SIGBUS).
-    """
+    """An array on disk, checked once. `open_file` may keep its file open."""
 
     path: Path
     dtype: type
@@ -153,41 +139,30 @@ def fingerprint(paths):
     """A hash of the sizes and samples of shards and their masks, in order, but not of names: a folder may be moved."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(sample(path))
+        digest.update(file_sample(path))
         mask = path.with_suffix(".mask")
         if mask.exists():
-            digest.update(sample(mask))
+            digest.update(file_sample(mask))
     return digest.hexdigest()
-
-
-def sample(path):
-    """The size of a file and a fixed sample of its bytes, from the first block to the last."""
-    with named_errors(path), open_regular(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        sampled = size.to_bytes(8, "big")
-        for i in range(SAMPLE_BLOCKS):
-            file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
-            sampled += file.read(SAMPLE_BLOCK)
-    return sampled
 
 
 # ----- What a run checks before it trains ---------------------------------------------------------------
 
 
-def check_size(folder: str, split: str, T: int, *, num_windows: int, at_least: int) -> None:
+def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: int) -> None:
     """Raise UserError if `num_windows` windows of T tokens have fewer than `at_least` tokens."""
     found = num_windows * T
     if found < at_least:
         raise UserError(
-            f"The {split} shards in {folder} hold only {found:,} tokens in whole sequences of {T}, but "
-            f"{at_least:,} are needed. Add shards, or lower --sequence-length or --total-batch-size."
+            f"The {split} shards in {folder} hold only {found:,} tokens in whole sequences of {T}, but {at_least:,} are"
+            " needed. Add shards, or lower --sequence-length or --total-batch-size."
         )
 
 
-def check_folder(folder: str, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
+def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
     """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks.
 
-    They must also have the tokens of a step, `step_tokens`, to train on.
+    There must also be as many tokens to train on as a step takes.
     """
     num_windows = train_loader.num_windows
     check_size(folder, "train", train_loader.T, num_windows=num_windows, at_least=step_tokens)
@@ -212,11 +187,11 @@ def check_token_ids(shards, tokenizer, n_vocab):
             f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
-    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab and program.is_rank_0():
-        print(
-            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as"
+    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab:
+        program.print0(
+            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as\n"
+            f"{tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
         )
-        print(f"{tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input.")
 
 
 def check_masks(masks):
@@ -275,6 +250,22 @@ def write_shard(path, array):
         file.write(array.data)
 
 
+class Position(NamedTuple):
+    """A place in the input of a part, where a shard ends; meta.json has it as a list."""
+
+    source: int = 0  # the number of the file
+    piece: int = 0  # the number of the piece in that file
+    token: int = 0  # tokens of that piece that stand in the shard and those before
+    sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
+    documents: int = 0  # documents so far
+
+    @classmethod
+    def read(cls, recorded: list[int]) -> "Position":
+        """The position that meta.json has. Older versions wrote only the last number if nothing was sampled."""
+        source, piece, token, *sampled, documents = recorded
+        return cls(source, piece, token, sampled[0] if sampled else 0, documents)
+
+
 class ShardWriter:
     """Writes the shards of a folder, or of one part, and their meta.json; continues or refuses those that are there."""
 
@@ -294,7 +285,7 @@ class ShardWriter:
         if self.meta.get("validation_every"):
             self.validation_file = shard_name(self.prefix, 0)
 
-    def make_once(self, make, *args):
+    def make_once(self, make: Callable[..., None], *args: Any) -> None:
         """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
         if not self.is_complete():
             with lock_folder(self.folder, self.meta_path.stem.replace("meta", ".lock")):
@@ -319,18 +310,18 @@ class ShardWriter:
         except (UserError, OSError):
             return 0
 
-    def resume(self):
+    def resume(self) -> Position:
         """Keep the shards before the first damaged one; return the position in the input at which they end."""
-        meta, kept, end = self.meta, {}, [0] * 5  # like those in meta["ends"]
-        for file, file_end in meta["ends"].items():
+        meta, kept, end = self.meta, {}, Position()
+        for file, recorded in meta["ends"].items():
             if not self.is_whole(file):
                 break
-            kept[file], end = meta["shards"][file], file_end
+            kept[file], end = meta["shards"][file], Position.read(recorded)
         if self.validation_file in meta["shards"]:
-            if self.count_tokens(self.validation_file) < end[3]:  # damaged: nothing can be kept
-                kept, end = {}, [0] * 5
-            kept = {self.validation_file: end[3]} | kept
-        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": end[-1], "complete": False}
+            if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
+                kept, end = {}, Position()
+            kept = {self.validation_file: end.sampled} | kept
+        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": end.documents, "complete": False}
         return end
 
     def path(self, file):
@@ -341,13 +332,13 @@ class ShardWriter:
         number = len(self.meta["shards"])
         return shard_name(self.prefix, number * self.num_parts + self.part)
 
-    def write(self, tokens, end):
-        """Write a shard, then meta.json: if killed in between, it is written again."""
+    def write(self, tokens: np.ndarray, end: Position | None) -> None:
+        """Write a shard, then meta.json: if killed in between, it is written again. end: None for the last one."""
         file = self.next_name()
         self.write_file(file, tokens)
         self.meta["documents"] += self.count_documents(tokens)
         if end:
-            self.meta["ends"][file] = [*end, self.meta["documents"]]
+            self.meta["ends"][file] = end._replace(documents=self.meta["documents"])
             self.save()
 
     def write_file(self, file, tokens):
@@ -394,8 +385,7 @@ def num_parts_of(path):
     return int(match[1]) if match else 1
 
 
-# ends: for each shard, the position in the input at which it ends (source, piece, token; with a sampled validation
-# split, also the tokens sampled so far), and the number of documents so far
+# ends: the Position at the end of each shard
 META_TYPES = dict(
     dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards=dict, complete=bool
 )
@@ -462,8 +452,8 @@ def settings(path, meta):
 def compare_sources(old, meta):
     """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends."""
     then, now = old["made_from"]["sources"], meta["made_from"]["sources"]
-    ends = [[-1], *old["ends"].values()]
-    num_read = len(then) if old["complete"] else ends[-1][0]
+    ends = list(map(Position.read, old["ends"].values()))
+    num_read = len(then) if old["complete"] else ends[-1].source if ends else -1
     changes = []
     for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
         after = after[: len(before)]  # older runs recorded no hash

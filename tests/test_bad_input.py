@@ -223,7 +223,9 @@ def test_a_run_whose_checkpoints_cannot_be_read_or_hold_code(folder):
 def test_a_run_whose_data_has_changed(folder):
     (folder / "run" / "model_00004.pt").unlink()
     more = make_shards(folder / "more", lengths=(2000, 3000, 2700))
-    assert "The shards in more are not those" in error_of_run(folder, out_dir="run", data=more.name)
+    assert "The training data in more are not what this run began with" in error_of_run(
+        folder, out_dir="run", data=more.name
+    )
 
 
 @pytest.mark.parametrize("script", ["sample", "hellaswag"])

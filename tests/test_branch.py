@@ -356,15 +356,22 @@ BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, 
 def train_with(script, args, killed_at=None, out_dir=None, checkpoint=None):
     """Train, with validation losses from `script`; be killed at step `killed_at`, once that `checkpoint` is there."""
 
-    def scripted(self, step, loss, *rest):
-        original(self, step, script[step], *rest)
+    def scripted(self, step, losses):
+        log_val_loss(self, step, (script[step], 1.0))
+
+    def keep_scripted(self, step, loss, raw_model):
+        keep_best(self, step, script[step], raw_model)
 
     def kill_now(run, step, *rest):
         return step == killed_at
 
     wait = wait_for_checkpoint(out_dir, checkpoint) if checkpoint else lambda *args: None
-    with patched(Run, "log_val_loss", scripted) as original, die_at(Run, "report", kill_now, wait):
-        train_gpt2.main(args)
+    with (
+        patched(Run, "log_val_loss", scripted) as log_val_loss,
+        patched(Run, "keep_best", keep_scripted) as keep_best,
+    ):
+        with die_at(Run, "report", kill_now, wait):
+            train_gpt2.main(args)
 
 
 def assert_best_is(out_dir, step, loss):

@@ -39,6 +39,7 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
     for step in range(1000, 2000):
         now += 5 * (step % 10 == 0) + 3 * (step % 50 == 0)
         now += 100 if step == 1000 else 1  # the first one compiles
+        run.first_step_ended = run.first_step_ended or now
         estimates[step], ends[step] = run.seconds_left(step, seconds=1), now
     assert estimates[1999] == 0
     for step in range(1200, 2000):

@@ -180,7 +180,7 @@ def test_damaged_shards_and_masks_are_refused(tmp_path):
 
 
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
-    expect_refusal(counting_shards(tmp_path, [4]), "0 tokens in sequences of 4 and one more, but 4 are needed")
+    expect_refusal(counting_shards(tmp_path, [4]), "only 0 tokens in whole sequences of 4, but 4 are needed")
 
 
 def test_two_batches_are_read_ahead_each_once_and_no_later_one_overwrites_one(tmp_path):

@@ -129,7 +129,7 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
     (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
-    (stopped / "hf.part").mkdir()
+    (stopped / ".hf.part").mkdir()
     (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
@@ -410,10 +410,10 @@ def signal_in_an_evaluation(name, args):
     """Rank 1 receives SIGTERM when the evaluation of step 4 begins."""
     calls = itertools.count()
 
-    def evaluate(*args):
+    def evaluate(*args, **options):
         if next(calls) == 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole_evaluate(*args)
+        return whole_evaluate(*args, **options)
 
     with patched(train_gpt2, name, evaluate) as whole_evaluate:
         train_gpt2.main(args)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from plumbing import shards
-from plumbing.program import UserError
+from plumbing.cli import UserError
 from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
 
 from harness import make_shards, patched, refused

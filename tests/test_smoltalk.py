@@ -153,7 +153,11 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     meta = read_meta(prepare(options_for(tmp_path, out_dir="chats", tokenizer="", init_from="start", max_length=0)))
     assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
     [words] = printed_commands(capsys.readouterr().out)
-    assert words[:6] == "python train_gpt2.py --preset quickstart --init-from start".split()
+    assert [
+        "python",
+        Path(words[1]).name,
+        *words[2:6],
+    ] == "python train_gpt2.py --preset quickstart --init-from start".split()
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert (tmp_path / "log" / "chats" / "hf").exists()
 
@@ -189,6 +193,7 @@ def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
             return self
 
     rows = Rows({"messages": messages} for messages in (talk("a", "b"), talk("a", None), talk("c", "d")))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *args, **options: rows))
     assert list(smoltalk.read_hub()) == [talk("a", "b"), talk("c", "d")]
 
@@ -202,7 +207,7 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
         ("one.jsonl", "1 conversation (0 without an answer that fits) fill 1 of the two blocks of 1024 tokens"),
         ("one.jsonl --max-length 1", "1 conversation (1 without"),
         ("one.jsonl --init-from x", "leave --tokenizer out"),
-        ("one.jsonl --out-dir", "--out-dir is empty"),
+        ("one.jsonl --out-dir", "--out-dir: its value is empty"),
     ]
     for words, reason in cases:
         args = words.split() + [""] * words.endswith("--out-dir")
