@@ -70,7 +70,7 @@ def random_model(folder):
     import torch
 
     import tokenizer
-    from huggingface import export_huggingface
+    from plumbing.huggingface import export_huggingface
     from train_gpt2 import GPT, GPTConfig
 
     torch.manual_seed(1)

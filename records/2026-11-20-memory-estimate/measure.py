@@ -1,4 +1,4 @@
-"""Peak memory of two training steps on a CPU beside what the trainer estimates. Needs psutil.
+"""Peak memory of two uncompiled training steps on a CPU in float32, and an estimate of it. Needs psutil.
 
     python measure.py N_LAYER N_EMBD B T VOCABULARY
 """
@@ -15,6 +15,17 @@ import psutil
 import torch
 
 
+def estimate(c, B):
+    """Bytes of weights, gradients, AdamW and activations, counted as in lesson 10 of play.ipynb.
+
+    There the logits take 4 bytes per token and id, as compiled code in bfloat16 keeps them and their gradient. Here
+    they take 12: the logits, the log-softmax of the loss and its gradient.
+    """
+    weights = 4 * (12 * c.n_layer * c.n_embd**2 + (c.vocab_size + c.block_size + 13 * c.n_layer + 2) * c.n_embd)
+    activations = B * c.block_size * 4 * (16 * c.n_layer * c.n_embd + 3 * c.vocab_size)
+    return weights, weights, 2 * weights, activations
+
+
 def steps(model, optimizers, B, T):
     for _ in range(2):
         x = torch.randint(model.config.vocab_size, (B, T))
@@ -27,7 +38,7 @@ def main():
     n_layer, n_embd, B, T, vocab_size = map(int, sys.argv[1:6])
     config = t.TrainConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_embd // 64, sequence_length=T, compile=False)
     small = t.GPT(t.GPTConfig(T, 512, 1, 1, 64))
-    steps(small, t.configure_optimizers(small, config, "cpu"), 1, T)  # loads what torch loads when it is first used
+    steps(small, t.configure_optimizers(small, config), 1, T)  # loads what torch loads when it is first used
     del small
     base = psutil.Process().memory_info().rss
     model = t.GPT(t.GPTConfig(T, vocab_size, n_layer, n_embd // 64, n_embd))
@@ -41,10 +52,10 @@ def main():
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    steps(model, t.configure_optimizers(model, config, "cpu"), B, T)
+    steps(model, t.configure_optimizers(model, config), B, T)
     done.set()
     watcher.join()
-    parts = [part / 2**30 for part in t.estimate_memory(model, config, B, torch.float32)]
+    parts = [part / 2**30 for part in estimate(model.config, B)]
     print(f"{' '.join(sys.argv[1:6])}: measured {(peak - base) / 2**30:.2f} GiB, estimated {sum(parts):.2f} GiB = "
           "{:.2f} weights + {:.2f} gradients + {:.2f} optimizer + {:.2f} activations".format(*parts))  # fmt: skip
 

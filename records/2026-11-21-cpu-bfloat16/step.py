@@ -1,3 +1,4 @@
+# ran at commit 625699d, where bench was one file; the functions that it uses are gone
 """A training step of quickstart's model in float32, in bfloat16, and in bfloat16 with attention in float32.
 
 python records/2026-11-21-cpu-bfloat16/step.py ROUNDS, in the project's root.

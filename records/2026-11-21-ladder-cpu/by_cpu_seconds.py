@@ -1,3 +1,4 @@
+# ran at commit 6d951c3, where bench was one file; the functions that it uses are gone
 """The table and the picture of ladder.json by processor seconds: python by_cpu_seconds.py, in the project's root."""
 
 import json

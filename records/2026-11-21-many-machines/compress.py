@@ -1,3 +1,4 @@
+# ran at commit 319c91e; the trainer's functions take other parameters now
 """What bfloat16 sums of gradients do to the loss, and to the gradients of more ranks than this machine has.
 
     cd records/2026-11-21-many-machines

@@ -1,3 +1,4 @@
+# ran at commit 319c91e; the trainer's functions take other parameters now
 """Count the bytes that every rank sends and receives in a training step, and compare them with the formula.
 
 Each rank runs in a network namespace of its own, which stands for a machine, and counts twice: what it hands to

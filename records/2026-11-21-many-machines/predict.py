@@ -21,9 +21,9 @@ MUON = 0.25e-3 + 0.35e-3 + 1.0e-3  # s: AdamW of the embeddings, the norm, Muon'
 NEWTON_SCHULZ = 7.5e-3  # s for all matrices on one GPU (estimate: 5 to 10)
 CASTS = 16 * 124.5e6 / 4.2e12  # s: the hook's four passes, 16 bytes per parameter at 4.2 TB/s
 
-# bytes of DDP's buckets in float32 from the second step on, in their order: counted, count.txt
-BUCKETS = [9_446_400, *[28_351_488] * 11, 176_590_848]
-FIRST, LAST_OF_BLOCKS, EMBEDDING = 0.42, 0.93, 0.95  # ready at, of the backward pass: records/2026-11-20-ddp-order
+# DDP's buckets of at most 100 MB and the part of the backward pass after which each is ready: measured, ready.txt
+BUCKETS = [106_309_632, 108_672_000, 106_318_848, 163_995_648, 12_607_488]  # bytes in float32
+READY = [0.50, 0.72, 0.94, 1.0, 1.0]
 
 NVLINK = 370e9  # bytes/s that a ring reaches of NVLink 4's 450 (NVIDIA/nccl-tests issue 212, a maintainer)
 NIC = 47e9  # bytes/s that it reaches of 400 Gb/s, which are 50 (46 to 48: NVIDIA/nccl-tests issue 290, a maintainer)
@@ -84,9 +84,7 @@ def all_gather(received, n, nics):
 def exposed(backward, n, nics, bytes_per_parameter):
     """Seconds for which the last bucket's sum outlasts the backward pass. Buckets are summed one after the other."""
     free = 0.0
-    blocks = len(BUCKETS) - 1
-    for i, size in enumerate(BUCKETS):
-        ready = EMBEDDING if i == blocks else FIRST + (LAST_OF_BLOCKS - FIRST) * i / (blocks - 1)
+    for size, ready in zip(BUCKETS, READY):
         free = max(free, ready * backward) + all_reduce(size * bytes_per_parameter / 4, n, nics)
     return max(0.0, free - backward)
 
@@ -185,14 +183,13 @@ def print_sensitivity():
     print("| GPUs | between machines | as above | compute at the floors, 589K tok/s | no overlap "
           "| a quarter more bytes/s |")  # fmt: skip
     print("|" + "---|" * 6)
-    global FIRST, LAST_OF_BLOCKS, EMBEDDING, NVLINK, NIC
+    global READY, NVLINK, NIC
     for n, windows in ((8, 64), (16, 32), (64, 8), (512, 1)):
         for network, nics in NETWORKS.items() if n > PER_MACHINE else [("", 8)]:
             cells = [efficiency(n, windows, nics), efficiency(n, windows, nics, rate=589e3)]
-            before = FIRST, LAST_OF_BLOCKS, EMBEDDING
-            FIRST = LAST_OF_BLOCKS = EMBEDDING = 1.0
+            before, READY = READY, [1.0] * len(BUCKETS)
             cells.append(efficiency(n, windows, nics))
-            FIRST, LAST_OF_BLOCKS, EMBEDDING = before
+            READY = before
             NVLINK, NIC = NVLINK * 1.25, NIC * 1.25
             cells.append(efficiency(n, windows, nics))
             NVLINK, NIC = NVLINK / 1.25, NIC / 1.25

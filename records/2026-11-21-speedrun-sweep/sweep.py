@@ -111,17 +111,17 @@ def run_one(optimizer_name, cooldown, every, arguments):
                     sums[share] = weights
         return result
 
-    def evaluate_with_averages(model, loader, num_windows, B, *args):
+    def evaluate_with_averages(model, loader, num_windows, *args):
         if trained == 0:  # nobody asks how good random weights are: one batch will do
-            return evaluate_val_loss(model, loader, B, B, *args)
-        loss = evaluate_val_loss(model, loader, num_windows, B, *args)
+            return evaluate_val_loss(model, loader, loader.B, *args)
+        loss = evaluate_val_loss(model, loader, num_windows, *args)
         parameters = list(model.parameters())
         raw = [p.detach().clone() for p in parameters]
         with open(out_dir / "averages.txt", "w") as file:
             for share, weights in sums.items():
                 for p, mean in zip(parameters, weights):
                     p.data.copy_(mean)
-                mean_loss = evaluate_val_loss(model, loader, num_windows, B, *args)
+                mean_loss, _ = evaluate_val_loss(model, loader, num_windows, *args)
                 file.write(f"{trained} val_tail{share} {mean_loss:.9g}\n")
             for clock, total in seconds.items():
                 file.write(f"{trained} {clock}_seconds {total:.1f}\n")
