@@ -11,7 +11,7 @@
     gpt2-large    774M parameters
     gpt2-xl       1.6B parameters
     speedrun      gpt2 on half as many tokens, with Muon and another schedule
-    quickstart    a small byte-level model, trained on Python's own documentation
+    quickstart    a small byte-level model, on Python's own documentation
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
@@ -61,7 +61,7 @@ class TrainConfig:
     block_size: int = 1024  # longest sequence: the number of position embeddings
     vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
-    # the batch: total_batch_size = batch_size * sequence_length * ranks * accumulation
+    # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
     batch_size: int = 64  # B, at most this many sequences per rank and micro-step; lowered until they fit
     sequence_length: int = 1024  # T, tokens per sequence
     total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)

@@ -79,7 +79,7 @@ def make_parser(config_class, default):
     for name, (kind, names, may_be_empty) in fields_of(config_class).items():
         heading, text = comments[name]
         if heading:
-            group = parser.add_argument_group(heading)
+            group = parser.add_argument_group(textwrap.fill(heading, 79))
         value = getattr(default, name)
         if value not in ("", None, ()):
             text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else value})"

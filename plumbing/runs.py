@@ -114,7 +114,7 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
     folder = parent.parent if parent.is_file() else parent
     if folder.samefile(config.out_dir):  # also with --no-resume, which would move the parent aside
         raise UserError(
-            f"--out-dir is the folder of the parent, {folder}. Give the branch an --out-dir of its own."
+            f"--out-dir is the folder of the parent (--branch-from), {folder}. Give the branch a folder of its own."
         )
     changed = settings.changes(config, saved["config"])
     changed.pop("branch_from", None)

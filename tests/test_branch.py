@@ -193,7 +193,8 @@ def test_other_data_is_refused(folder, parent, tmp_path):
     mixed = shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", mixed)
     for data in (other, mixed):
-        assert_refused(data, tmp_path / "out", f"The shards in {data} are not", branch_from=source)
+        what = "training" if data is other else "validation"
+        assert_refused(data, tmp_path / "out", f"The {what} data in {data} are not", branch_from=source)
 
 
 def test_weights_alone_are_refused_and_a_damaged_checkpoint_too(folder, parent, tmp_path):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from plumbing import documents
-from plumbing.cli import UserError
+from plumbing.program import UserError
 
 from harness import ROOT, patched
 
@@ -26,7 +26,7 @@ def sleep(seconds):
         os._exit(1)
 socket.getaddrinfo, time.sleep = refuse, sleep
 program = __import__(sys.argv[1])
-program.cli.run(lambda: program.main(sys.argv[2:]))
+program.program.run(lambda: program.main(sys.argv[2:]))
 """
 
 

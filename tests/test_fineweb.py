@@ -41,11 +41,11 @@ def test_shards_are_cut_as_the_docstring_says():
         limited = fineweb.limit_tokens(stream, limit + skip, tqdm(disable=True))
         return [("".join(map(chr, shard)), end) for shard, end in fineweb.cut_into_shards(limited, 4, skip)]
 
-    assert cut("aaa", "bbbbb", "c") == [("aaab", [0, 1, 1]), ("bbbb", [0, 2, 0]), ("c", None)]
+    assert cut("aaa", "bbbbb", "c") == [("aaab", (0, 1, 1, 0, 0)), ("bbbb", (0, 2, 0, 0, 0)), ("c", None)]
     # what is exactly full is still the last, a document may be longer than two shards
     assert cut("aaaa") == [("aaaa", None)]
-    assert cut("abcdefghij") == [("abcd", [0, 0, 4]), ("efgh", [0, 0, 8]), ("ij", None)]
-    assert cut("aaa", "bbbbb", limit=6, skip=1) == [("aabb", [0, 1, 2]), ("bb", None)]
+    assert cut("abcdefghij") == [("abcd", (0, 0, 4, 0, 0)), ("efgh", (0, 0, 8, 0, 0)), ("ij", None)]
+    assert cut("aaa", "bbbbb", limit=6, skip=1) == [("aabb", (0, 1, 2, 0, 0)), ("bb", None)]
 
 
 def test_names_and_meta_json_say_what_is_there(tmp_path):

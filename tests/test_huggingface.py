@@ -9,8 +9,8 @@ import tiktoken
 import tokenizer
 import torch
 from plumbing.checkpoint import load_model_state
-from plumbing.cli import UserError
 from plumbing.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
+from plumbing.program import UserError
 from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT
 

@@ -130,7 +130,7 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
         file.write("9 tra")
     (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / ".hf.part").mkdir()
-    (stopped / "hf.part" / "config.json").write_text("{", encoding="utf-8")
+    (stopped / ".hf.part" / "config.json").write_text("{", encoding="utf-8")
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
 
@@ -391,8 +391,8 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
             assert done[checkpoint["step"]].wait(60)
         return save(checkpoint, file)
 
-    def report(self, step, *rest, **streams):
-        original(self, step, *rest, **streams)
+    def report(self, step, text, streams):
+        original(self, step, text, streams)
         if "train" in streams and step - 2 in done:
             done[step - 2].set()
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from plumbing import shards
-from plumbing.cli import UserError
+from plumbing import files, shards
+from plumbing.program import UserError
 from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_metas
 
 from harness import make_shards, patched, refused
@@ -166,7 +166,7 @@ def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):
     assert fingerprint([path]).startswith("3b15c9cf28b0")  # as in the checkpoints of runs to be resumed
     os.truncate(path, 200_000_128)  # most of it a hole in the file
     first = fingerprint([path])
-    assert len(shards.sample(path)) < 2**15
+    assert len(files.file_sample(path)) < 2**15
     with open(path, "r+b") as file:
         file.seek(200_000_000)
         file.write(b"y")
