@@ -10,6 +10,8 @@ the name of a GPT-2. A single sample is streamed as it is generated; several are
 """
 
 import codecs
+import contextlib
+import io
 import itertools
 import os
 import sys
@@ -65,6 +67,10 @@ def complaints(options):
         yield f"--top-p is {options.top_p}, but it must be at most 1."
     if not (options.prompt or options.chat or options.export):
         yield "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."
+    if options.export and (options.chat or options.dtype != "auto"):
+        yield "--export writes the weights as they are and ends: leave --chat and --dtype out."
+    if options.chat and options.num_samples != 1:
+        yield "--chat gives one answer at a time: leave --num-samples out."
     if os.path.lexists(options.export):
         yield f"--export {options.export} exists already. Choose a new folder."
 
@@ -76,7 +82,7 @@ import torch
 
 import tokenizer
 from plumbing.checkpoint import newest_checkpoint
-from plumbing.huggingface import export_huggingface
+from plumbing.huggingface import check_export, export_huggingface
 from plumbing.machine import choose_device, choose_dtype
 from plumbing.modelcard import write_model_card
 from plumbing.runs import sample_command
@@ -127,9 +133,13 @@ def complete(model, enc, options):
 
 def read_lines():
     """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
-    if hasattr(sys.stdin, "reconfigure"):
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    prompt = "> " if sys.stdin and sys.stdin.isatty() else ""
+    prompt = ""
+    if sys.stdin and sys.stdin.isatty():
+        prompt = "> "
+        with contextlib.suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401, lets input() have a history and be edited with the arrow keys
     try:
         while sys.stdin:
             yield input(prompt).strip()
@@ -179,12 +189,12 @@ def answer(model, enc, messages, options):
     messages.append({"role": "assistant", "content": text.strip()})
 
 
+CHAT_HELP = "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."
+
+
 def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
-    print(
-        "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer.",
-        file=sys.stderr,
-    )
+    print(CHAT_HELP, file=sys.stderr)
     if not tokenizer.has_chat_tokens(enc):
         remedy = f"To teach it, begin with smoltalk.py --init-from {options.model}."
         print(
@@ -194,7 +204,9 @@ def chat(model, enc, options):
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":
             return
-        if line == "/reset":
+        if line == "/help":
+            print(CHAT_HELP, file=sys.stderr)
+        elif line == "/reset":
             messages.clear()
         elif line:
             messages.append({"role": "user", "content": line})
@@ -204,6 +216,7 @@ def chat(model, enc, options):
 def export(model, enc, options):
     """Write the model in Hugging Face format, with a model card if it is a run's."""
     export_huggingface(model, enc, options.export)
+    check_export(model, Path(options.export))
     source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
     checkpoint = newest_checkpoint(source) if (run_folder / "run.txt").exists() else None

@@ -185,7 +185,7 @@ class CausalSelfAttention(nn.Module):
         if cache:
             k, v = cache.update(self, k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
-        options = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
+        options: dict[str, Any] = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
         if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
         else:
@@ -218,8 +218,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, attn_mask=None, cache=None):
-        x = x + self.attn(self.ln_1(x), attn_mask, cache)
-        return x + self.mlp(self.ln_2(x))
+        # subtle: autocast's LayerNorm returns float32, which would be copied where DDP cuts the compiled graph
+        x = x + self.attn(self.ln_1(x).to(x.dtype), attn_mask, cache)
+        return x + self.mlp(self.ln_2(x).to(x.dtype))
 
 
 IGNORE_INDEX = -100  # targets that are excluded from the loss
@@ -234,7 +235,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.residual_dtype = torch.float32  # dtype of the residual stream
         self.float8_lm_head = False  # output layer in float8 when only the loss is needed
-        self.transformer = nn.ModuleDict()
+        self.transformer: Any = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -548,7 +549,8 @@ class Muon(torch.optim.Optimizer):
 
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
-    optimizers, with_muon = [], set()
+    optimizers: list[torch.optim.Optimizer] = []
+    with_muon = set()
     if config.optimizer == "muon":
         blocks, groups = model.transformer.h, []
         for name, parameter in blocks[0].named_parameters():
@@ -688,8 +690,8 @@ def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, 
 
 def load_data(config, world):
     """Load and check a run's (train_loader, val_loader, tokenizer)."""
-    if config.preset == "quickstart" and config.data == PRESETS["quickstart"].data:
-        import fineweb  # only this preset makes its own data; existing shards are reused
+    if config.data == PRESETS["quickstart"].data:
+        import fineweb  # only these data are made here; existing shards are reused
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
         world.broadcast_from_master(fineweb.prepare, corpus)
@@ -783,8 +785,7 @@ def train(config, world, lock):
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
     if saved:
         restore_state(saved, optimizers, scaler, loader=loader)
-    metadata = {"config": dataclasses.asdict(config), "val_fingerprint": val_loader.fingerprint}
-    metadata |= {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc)}
+    metadata = checkpoint.metadata(config, enc, val_loader.fingerprint)
     T, max_steps = config.sequence_length, config.max_steps
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     bytes_of = torch.tensor(tokenizer.token_bytes(enc), device=world.device)

@@ -1,11 +1,16 @@
 """Find, read and write checkpoints, and read weights saved by other programs."""
 
+import ast
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import json
 import math
 import os
 import pickle
 import re
+import sys
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +25,7 @@ import tokenizer
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
 from plumbing.flags import flag_of, suggest
 from plumbing.huggingface import load_huggingface, load_tokenizer, shape_of
-from plumbing.program import UserError, first_line
+from plumbing.program import ROOT, UserError, first_line, plain
 
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -29,7 +34,7 @@ BEST = "model_best.pt"  # the weights with the lowest validation loss
 READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
 
 
-class Checkpoint(TypedDict, total=False):
+class Checkpoint(TypedDict):
     """What a model_<step>.pt holds: plain data and tensors. model_best.pt has no state to continue from.
 
     A checkpoint of nanoGPT or build-nanogpt is given this form, with `model`, `config` and `tokenizer_file` alone.
@@ -46,6 +51,7 @@ class Checkpoint(TypedDict, total=False):
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
+    model_code: str  # a hash of the model's code
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
 
 
@@ -82,9 +88,11 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
     for path in reversed(paths):
         try:
             return load_checkpoint(path)
+        except FileNotFoundError:  # a run in progress has deleted it meanwhile, and written newer ones
+            return newest_checkpoint(source)
         except UserError as error:
             problem = str(error).removesuffix(f" {READABLE}")
-            print(f"warning: {problem} Skipping it and trying the one before.", flush=True)
+            print(f"warning: {plain(problem, 500)} Skipping it and trying the one before.", flush=True)
     if paths:
         raise UserError(
             f"None of the checkpoints in {source} can be read. Restore one from a backup. To start the training over, "
@@ -100,22 +108,55 @@ def load_checkpoint(path: Name) -> Checkpoint:
             damaged = archive.testzip()  # the checksums, which torch.load does not check
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-        content = unpickle(path)
-    except Exception as error:  # a damaged file can make the unpickler fail in any way
+        content = from_peer(unpickle(path))
+        missing = [f"no {name}" for name in ("model", "config", "tokenizer_file") if content.get(name) is None]
+        if missing:
+            raise UserError(
+                f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {READABLE}"
+            )
+        content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
+    except (UserError, FileNotFoundError):
+        raise
+    except Exception as error:  # a file that is damaged, or made by hand, can fail in any way
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it contains more than tensors and plain data, perhaps code, which is never run"
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
-    content = from_peer(content) if isinstance(content, dict) else {}
-    missing = [f"no {name}" for name in ("model", "config", "tokenizer_file") if content.get(name) is None]
-    if missing:
-        raise UserError(f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {READABLE}")
-    content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
+    if content.get("model_code", model_code()) != model_code():  # peers and older versions have none
+        print(
+            f"note: {path} was trained with other code of the model than train_gpt2.py has now. If the forward pass "
+            "has changed, so has what the weights compute.",
+            file=sys.stderr,
+        )
     return content
 
 
-def from_peer(content: dict[str, Any]) -> dict[str, Any]:
+def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[str, Any]:
+    """What every checkpoint of a run holds beside its state."""
+    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc), "model_code": model_code()}
+    return {"config": dataclasses.asdict(config), "val_fingerprint": val_fingerprint, **texts}
+
+
+@functools.cache
+def model_code() -> str:
+    """A hash of the code of the model in train_gpt2.py, comments aside: how weights begin, and what they compute."""
+    tree = ast.parse((ROOT / "train_gpt2.py").read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = {
+        f"{owner.name}.{node.name}": ast.unparse(node)
+        for owner in classes
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "hidden_states", "forward")
+    }
+    names = [f"{owner}." for owner in ("CausalSelfAttention", "MLP", "Block", "GPT")]
+    code = "\n".join(text for name, text in functions.items() if name.startswith(tuple(names)))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def from_peer(content: Any) -> Any:
     """The dict of a checkpoint; one of nanoGPT or build-nanogpt, which use GPT-2's names, is changed to our form."""
+    if not isinstance(content, dict):
+        return {}
     if "model_args" in content:
         config = content["model_args"]
     elif isinstance(content.get("config"), PeerConfig):
@@ -186,8 +227,9 @@ def load_model_state(source: str) -> tuple[dict[str, int], dict[str, Tensor], ti
             raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
         if not path.exists():
             raise UserError(
-                f"There is no file or folder {source}, and no GPT-2 of that name. {suggest(source, OPENAI_MODELS)} To "
-                "train a model first: python train_gpt2.py --preset quickstart"
+                f"There is no file or folder {source}, and no GPT-2 of that name. "
+                f"{suggest(str(source), [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])} To train a model "
+                "first: python train_gpt2.py --preset quickstart"
             )
         raise UserError(
             f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
@@ -303,6 +345,11 @@ class CheckpointWriter:
         for old in list_checkpoints(path.parent)[: -self.keep]:
             if step_of(old) in self.deletable:
                 old.unlink(missing_ok=True)
+
+    def raise_error(self) -> None:
+        """Raise the error that has ended the writing of the pending checkpoint, if there is one."""
+        if self.pending and self.pending[0].done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is on disk; re-raise any error from writing it."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from plumbing.program import UserError
+from plumbing.program import UserError, git_commit
 
 Config = TypeVar("Config")
 SEE_HELP = "Run with --help to see all flags."
@@ -50,6 +50,9 @@ def parse(
     if unknown:
         raise UserError(explain(unknown, config_class, synonyms or {}, presets or {}))
     values = vars(found)
+    if values.pop("version"):
+        print(f"train_gpt2, commit {git_commit() or 'unknown'}")
+        sys.exit(0)
     if presets:
         default = presets[values.get("preset", default.preset)]
     if values.pop("help"):
@@ -75,6 +78,7 @@ def make_parser(config_class, default):
     )
     group = parser.add_argument_group("flags")
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
+    group.add_argument("--version", action="store_true", default=False, help="show the commit of the program")
     comments = comments_of(config_class)
     for name, (kind, names, may_be_empty) in fields_of(config_class).items():
         heading, text = comments[name]
@@ -119,7 +123,7 @@ def fields_of(config_class):
 def comments_of(config_class):
     """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
     comments = {}
-    sources = [inspect.getsource(each) for each in config_class.__mro__ if dataclasses.is_dataclass(each)]
+    sources = [inspect.getsource(each) for each in config_class.__mro__ if each is not object]
     for above, name, own in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)):
         above = " ".join(re.findall("# (.+)", above))
         comments[name] = (above, own) if own else ("", above)
@@ -190,7 +194,10 @@ def explain(unknown, config_class, synonyms, presets):
     word = unknown[0]
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
-    return f"The argument {word!r} was not expected. {closest(word, meanings) or SEE_HELP}"
+    advice = closest(word, meanings) or SEE_HELP
+    if any(not names for _, names, _ in fields_of(config_class).values()):
+        advice = "Put quotes around a text of several words."
+    return f"The argument {word!r} was not expected. {advice}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import tokenizer
 from plumbing.files import atomic_write, free_name, open_regular, read_json
@@ -171,6 +172,25 @@ def export_weights(weights, enc):
     exported = {name: weight.cpu() for name, weight in transposed(weights).items()}
     exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
     return exported
+
+
+def check_export(model: Any, directory: Path) -> None:
+    """Print a note if transformers computes other logits from an export, as from that of a model that was changed."""
+    import torch
+    from transformers import GPT2LMHeadModel, logging
+
+    logging.disable_progress_bar()
+    theirs = GPT2LMHeadModel.from_pretrained(directory)
+    idx = torch.arange(min(64, model.config.block_size))[None] % theirs.config.vocab_size
+    device, model.residual_dtype = next(model.parameters()).device, torch.float32
+    with torch.no_grad():
+        ours = model(idx.to(device))[0].cpu()[..., : theirs.config.vocab_size]
+        expected = theirs(idx).logits
+    if (ours - expected).abs().max() > 0.05 * expected.std():  # TF32 changes a hundredth of that
+        print(
+            f"note: transformers computes other logits from {directory} than this program does: the code of the model "
+            "was changed, so it is no GPT-2 any more. Use it with this program only."
+        )
 
 
 def export_files(shape, enc):

@@ -7,10 +7,11 @@ its shards.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from plumbing.checkpoint import OPENAI_MODELS
 from plumbing.files import atomic_write, read_json
-from plumbing.journal import read_log
+from plumbing.journal import read_log, read_starts
 from plumbing.program import first_line, plain
 
 # a data set's name in meta.json: its name on the card; those with a slash are on the hub, and in English
@@ -136,15 +137,6 @@ def read_streams(path, step):
     return streams
 
 
-def read_starts(path):
-    """Return the starts of a run that run.txt describes, each as a dict of texts and, for "config", a dict."""
-    read, starts = {"config": json.loads, "branched": json.loads}, []
-    for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
-        fields = [line.partition(": ") for line in block.splitlines()]
-        starts.append({name: read.get(name, plain)(text) for name, _, text in fields})
-    return starts
-
-
 def card_text(directory, starts, streams, sample):
     """Return README.md: the metadata that the hub reads, then the page."""
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
@@ -153,8 +145,8 @@ def card_text(directory, starts, streams, sample):
     config = starts[-1]["config"]
     meta_path = Path(config["data"], "meta.json")
     meta = read_json(meta_path, "") if meta_path.is_file() else {}
-    dataset = DATASETS.get(meta.get("dataset"), "")
-    data = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
+    dataset = DATASETS.get(str(meta.get("dataset")), "")
+    data: dict[str, Any] = dict(language="en", datasets=[dataset]) if "/" in dataset else {}
     if config["init_from"] in OPENAI_MODELS:
         data["base_model"] = f"openai-community/{config['init_from']}"
     data |= dict(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"])

@@ -11,7 +11,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -20,6 +22,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of the programs
 SCRIPTS = {path.name for path in ROOT.glob("*.py")}
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; "" if it is not installed."""
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
+
+
+def git(*words: str) -> str:
+    """What git says of this program's folder; "" if that is not a clone."""
+    return output_of("git", "-C", str(ROOT), *words)
+
+
+def git_commit() -> str:
+    """The commit of this program, with "-dirty" if it was changed since; "" if that is not known."""
+    return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
 class UserError(Exception):
@@ -137,9 +156,11 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     except MemoryError as error:
         fail(f"There is not enough memory. {error}".strip())
     except Exception as error:
-        if isinstance(error, OSError) and error.filename:
-            advice = ADVICE.get(error.errno, "Check that it is what you meant.")
-            fail(f"Could not open, read or write {error.filename}: {error.strerror}. {advice}")
+        if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
+            advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
+            fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}")
+        if isinstance(error, ModuleNotFoundError):
+            fail(missing_package(error))
         if not has_other_ranks():
             raise
         traceback.print_exc()
@@ -155,15 +176,26 @@ ADVICE = {  # what to do about the operating system's errors
     errno.EDQUOT: "Make room within your quota and run the same command again.",
     errno.EMFILE: "Raise the limit on open files with ulimit -n.",
     errno.EIO: "Check that disk.",
+    errno.ESTALE: "The file server has replaced the file: run the same command again.",
+    errno.ETIMEDOUT: "Check the network and the file server, and run the same command again.",
 }
 
 
 def report_exception(kind, error, traceback):
-    """Print a traceback, except for Ctrl-C."""
+    """Print a traceback, but only a line after Ctrl-C, or if a package is missing."""
+    if isinstance(error, ModuleNotFoundError):
+        fail(missing_package(error))
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
     elif is_rank_0():
         print("interrupted", file=sys.stderr, flush=True)
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    return (
+        f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
+        ".venv/bin/activate), or install what is needed: pip install -r requirements.txt"
+    )
 
 
 def is_rank_0() -> bool:

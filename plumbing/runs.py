@@ -1,10 +1,12 @@
 """The folder of a run: what the run begins with, its files while it trains, and its end."""
 
 import contextlib
+import json
 import math
 import os
 import re
 import signal
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +19,14 @@ from plumbing import journal, machine, settings
 from plumbing.checkpoint import Checkpoint
 from plumbing.distributed import World, is_restart
 from plumbing.files import FolderLock, free_name, lock_folder
-from plumbing.huggingface import export_huggingface, is_export_of
+from plumbing.huggingface import check_export, export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import write_model_card
-from plumbing.program import UserError, count, duration, print0, print_next, short
+from plumbing.program import UserError, count, duration, print0, print_next, quote_group, short
 from tokenizer import has_chat_tokens
 
 # the names of what a run writes into its folder
-OURS = re.compile(rf"(run|log)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
+OURS = re.compile(rf"(run|log|samples)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
 
 # ----- What a run begins with ---------------------------------------------------------------------------
 
@@ -55,10 +57,13 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
     if saved:
         different = settings.changes(config, saved["config"])
         if different:
+            branch_off = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
+            if different.keys() == {"max_steps"} and config.max_steps > saved["step"]:
+                words = " ".join(map(quote_group, longer_command(config, config.max_steps)))
+                branch_off = f"train it for longer as a branch: {words}"
             raise UserError(
                 f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Leave out what you "
-                f"changed to continue it, add --no-resume to move it aside, or add --branch-from {config.out_dir} "
-                "--out-dir NEW to branch off."
+                f"changed to continue it, add --no-resume to move it aside, or {branch_off}"
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
@@ -68,7 +73,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
             )
         branched = branch(config, saved)
         # the parent's best weights and its other checkpoints are not in the branch's folder
-        saved |= {"best_val_loss": math.inf, "temporary": []}
+        saved["best_val_loss"], saved["temporary"] = math.inf, []
     elif config.init_from:
         return Start(weights=checkpoints.load_initial_weights(config, preset, enc))
     else:
@@ -80,6 +85,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
         finished = is_export_of(hf, saved["model"], saved["config"], enc)
     if finished:
         print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
+        print("To train again, name another folder with --out-dir, or add --no-resume to move this run aside.")
         print_next(*next_commands(config, enc))
     return Start(saved, branched=branched, finished=finished)
 
@@ -94,7 +100,8 @@ def load_state(source: str) -> Checkpoint | None:
             f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
             "them, use --init-from."
         )
-    return {"temporary": [], "val_fingerprint": None, **saved}  # older versions did not write these
+    older: Any = {"temporary": [], "val_fingerprint": None}  # versions that did not write these
+    return older | saved
 
 
 def check_fingerprints(config: Any, saved: Checkpoint, fingerprints: dict[str, str]) -> None:
@@ -202,9 +209,16 @@ def diverged(config: Any, step: int, *, loss: float, norm: float, loader: Any, w
 
 def next_commands(config: Any, enc: Any) -> tuple[list[Any], list[Any]]:
     """The commands to run after a run: one to see what it has learned, one to train it for longer."""
-    branch = [*journal.launcher(), "train_gpt2.py", ("--branch-from", config.out_dir)]
-    branch += [("--out-dir", f"{config.out_dir}-longer"), ("--max-steps", 2 * config.max_steps)]
-    return sample_command(config.out_dir, enc, config.sample_prompt), branch
+    return sample_command(config.out_dir, enc, config.sample_prompt), longer_command(
+        config, 2 * config.max_steps
+    )
+
+
+def longer_command(config: Any, max_steps: int) -> list[Any]:
+    """The command that trains a run for longer, as a branch."""
+    out_dir = f"{config.out_dir.rstrip('/')}-longer"
+    flags = [("--branch-from", config.out_dir), ("--out-dir", out_dir), ("--max-steps", max_steps)]
+    return [*journal.launcher(), "train_gpt2.py", *flags]
 
 
 def sample_command(source: str, enc: Any, prompt: str) -> list[Any]:
@@ -228,7 +242,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ):
         """lock: from `lock_out_dir`; metadata: what every checkpoint holds beside the state."""
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
-        saved: Checkpoint = start.checkpoint or {}
+        saved: Any = start.checkpoint or {}
         self.start_step, self.max_steps = saved.get("step", 0), config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
@@ -290,6 +304,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Print a line about a step and log its values, {stream: value}."""
         if not self.world.is_master:
             return
+        self.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
         print(f"step {step:5d} | {text}", flush=True)
         journal.write_log(self.log, step, streams)
         if self.mirror:
@@ -311,10 +326,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self.writer.submit(checkpoints.BEST, best)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
-        """Print samples; the model card shows the last one."""
+        """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
         self.sample = texts[-1]
         for text in texts:
-            self.report(step, f"sample | {text!r}", {})
+            first, *rest = textwrap.wrap(repr(text), 58, drop_whitespace=False, break_on_hyphens=False)
+            self.report(step, f"sample | {first}", {})
+            for line in rest:
+                print(f"{'':10} | {'':6} | {line}", flush=True)
+        with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
+            file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
 
     def log_hellaswag(self, step: int, counts: Any) -> None:
         """Log HellaSwag's Counts, unless a signal has ended the evaluation."""
@@ -365,6 +385,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         hf = self.out_dir / "hf"
         print(f"Exporting the model to {hf}.", flush=True)
         export_huggingface(raw_model, enc, hf)
+        check_export(raw_model, hf)
         write_model_card(hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
         if self.world.device_type == "cuda":

@@ -13,7 +13,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing import machine, mirror
 from plumbing.distributed import World
 from plumbing.flags import check, flag_of
-from plumbing.program import ROOT, UserError, print0
+from plumbing.program import ROOT, UserError, plain, print0
 
 # settings that may change when a run is resumed, because they do not affect what the model learns
 MAY_CHANGE_ON_RESUME = set(
@@ -78,6 +78,8 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield "--init-from names a model. To resume a run, repeat its command without that flag."
     if c.keep_best and not c.val_every:
         yield "--keep-best needs validation losses. Leave it out, or set --val-every to the steps between validations."
+    if c.preset == "chat" and not (c.init_from or c.branch_from):
+        yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
         yield "--wandb needs the package wandb. Install it with: pip install wandb"
     for name in ("sequence_length", "n_embd", "vocab_size") if c.dtype == "fp8" else ():
@@ -136,7 +138,11 @@ def print_inherited(config: Any, preset: Any, inherited: dict[str, Any]) -> None
         if value == getattr(config, name) != getattr(preset, name)
     ]
     if taken:
-        print0(f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}.")
+        print0(
+            plain(
+                f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}.", 2000
+            )
+        )
 
 
 def changes(config: Any, then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -40,7 +40,7 @@ import pytest
 import tokenizer
 import torch
 import train_gpt2
-from plumbing import modelcard, program, runs
+from plumbing import journal, modelcard, program, runs
 from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 from torch.utils._pytree import tree_flatten
 
@@ -279,13 +279,18 @@ def no_picture(path, streams):
     return False
 
 
+def no_git(*words):
+    """In place of journal.git: what a run notes must not depend on changes that are not committed."""
+    return ""
+
+
 def child(function, args, output, environment):
     os.environ.update(environment)
     with open(output, "ab", 0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    modelcard.write_curve = no_picture
+    modelcard.write_curve, journal.git = no_picture, no_git
     program.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
     program.run(lambda: function(*args))
 

@@ -3,6 +3,7 @@
 What lies there and is not the run's own is refused, moved aside or left alone, and the run is right in the end.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -158,3 +159,21 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
 
 
 # ----- Checkpoints of the peers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refuses", ["mkdir", "rename"])
+def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(refuses, folder):
+    """The folder is a mount point, so that a rename crosses to another disk, or its parent belongs to someone else."""
+    run, original = folder / "run", getattr(Path, refuses)
+
+    def refuse_outside(path, *args, **options):
+        target = Path(args[0]) if refuses == "rename" else path
+        if run.resolve() not in target.resolve().parents and target.name.startswith(
+            ("run.1", "log.txt", "model_", "hf")
+        ):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return original(path, *args, **options)
+
+    with patched(Path, refuses, refuse_outside):
+        assert resume(folder, resume=False) == 0
+    assert (run / "old.1" / "log.txt").exists() and (run / "hf").exists() and not (folder / "run.1").exists()

@@ -5,6 +5,7 @@ What a branch without changes must give is what its parent gave, bit for bit, wh
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -381,7 +382,8 @@ def assert_best_is(out_dir, step, loss):
     assert (best["step"], best["val_loss"]) == (step, loss)
     assert_same_tensors(best["model"], checkpoint["model"])
     written = torch.load(out_dir / "model_best.pt", weights_only=True)
-    assert set(written) == {"step", "val_loss", "model", "config", "tokenizer", "tokenizer_file", "val_fingerprint"}
+    facts = {"config", "tokenizer", "tokenizer_file", "val_fingerprint", "model_code"}
+    assert set(written) == {"step", "val_loss", "model", *facts}
     assert best["config"] == checkpoint["config"]
 
 
@@ -457,3 +459,25 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
     options = MILESTONES | {"milestone_every": milestone_every}
     assert train(folder, out, keep_checkpoints=1, **options) == 0
     assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
+
+
+def train_on_node(node, args):
+    """A rank with a disk of its own: its folders lie under the same names below its own root."""
+    os.chdir(Path(node) / f"node{os.environ['RANK']}")
+    train_gpt2.main(args)
+
+
+@pytest.mark.parametrize("how", ["branch_from", "init_from"])
+def test_the_parent_need_be_on_the_first_nodes_disk_only(how, tmp_path):
+    for node in ("node0", "node1"):
+        make_shards(tmp_path / node / "data")
+    assert train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4}) == 0
+    args = tiny_flags("data", "out", **OPTIONS | {how: "parent", "max_steps": 8})
+    succeed(train_on_node, tmp_path, args, output=tmp_path / "output", ranks=2)
+    assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 8
+
+
+def test_more_steps_for_a_finished_run_are_answered_with_the_branch_that_does_them(folder, parent):
+    out = parent.name
+    line = refused(train_gpt2.main, *tiny_flags(folder, parent, **OPTIONS | {"max_steps": 20}))
+    assert line.endswith(f"train_gpt2.py --branch-from {parent} --out-dir {parent}-longer --max-steps 20"), out

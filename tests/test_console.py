@@ -1,13 +1,18 @@
 """What a run tells whoever watches it: its data, a line of 80 columns for each step, log.txt, the time left, bars."""
 
+import errno
 import io
 import itertools
 import json
 import math
+import os
 import re
 import sys
+import threading
+import time
 
 import pytest
+import torch
 import tqdm.std
 import train_gpt2
 from plumbing import journal, machine, program, runs
@@ -184,3 +189,40 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
         with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
             assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
+
+
+def test_samples_fit_into_80_columns_and_are_kept(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
+    printed = capsys.readouterr().out.partition("step ")[2].partition("Exporting")[0]
+    assert max(map(len, printed.splitlines())) <= 80
+    kept = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
+    assert [step for step, _, _ in kept] == ["6"] * 4 + ["12"] * 4
+    assert all(json.loads(text).startswith("ab\ncd") for _, _, text in kept)
+
+
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsys):
+    """And not at the next checkpoint, which may be hours away."""
+    failed = threading.Event()
+
+    def save_on_a_full_disk(content, file):
+        failed.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def log_step(self, step, *rest, **options):
+        if step >= 4:
+            assert failed.wait(60)
+            time.sleep(0.05)
+        original(self, step, *rest, **options)
+
+    with patched(torch, "save", save_on_a_full_disk), patched(runs.Run, "log_step", log_step) as original:
+        assert train(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4) == 2
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+    assert max(read_log(tmp_path / "out")) < 8
+
+
+def test_run_txt_has_what_was_changed_and_not_committed(data, tmp_path):
+    said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}
+    with patched(journal, "git", lambda command, *words: said[command]):
+        assert train(data, tmp_path / "out", max_steps=1) == 0
+    [start] = journal.read_starts(tmp_path / "out" / "run.txt")
+    assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]

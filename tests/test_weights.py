@@ -11,7 +11,18 @@ import torch
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint
 
-from harness import TINY, change_checkpoint, error_in, flags, losses, status_of, tiny_flags, tiny_model, train
+from harness import (
+    TINY,
+    change_checkpoint,
+    error_in,
+    flags,
+    losses,
+    patched,
+    status_of,
+    tiny_flags,
+    tiny_model,
+    train,
+)
 
 
 def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
@@ -40,7 +51,7 @@ def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
     assert done.stderr == ""
     assert sum("| sample |" in line for line in done.stdout.splitlines()) == 8  # four each at steps 6 and 12
     out = tmp_path / "out"
-    names = {"hf", "log.txt", "run.txt", "model_00008.pt", "model_00012.pt"}
+    names = {"hf", "log.txt", "run.txt", "samples.txt", "model_00008.pt", "model_00012.pt"}
     assert {path.name for path in out.iterdir()} == names
     model, enc = train_gpt2.load_model(str(out))
     hf = GPT2LMHeadModel.from_pretrained(out / "hf").eval()
@@ -135,3 +146,25 @@ def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(change, words, p
     change_checkpoint(peers / "ckpt.pt", change)
     assert status_of(sample.main, ["abc", "-m", str(peers / "ckpt.pt")]) == 2
     assert words in error_in(capsys.readouterr().err)
+
+
+def relu_squared(self, x):
+    return self.c_proj(torch.relu(self.c_fc(x)).square())
+
+
+def test_a_changed_model_is_not_taken_for_gpt2(data, tmp_path, capsys):
+    """Its export has GPT-2's names and shapes, so transformers would compute something else without a word."""
+    assert train(data, tmp_path / "gpt2", max_steps=2) == 0
+    assert "no GPT-2" not in capsys.readouterr().out
+    with patched(train_gpt2.MLP, "forward", relu_squared):
+        assert train(data, tmp_path / "changed", max_steps=2, max_lr=0.1) == 0
+    assert f"note: transformers computes other logits from {tmp_path / 'changed' / 'hf'}" in capsys.readouterr().out
+
+
+def test_a_checkpoint_knows_the_code_of_its_model(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out", max_steps=2) == 0
+    train_gpt2.load_model(str(tmp_path / "out"))
+    assert "other code" not in capsys.readouterr().err
+    change_checkpoint(tmp_path / "out" / "model_00002.pt", lambda content: content.update(model_code="another"))
+    train_gpt2.load_model(str(tmp_path / "out"))
+    assert "was trained with other code of the model" in capsys.readouterr().err
