@@ -12,6 +12,7 @@
     gpt2-xl       1.6B parameters
     speedrun      gpt2 on half as many tokens, with Muon and another schedule
     quickstart    a small byte-level model, on Python's own documentation
+    baby          nanoGPT's 10M model of bytes, for one GPU or a patient laptop
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
@@ -41,7 +42,9 @@ class TrainConfig:
     """All settings of a run. Each is a flag, and its comment is the help text."""
 
     # the defaults of all other flags, as listed above
-    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "chat"] = "gpt2"
+    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "baby", "chat"] = (
+        "gpt2"
+    )
     # the run
     data: str = "edu_fineweb10B"  # folder of token shards
     out_dir: str = "log"  # folder of the run
@@ -69,6 +72,7 @@ class TrainConfig:
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     # the schedule
     max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step)
+    passes: float = 0.0  # passes over the training data, in place of --max-steps; 0: --max-steps counts
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
     max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's)
     min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
@@ -119,6 +123,10 @@ PRESETS = {
         max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4,
         optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, checkpoint_every=200, keep_best=True),
+    "baby": TrainConfig(
+        "baby", data="python_docs", out_dir="log/baby", sample_prompt="The ", hellaswag_every=0, keep_best=True,
+        n_layer=6, n_head=6, n_embd=384, block_size=256, sequence_length=256, total_batch_size=2**14,
+        max_steps=1000, warmup_steps=50, schedule="wsd", max_lr=2e-3, optimizer="muon", val_tokens=2**17),
     "chat": TrainConfig(
         "chat", data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
         batch_size=32, total_batch_size=2**17, keep_best=True,
@@ -293,10 +301,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
-        """Continue the token ids (B, T): yield one (B,) tensor of next ids at a time.
+        """Continue the token ids (B, T), of which the last block_size are read: yield (B,) next ids at a time.
 
-        temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled. The
-        context is the last block_size tokens.
+        temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled.
         """
         block_size = self.config.block_size
         cache = KVCache(min(block_size, idx.size(1) + max_new_tokens))
@@ -449,14 +456,6 @@ class DataLoaderLite:
             return num_windows * self.T
         masks = self.read_windows(self.masks, self.position + np.arange(num_windows))
         return max(1, int(masks[:, 1:].sum()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and the data that it refers to."""
-        return {"position": self.position, "fingerprint": self.fingerprint}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position; `runs.find_start` has checked that the data and T are the same."""
-        self.position = state["position"]
 
 
 # ----- Schedules and optimizers -------------------------------------------------------------------------
@@ -742,8 +741,8 @@ def fit_to_machine(raw_model, config, world):
 def training_state(raw_model, optimizers, scaler, *, loader):
     """Everything that an exact resume needs, except for the step and what else `Run.save` adds."""
     states = [optimizer.state_dict() for optimizer in optimizers]
-    progress = {"scaler": scaler.state_dict(), "loader": loader.state_dict()}
-    return {"model": raw_model.state_dict(), "optimizer": states, **progress}
+    place = {"position": loader.position, "fingerprint": loader.fingerprint}
+    return {"model": raw_model.state_dict(), "optimizer": states, "scaler": scaler.state_dict(), "loader": place}
 
 
 def restore_state(saved, optimizers, scaler, *, loader):
@@ -753,7 +752,9 @@ def restore_state(saved, optimizers, scaler, *, loader):
         optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
-    loader.load_state_dict(saved["loader"])
+    loader.position = saved["loader"][
+        "position"
+    ]  # in the same data: `runs.find_start` has compared fingerprints
 
 
 def train(config, world, lock):
@@ -762,6 +763,7 @@ def train(config, world, lock):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
     # load and check everything: no file of the run is touched before the `with` below
     loader, val_loader, enc = load_data(config, world)
+    config = settings.with_passes(config, loader.num_windows)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
     raw_model, start = load_or_make_model(config, enc, fingerprints, world=world)
@@ -773,10 +775,9 @@ def train(config, world, lock):
     dtype, dtype_name = machine.choose_dtype(asked, world.device, config.n_embd)
     config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
     world = dataclasses.replace(world, dtype=dtype)
-    examples = []
-    if config.hellaswag_every:  # a missing file is downloaded now, rather than in the middle of a run
-        load = hellaswag.load_examples
-        examples = world.broadcast_from_master(load, config.hellaswag_data, enc, config.hellaswag_limit)
+    # a missing file is downloaded now, rather than in the middle of a run
+    load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
+    examples = world.broadcast_from_master(*load) if config.hellaswag_every else []
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
     model, B = fit_to_machine(raw_model, config, world)
     unwrapped = model.module if world.size > 1 else model
@@ -835,7 +836,7 @@ def main(args=None):
     inherited = world.broadcast_from_master(settings.inherit, config)
     config = parse_args(args, **inherited)
     settings.check_config(config, world)
-    settings.print_inherited(config, PRESETS[config.preset], inherited)
+    settings.print_notes(config, PRESETS[config.preset], inherited)
     if config.compile is None:
         config.compile = world.device_type == "cuda"
     world.check_agreement(settings.facts_for_all_ranks(config))

@@ -1,1 +1,16 @@
-"""Files, processes, downloads and the command line: not needed to understand the training."""
+"""What nobody must read to understand the training, a room for each subject. A room imports only those below it.
+
+    program, files      how a program begins and ends, and what it says; files that are never half written, and locks
+    flags, kernels      flags from a dataclass; attention for CPUs, the cache of keys and values, float8
+    machine             devices, dtypes, the speed of GPUs
+    distributed         the ranks of a run
+    shards, documents   token shards on disk; the texts that they are made of
+    huggingface*        GPT-2s and tokenizers of other programs, read and written
+    checkpoint          checkpoints, found, read and written
+    journal             log.txt and run.txt, written and read
+    mirror, modelcard   copies of the log at Weights & Biases; the README of an exported model
+    settings, trial     what settings may be; the trial step, which finds out what works on this machine
+    runs                the folder of a run, from what it begins with to its end
+
+No room imports a program of the top level but tokenizer, which is a library, too.
+"""

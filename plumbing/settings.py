@@ -17,7 +17,7 @@ from plumbing.program import ROOT, UserError, plain, print0
 
 # settings that may change when a run is resumed, because they do not affect what the model learns
 MAY_CHANGE_ON_RESUME = set(
-    "preset out_dir resume device compile activation_checkpointing batch_size data val_every hellaswag_every "
+    "preset passes out_dir resume device compile activation_checkpointing batch_size data val_every hellaswag_every "
     "hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints keep_best "
     "milestone_every wandb".split()
 )
@@ -27,7 +27,7 @@ MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hell
 # settings that a branch must share with its parent, because the state depends on them
 SAME_IN_A_BRANCH = {*checkpoints.SHAPE, "init_from", "optimizer", "sequence_length", "seed", "shuffle"}
 # settings that a branch does not take over from its parent
-OWN_IN_A_BRANCH = {"preset", "out_dir", "resume", "branch_from", "device", "compile"}
+OWN_IN_A_BRANCH = {"preset", "passes", "out_dir", "resume", "branch_from", "device", "compile"}
 
 # ----- What they may be ---------------------------------------------------------------------------------
 
@@ -76,8 +76,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.init_from == "resume":  # nanoGPT's word
         yield "--init-from names a model. To resume a run, repeat its command without that flag."
-    if c.keep_best and not c.val_every:
-        yield "--keep-best needs validation losses. Leave it out, or set --val-every to the steps between validations."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
@@ -130,8 +128,14 @@ def inherit(config: Any) -> dict[str, Any]:
     return {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
 
 
-def print_inherited(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
-    """Say which settings of the run are inherited and not those of its preset."""
+def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
+    """Say which settings of the run are inherited and not those of its preset, and which have no effect."""
+    if config.keep_best > preset.keep_best and not config.val_every:
+        print0("note: --keep-best has no effect, because --val-every is 0.")
+    if config.warmup_steps > config.max_steps and not config.passes:
+        print0(f"note: The run ends in its warmup: --warmup-steps {config.warmup_steps} is above --max-steps.")
+    if config.min_lr > config.max_lr and config.schedule == "cosine":
+        print0(f"note: The learning rate grows at the end: --min-lr {config.min_lr} is above --max-lr.")
     taken = [
         f"{name} {value}"
         for name, value in inherited.items()
@@ -143,6 +147,19 @@ def print_inherited(config: Any, preset: Any, inherited: dict[str, Any]) -> None
                 f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}.", 2000
             )
         )
+
+
+def with_passes(config: Any, num_windows: int) -> Any:
+    """The settings with the --max-steps that --passes over this many training sequences take, if it is given."""
+    if not config.passes:
+        return config
+    if config.passes > 4:
+        print0("note: Beyond four passes over a text, further ones add little (Muennighoff et al. 2023).")
+    max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
+    # the warmup keeps its share of the run, up to a tenth
+    return dataclasses.replace(
+        config, max_steps=max_steps, warmup_steps=min(config.warmup_steps, max_steps // 10)
+    )
 
 
 def changes(config: Any, then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

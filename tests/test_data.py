@@ -135,12 +135,12 @@ def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path
     loader = DataLoaderLite(folder, "train", **options)
     batches, states = [], []
     for _ in range(40):  # 39 windows: three epochs
-        states.append(loader.state_dict())
+        states.append(loader.position)
         batches.append(loader.next_batch())
     for number in (0, 1, 12, 13, 26, 39):
         again = DataLoaderLite(folder, "train", **options)
         again.next_batch()  # what was read ahead is forgotten
-        again.load_state_dict(states[number])
+        again.position = states[number]
         for x, y in batches[number : number + 3]:
             got = again.next_batch()
             assert torch.equal(got[0], x) and torch.equal(got[1], y)

@@ -9,6 +9,7 @@ import torch
 import train_gpt2
 from plumbing import machine, settings, trial
 from plumbing.distributed import World
+from plumbing.journal import read_starts
 from plumbing.program import UserError
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr, orthogonalize
 
@@ -244,3 +245,14 @@ def test_a_model_learns_one_batch_by_heart(tmp_path):
     assert train(folder, tmp_path / "out", optimizer="muon", **options) == 0
     curve = losses(tmp_path / "out")
     assert curve[0] == pytest.approx(math.log(320), abs=0.1) and curve[-1] < 0.1
+
+
+def test_passes_count_the_steps(data, tmp_path, capsys):
+    """4,688 tokens to train on in 293 windows of 16, 8 of them a step: two passes are 73 steps."""
+    options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
+    assert train(data, tmp_path / "out", passes=2, **options) == 0
+    assert len(losses(tmp_path / "out")) == 73 and "Beyond four" not in capsys.readouterr().out
+    assert train(data, tmp_path / "branch", passes=5, **options | {"branch_from": tmp_path / "out"}) == 0
+    assert len(losses(tmp_path / "branch")) == 183 and "Beyond four passes" in capsys.readouterr().out
+    [start] = read_starts(tmp_path / "out" / "run.txt")
+    assert (start["config"]["max_steps"], start["config"]["warmup_steps"]) == (73, 7)
