@@ -5,6 +5,7 @@ import json
 import os
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 import train_gpt2
@@ -163,7 +164,7 @@ def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, mon
     for name, folder in folders.items():
         names["plot_loss"]([names["read_run"](folder)])
         ax = plt.gcf().axes[0]
-        labels = [text.get_text() for text in ax.get_legend().get_texts()]
+        labels = [text.get_text() for text in plt.gcf().legends[0].get_texts()]
         assert ("OpenAI's GPT-2 124M: 3.2924" in labels) == (name in ("own", "ready")), name
         assert ax.get_xlabel() == ("step" if name == "unknown" else "tokens seen")
         plt.close("all")
@@ -206,6 +207,101 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     assert names["read_run"](other.parent / "b").parent is None
 
 
+def test_runs_of_one_idea_are_drawn_as_their_mean_with_a_band(tmp_path, monkeypatch, capsys):
+    """Over the steps that all have; a pattern without a run, and settings that differ beside the seed, are said."""
+    import matplotlib.pyplot as plt
+
+    names = run_functions(tmp_path, monkeypatch)
+    capsys.readouterr()
+    for idea, losses in (("a", [[8, 6, 4], [8, 4, 2, 1]]), ("b", [[8, 7, 6], [8, 7, 5]])):
+        for seed, of_run in enumerate(losses):
+            write_run(tmp_path / "log" / f"{idea}-{seed}", of_run, {"seed": seed, "max_lr": 1 + (idea == "b") * seed})
+    runs = names["choose_runs"]({"a": "log/a-*", "nothing": "log/c-*", "b": "log/b-*"})
+    assert capsys.readouterr().out.splitlines() == [
+        "No run matches log/c-*: there is no such folder with a log.txt.",
+        "b: these runs differ in more than the seed: max_lr.",
+    ]
+    assert [(run.name, *names["curve"](run, "val", False)[1]) for run in runs] == [("a", 8, 5, 3), ("b", 8, 7, 5.5)]
+
+    names["plot_loss"](runs)
+    ax = plt.gcf().axes[0]
+    band = ax.collections[0].get_paths()[0].get_extents()
+    assert ax.lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
+
+
+def test_of_many_runs_some_are_drawn_and_the_legend_stays_small(tmp_path, monkeypatch, capsys):
+    """It is outside of the axes and a fifth of the picture's height at most; what is not drawn is said."""
+    import matplotlib.pyplot as plt
+
+    names = run_functions(tmp_path, monkeypatch)
+    for number in range(31):
+        write_run(tmp_path / "log" / f"run-{number:02d}", [8, 6, 5], {})
+    capsys.readouterr()
+    assert names["choose_runs"]([])[0].name.startswith("run-")
+    assert capsys.readouterr().out.startswith("There are 31 runs under log/, and the longest is drawn.")
+    runs = names["choose_runs"](["log/run-07", "log/run-[0-2]*"])
+    assert [run.name for run in runs[:3]] == ["run-07", "run-00", "run-01"]
+    assert capsys.readouterr().out.startswith(f"Of 31 runs, {len(runs)} are drawn.")
+    for plot in ("plot_loss", "plot_branches"):
+        with plt.rc_context({"figure.constrained_layout.use": True}):  # as the notebook's style has it
+            names[plot](runs)
+        figure = plt.gcf()
+        figure.canvas.draw()
+        legend = figure.legends[0].get_window_extent()
+        assert legend.y1 < figure.axes[0].get_window_extent().y0
+        assert legend.y0 >= 0 and legend.height < 0.2 * figure.bbox.height
+
+
+def test_the_table_has_every_run_and_the_lowest_bits_per_byte_first(tmp_path, monkeypatch, capsys):
+    names = run_functions(tmp_path, monkeypatch)
+    write_run(tmp_path / "log" / "worse", [3.5, 3, 3.25], {"seed": 5, "vocab_size": 320}, stream="val_bpb")
+    write_run(tmp_path / "log" / "better", [3, 2], {"seed": 6, "vocab_size": 320}, stream="val_bpb")
+    write_run(tmp_path / "log" / "unknown", [11, 10])
+    capsys.readouterr()
+    names["print_table"](list(map(names["read_run"], names["find_runs"]())))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    # GPT-2 124M has 124,439,808 parameters, of which 50,257 * 768 are its table
+    parameters = f"{124_439_808 - (50_257 - 320) * 768:,}"
+    assert rows == [
+        ["better", "2.0000", "2.0000", "1", parameters, "6", "-"],
+        ["worse", "3.2500", "3.0000", "2", parameters, "5", "-"],
+        ["unknown", "-", "-", "1", "-", "-", "-"],
+    ]
+
+
+def functions_of(*wanted, **names):
+    """These functions of the notebook, without the cells around them; `names` are what they use of other cells."""
+    for cell in code_cells(read_notebook()):
+        for node in ast.parse(cell.source).body:
+            if getattr(node, "name", "") in wanted:
+                exec(ast.unparse(node), names)
+    return names
+
+
+def test_a_ladder_is_read_as_recorded_and_as_written_today():
+    """By processor time on a CPU, 64 tokens in 2 s of it; by the clock on a GPU, 64 tokens in 4 s."""
+    speeds_of = functions_of("speeds_of", np=np)["speeds_of"]
+    seconds, cpu_seconds = [3.0, 4.0, 9.0], [2.0, 2.0, 5.0]
+    recorded = {"rungs": {"x": {}}, "tokens": {"x": 64}, "cpu_seconds": {"x": cpu_seconds}}
+    today = {"sides": {"x": {"tok_per_s": 16.0, "seconds": seconds, "cpu_seconds": cpu_seconds}}}
+    assert speeds_of(recorded | {"device": "AMD EPYC, 1 of 2 threads"}) == {"x": 32}
+    assert speeds_of(today | {"device": "AMD EPYC, 1 of 2 threads"}) == {"x": 32}
+    assert speeds_of(today | {"device": "NVIDIA H200"}) == {"x": 16}
+
+
+def test_what_fits_on_a_gpu_is_counted():
+    """GPT-2 XL, 1,557.7M parameters: 22 bytes of each and 1.3 GiB under DDP; 32 C bytes per token and block."""
+    names = functions_of("memory_parts", "gpu_memory", "largest_batch")
+    gpu_memory, xl = names["gpu_memory"], train_gpt2.PRESETS["gpt2-xl"]
+    assert gpu_memory(xl, 0, gpus=8) / 2**30 == pytest.approx(22 * 1557.7e6 / 2**30 + 1.3, abs=0.05)
+    assert gpu_memory(xl, 0, gpus=8) - gpu_memory(xl, 0, gpus=1) == pytest.approx(4 * 1557.7e6, rel=1e-3)
+    sequence = 1024 * (32 * 1600 * 48 + 2 * 50304)
+    assert gpu_memory(xl, 3, gpus=8) - gpu_memory(xl, 2, gpus=8) == sequence
+    for card, plain, checkpointing in ((24, 0, 0), (40, 2, 16), (80, 16, 64)):
+        assert names["largest_batch"](xl, card * 2**30, 8, False) == plain
+        assert names["largest_batch"](xl, card * 2**30, 8, True) == checkpointing
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
     """Weights and gradients are those of the model; in the blocks, what autograd holds of as many elements as tokens.
@@ -214,10 +310,7 @@ def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
     a block's input, and while the backward pass is in it, all of that one.
     """
     config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
-    (cell,) = [cell for cell in code_cells(read_notebook()) if "def memory_parts(" in cell.source]
-    (function,) = [node for node in ast.parse(cell.source).body if getattr(node, "name", "") == "memory_parts"]
-    exec(ast.unparse(function), names := {})
-    parts = names["memory_parts"](config, 2, checkpointing)
+    parts = functions_of("memory_parts")["memory_parts"](config, 2, checkpointing)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
     model.activation_checkpointing = checkpointing
     assert parts["weights"] == parts["gradients"] == 4 * sum(p.numel() for p in model.parameters())
