@@ -723,7 +723,7 @@ def wrap(raw_model, compiled, world):
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
     if world.size > 1:
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
-        # all-reduces overlap with the backward pass
+        # all-reduces overlap with the backward pass; at DDP's default of 25 MB it would be split inside of each block
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 

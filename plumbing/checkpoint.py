@@ -61,7 +61,7 @@ class PeerConfig:
 
 def unpickle(path: Name, mmap: bool = False) -> Any:
     """Read tensors, plain data and that class under any of its names; nothing else, so that no file can run code."""
-    names = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
+    names: Any = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     with torch.serialization.safe_globals(names):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 

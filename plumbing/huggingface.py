@@ -1,7 +1,8 @@
 """Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
 
 GPT has the parameter names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in)
-where their Conv1D has (in, out). llama.cpp only converts models with GPT-2's own tokenizer, as it has a list of them.
+where their Conv1D has (in, out). llama.cpp converts only models with GPT-2's own tokenizer, because it recognizes
+tokenizers by a fixed list.
 """
 
 import json
@@ -47,7 +48,7 @@ def load_huggingface(name_or_directory):
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
-            raise UserError(f"{path} describes another model than GPT-2: {found}. Use a GPT-2.")
+            raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
     weights = read_weights(directory)
     return shape_of(weights, config.get("n_head", 12), directory), weights
 
@@ -71,7 +72,8 @@ def weight_files(directory):
     counts = {match[1] for match in map(PART.fullmatch, names) if match}
     if not counts:
         raise UserError(
-            f"{directory} has no model.safetensors, and pickles such as *.bin are not read. {COPY_AGAIN}"
+            f"{directory} has no model.safetensors, and pickles such as *.bin are not read. Save it as safetensors "
+            "first, with transformers' save_pretrained."
         )
     count = max(counts)
     expected = [f"model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]

@@ -1,6 +1,7 @@
 """Import and export tokenizers in Hugging Face's format: tokenizer.json, tokenizer_config.json and a chat template."""
 
 import json
+from typing import Any
 
 import tokenizer
 from plumbing.program import UserError, first_line
@@ -23,20 +24,22 @@ def tokenizer_files(enc, max_length=None):
     ranks, chars = enc._mergeable_ranks, tokenizer.byte_chars()
 
     def to_chars(token):
-        return "".join(map(chars.get, token))
+        return "".join(chars[byte] for byte in token)
 
     vocab, merges = {}, []
     for token in sorted(ranks, key=ranks.get):
         parts, word = tokenizer.last_merge(token, ranks), to_chars(token)
         if word in enc._special_tokens or not all(part in ranks for part in parts):
-            problem = f"its token {token!r} is a special token, too, or not made of two shorter ones"
-            raise UserError(f"Tokenizer {enc.name} cannot be exported: {problem}. Use another tokenizer.")
+            raise UserError(
+                f"Tokenizer {enc.name} cannot be exported: its token {token!r} is a special token, too, or not made of "
+                "two shorter ones. Use another tokenizer."
+            )
         vocab[word] = ranks[token]
         if len(token) > 1:
             merges.append(tuple(map(to_chars, parts)))
     model = tokenizer.huggingface_model(enc._pat_str, vocab | enc._special_tokens, merges)
     model.add_special_tokens(list(enc._special_tokens))
-    config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
+    config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
     config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):
@@ -59,7 +62,7 @@ def import_tokenizer(directory):
         sample = b"".join(tokens[:: len(tokens) // 5000 + 1])
         text = tokenizer.PROBE + sample.decode("utf-8", "replace")
         if enc.encode_ordinary(text) != theirs.encode(text, add_special_tokens=False).ids:
-            raise ValueError("tiktoken gives the same text other ids")
+            raise ValueError("tiktoken gives the same text different ids")
     except Exception as error:  # the library raises nothing more specific
         problem = f"The tokenizer in {directory} is damaged or not supported: {first_line(error)}"
         raise UserError(

@@ -4,7 +4,9 @@ import importlib.util
 import itertools
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from plumbing.files import atomic_write
 from plumbing.program import first_line
@@ -21,7 +23,7 @@ def is_installed():
 
 def start_wandb(config):
     """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
-    import wandb  # optional, and slow to import
+    import wandb  # pyright: ignore[reportMissingImports]  # optional, and slow to import
 
     id_file = Path(config.out_dir, "wandb", "run_id.txt")  # a resumed run has the same id
     if not id_file.exists():
@@ -52,7 +54,7 @@ def start_wandb(config):
 class Mirror:
     """Hands the log to wandb, which sends it from a process of its own. Only the start and the end wait for that."""
 
-    def __init__(self, config, log_lines):
+    def __init__(self, config: Any, log_lines: Iterable[tuple[int, str, float]]):
         """log_lines: those already in log.txt, as read_log gives them."""
         self.run = self.attempt(start_wandb, config)
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):

@@ -45,8 +45,8 @@ A model of GPT-2's architecture,
 {%- elif config.init_from %} trained from the weights of another model
 {%- else %} trained from scratch
 {%- endif %} with train_gpt2{{ " on " + dataset if dataset }}. It has
-{{ shape.n_layer }} layers, {{ shape.n_head }} attention heads and {{ shape.n_embd }} channels, and reads up to
-{{ shape.n_positions }} tokens of a vocabulary of {{ shape.vocab_size }}.
+{{ shape.n_layer }} layers, {{ shape.n_head }} attention heads and {{ shape.n_embd }} channels, a context of
+{{ shape.n_positions }} tokens and a vocabulary of {{ shape.vocab_size }}.
 {% if last %}
 | measured | value | after updates |
 |---|---|---|

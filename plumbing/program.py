@@ -231,7 +231,7 @@ def fail(message):
     line = f"error: {plain(message, limit=2000)}"
     print(line, file=sys.stderr, flush=True)
     told = json.dumps({"message": line, "timestamp": int(time.time())})
-    # torchrun's own pages about the failed ranks then contain this line
+    # torchrun's own report about the failed ranks then contain this line
     with contextlib.suppress(KeyError, OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
     leave(2)
