@@ -54,7 +54,7 @@ def parse(
         print(f"train_gpt2, commit {git_commit() or 'unknown'}")
         sys.exit(0)
     if presets:
-        default = presets[values.get("preset", default.preset)]
+        default = presets[values.get("preset", next(iter(presets)))]  # the first one is the default
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
