@@ -139,18 +139,11 @@ def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[
 
 @functools.cache
 def model_code() -> str:
-    """A hash of the code of the model in train_gpt2.py, comments aside: how weights begin, and what they compute."""
+    """A hash of the code of the model's classes in train_gpt2.py, comments aside."""
     tree = ast.parse((ROOT / "train_gpt2.py").read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    functions = {
-        f"{owner.name}.{node.name}": ast.unparse(node)
-        for owner in classes
-        for node in owner.body
-        if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "hidden_states", "forward")
-    }
-    names = [f"{owner}." for owner in ("CausalSelfAttention", "MLP", "Block", "GPT")]
-    code = "\n".join(text for name, text in functions.items() if name.startswith(tuple(names)))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+    names = ("CausalSelfAttention", "MLP", "Block", "GPT")
+    code = [ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names]
+    return hashlib.sha256("".join(code).encode()).hexdigest()[:16]
 
 
 def from_peer(content: Any) -> Any:

@@ -263,7 +263,14 @@ has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 # What a run imports on its way is imported there, too. harness comes last, since it freezes what is there: the
 # garbage collection in each run then has little to look at.
-PRELOADED = ["pytest", "torch._dynamo", "safetensors.torch", "tokenizers", "harness"]
+PRELOADED = [
+    "pytest",
+    "torch._dynamo",
+    "safetensors.torch",
+    "tokenizers",
+    "transformers.models.gpt2.modeling_gpt2",
+    "harness",
+]
 if has_fork:
     processes.set_forkserver_preload(PRELOADED)
 
