@@ -196,10 +196,8 @@ class CausalSelfAttention(nn.Module):
         options: dict[str, Any] = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
         if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
-        else:
-            y = kernels.attention_on_cpu(
-                q, k, v, **options
-            )  # in float32, which CPUs compute faster up to T = 512
+        else:  # in float32, which CPUs compute faster up to T = 512
+            y = kernels.attention_on_cpu(q, k, v, **options)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
