@@ -123,7 +123,8 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monk
     assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
 
-def test_much_text_is_for_gpt2():
+def test_much_text_is_for_gpt2(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # there is a GPU
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
@@ -183,7 +184,7 @@ def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
-    with pytest.raises(UserError, match="process that tokenizes came to an end.*smaller --num-proc"):
+    with pytest.raises(UserError, match="tokenizing process died.*smaller --num-proc"):
         make(tmp_path, path, num_proc=2)
 
 
@@ -403,7 +404,7 @@ def bad_inputs(tmp_path):
         "latin.txt": b"\xe9",
         "cut.parquet": Path(parquet).read_bytes()[:-20],
         "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 99)[:-9],
-        "a.csv": b"text\n",
+        "a.pdf": b"text\n",
         "a.tiktoken": b"hello",
         "file": b"",
         "foreign/x_train_000001.npy": b"",
@@ -428,8 +429,8 @@ def bad_inputs(tmp_path):
         ("latin.txt", "UTF-8"),
         ("cut.parquet", "is damaged"),
         ("cut.jsonl.gz", "is damaged"),
-        ("a.csv", ".parquet"),
-        ("foreign", "No file matches"),
+        ("a.pdf", "a.pdf is not of a type that is read here. Give files that end in .parquet"),
+        ("foreign", "x_train_000001.npy is not of a type that is read"),
     ]
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.txt")

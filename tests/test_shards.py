@@ -103,7 +103,7 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
 
     shard = open_shard(path, open_failing)
     assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: shard.read())
-    with patched(shards, "open_regular", open_failing):
+    with patched(files, "open_regular", open_failing):
         assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
