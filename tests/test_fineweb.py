@@ -31,7 +31,18 @@ from plumbing.program import UserError
 from plumbing.shards import new_meta
 from tqdm import tqdm
 
-from corpora import TABLES, as_bytes, is_split, make, random_texts, read, split_texts, write_jsonl, write_parquet
+from corpora import (
+    TABLES,
+    as_bytes,
+    is_split,
+    make,
+    random_texts,
+    read,
+    split_texts,
+    train_small,
+    write_jsonl,
+    write_parquet,
+)
 from harness import ROOT, die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
 
 
@@ -128,6 +139,49 @@ def test_much_text_is_for_gpt2(monkeypatch):
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
+
+
+def test_without_a_gpu_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
+    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
+        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
+        expected = [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
+        assert command == ["python", "train_gpt2.py", *expected]
+    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("To be. " * 99, encoding="utf-8")
+    for name, is_noted in (("gpt2", True), ("bytes", False)):
+        fineweb.main(["a.txt", "--out-dir", name, "--tokenizer", name])
+        said = capsys.readouterr().out
+        assert ("--tokenizer bytes suits it better, with a new folder: --out-dir gpt2_bytes" in said) == is_noted
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    fineweb.main(["a.txt", "--out-dir", "gpt2"])
+    assert "--tokenizer bytes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "a b.md", "\x1b[31m.txt"])
+def test_a_name_of_any_kind_gives_a_folder_and_a_command_that_works(tmp_path, name, monkeypatch, capsys):
+    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("To be. " * 999, encoding="utf-8")
+    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
+    said = capsys.readouterr().out
+    command = printed_commands(said)[-1]
+    folder = name.lstrip(".").split(".")[0]
+    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
+    if "\x1b" not in name:  # a shell other than this test's reads it
+        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+
+
+def test_words_before_the_flags_are_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [["To be.\n" * 20], ["Or not.\n" * 20]]
+    for name, [text] in zip("ab", texts):
+        Path(f"{name}.txt").write_text(text, encoding="utf-8")
+    fineweb.main(["b.txt", "a.txt", "--tokenizer", "bytes"])
+    assert is_split(tmp_path / "b", texts[::-1], ["b.txt", "a.txt"])
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
@@ -461,6 +515,12 @@ def bad_inputs(tmp_path):
         (["--input", tmp_path / "nested.parquet", "--text-column", "lists"], ["list<", "--text-column: good."]),
         (["--input", other, *taken], ["good.jsonl", "other.jsonl"]),
         (["--dataset", "python-docs", *taken], ["input", "python-docs"]),
+        (["--dataset", "python-docs", "--input", good], ["leave --dataset out"]),
+        (["--pretokenized", 1, "--max-tokens", 5, "--tokenizer", "gpt2"], ["leave --max-tokens and --dataset out"]),
+        (["--pretokenized", 1, "--dataset", "python-docs"], ["leave --max-tokens and --dataset out"]),
+        (["--separator", "</s>", "--input", good, "*.csv"], ["--separator only divides text files"]),
+        (["--separator", "x", "--dataset", "python-docs"], ["--separator only divides text files"]),
+        (["--tokenizer", "char", "--input", good], ["There is no tokenizer 'char'. Use gpt2, bytes"]),
         (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
         (["--dataset", "python-doc"], ["Did you mean python-docs?"]),
         ([], ["--dataset python-docs", "--input"]),  # no network
