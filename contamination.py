@@ -152,14 +152,14 @@ def report(folder, path, num_proc=0):
             f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval."
         )
     num_examples = len({number for number, _ in examples})
-    print(f"{path}: {num_examples:,} examples")
-    print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
+    print(f"{program.plain(path)}: {num_examples:,} examples")
+    print(f"{program.plain(folder)}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
     index, found = NgramIndex(texts), {}
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
         results = executor.map(index.search, shards, [*shards[1:], None])
-        for result in tqdm(results, total=len(shards), unit="shard", desc=folder, delay=0.5):
+        for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
     longest = longest_overlaps(examples, index, found)
     lengths = {number: overlap[0] for number, overlap in longest.items()}
@@ -168,7 +168,7 @@ def report(folder, path, num_proc=0):
     for number in sorted(lengths, key=lengths.get, reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
-        print(f"  line {number}: {length} tokens, {shard.path.name} at {position:,}: {text!r}")
+        print(f"  line {number}: {length} tokens, {program.plain(shard.path.name)} at {position:,}: {text!r}")
     return lengths
 
 

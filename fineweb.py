@@ -53,7 +53,10 @@ def parse(args=None):
     words = list(sys.argv[1:] if args is None else args)
     if words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    return flags.parse(Options, words)
+    others = {
+        f"--input {word}": word for word in words if not word.startswith("-")
+    }  # what a word may be meant as
+    return flags.parse(Options, words, synonyms=others)
 
 
 if __name__ == "__main__":

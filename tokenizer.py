@@ -354,7 +354,8 @@ def complaints(options):
     least = 256 + len({EOT, *options.special_tokens})
     if not options.input:
         yield "--input is missing. Give the files to learn from."
-    if not options.out.endswith(".tiktoken") or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
+    is_name = options.out.endswith(".tiktoken") and options.out.isprintable()
+    if not is_name or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
         yield f"--out is {options.out!r}, but it must be a new .tiktoken file in a folder that can be written to."
     if not least <= options.vocab_size <= MAX_VOCAB:
         yield (

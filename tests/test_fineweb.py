@@ -380,6 +380,16 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
             prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
+@needs("mkfifo")
+def test_a_pipe_in_place_of_the_downloads_is_left_alone(tmp_path):
+    """To remove it as a folder waited for ever."""
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / ".download-0-of-1")
+    with patched(shutil, "rmtree", lambda *args, **options: pytest.fail("it would wait")):
+        make(tmp_path, path)
+
+
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     fsync, calls = os.fsync, []
@@ -520,6 +530,7 @@ def bad_inputs(tmp_path):
         (["--pretokenized", 1, "--dataset", "python-docs"], ["leave --max-tokens and --dataset out"]),
         (["--separator", "</s>", "--input", good, "*.csv"], ["--separator only divides text files"]),
         (["--separator", "x", "--dataset", "python-docs"], ["--separator only divides text files"]),
+        ([good, "--tokenizer", "bytes", "a.txt"], ["Use --input a.txt."]),
         (["--tokenizer", "char", "--input", good], ["There is no tokenizer 'char'. Use gpt2, bytes"]),
         (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
         (["--dataset", "python-doc"], ["Did you mean python-docs?"]),

@@ -325,6 +325,7 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
         ([*text, "--out", tmp_path / "old.tiktoken"], "exists already"),
         ([*text, "--out", tmp_path / "x.tiktoken"], "exists already"),
         ([*text, "--out", tmp_path / "no" / "x.tiktoken"], "a folder that can be written to"),
+        ([*text, "--out", tmp_path / "\x1b.tiktoken"], "a folder that can be written to"),
         ([*text, *new, "--special-tokens", ""], "--special-tokens: its value is empty"),
     ]
     before = listing(tmp_path)
