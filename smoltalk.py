@@ -112,9 +112,8 @@ def read_files(sources):
 def messages_of(record):
     """The messages of a conversation in one of the formats that are read; [] if it is in none of them."""
     if isinstance(record, dict) and "instruction" in record:  # Alpaca's
-        request = [text for text in (record["instruction"], record.get("input")) if text]
-        if all(isinstance(text, str) for text in request):
-            request = "\n\n".join(request)
+        texts = record["instruction"], record.get("input") or ""
+        request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
         return [{"role": "user", "content": request}, {"role": "assistant", "content": record.get("output")}]
     if isinstance(record, dict):
         record = record.get("messages", record.get("conversations"))

@@ -94,7 +94,10 @@ def list_inputs(patterns, types=tuple(TYPES)):
         faults = {name: find_fault(public_name(name), types) for name in found}
         left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults.items() if fault]
         if len(left_out) == len(found):
-            wrong = left_out[0] if found else f"No file matches {pattern}"
+            nothing = (
+                f"There is no file in {pattern}" if os.path.isdir(pattern) else f"No file matches {pattern}"
+            )
+            wrong = left_out[0] if found else nothing
             ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
             others = " and other text and source code" if ".txt" in types else ""
             raise UserError(f"{wrong}. Give files that end in {ends}{others} (.gz and .zst are unpacked).")

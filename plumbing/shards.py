@@ -131,12 +131,8 @@ def find_shards(folder, split):
     return sorted(paths)
 
 
-# the commands that make the folders whose names are defaults
-OWN_FOLDERS = {
-    "edu_fineweb10B": "python fineweb.py",
-    "python_docs": "python fineweb.py --dataset python-docs",
-    "smoltalk": "python smoltalk.py",
-}
+# the commands that make the folders whose names are the trainer's defaults
+OWN_FOLDERS = {"edu_fineweb10B": "python fineweb.py", "smoltalk": "python smoltalk.py"}
 
 
 def command_for(folder):

@@ -244,6 +244,9 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
     assert len(documents.list_inputs([folder + "/**"])) == 3 and not capsys.readouterr().out
     documents.list_inputs([folder])
     assert f"1 of 3 names in {folder} are left out: {folder}/sub is a folder" in capsys.readouterr().out
+    (tmp_path / "texts" / "empty").mkdir()
+    with pytest.raises(UserError, match="There is no file in .*empty. Give files that end in .parquet, .jsonl, "):
+        documents.list_inputs([folder + "/empty"])
     with pytest.raises(UserError, match="texts is a folder. Add /[*] to take its files. Give files that end"):
         documents.list_inputs([str(tmp_path / "*")])
 
