@@ -388,7 +388,7 @@ def main(args=None):
         for each in (enc, gpt2):
             num_tokens = sum(len(encode_text(each, text)) for text in compared)
             print(f"{each.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
-    inputs = (f"./{name}" if name.startswith("-") else name for name in options.input)
+    inputs = (f"./{name}" if name[0] == "-" else documents.public_name(name) for name in options.input)
     command = ["python", "fineweb.py", ("--input", *inputs), ("--tokenizer", options.out)]
     if column != "text":
         command.append(("--text-column", column))

@@ -91,21 +91,19 @@ def list_inputs(patterns, types=tuple(TYPES)):
             found = sorted(glob.glob(folder, recursive=True))
             if "**" in pattern:  # it also matches the folders whose files it takes
                 found = [name for name in found if not os.path.isdir(name)]
-        faults = {name: find_fault(public_name(name), types) for name in found}
-        left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults.items() if fault]
+        faults = [(name, find_fault(public_name(name), types)) for name in found]
+        left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults if fault]
         if len(left_out) == len(found):
-            nothing = (
-                f"There is no file in {pattern}" if os.path.isdir(pattern) else f"No file matches {pattern}"
-            )
-            wrong = left_out[0] if found else nothing
+            nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
+            wrong = left_out[0] if found else f"{nothing} {pattern}"
             ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
             others = " and other text and source code" if ".txt" in types else ""
             raise UserError(f"{wrong}. Give files that end in {ends}{others} (.gz and .zst are unpacked).")
         if left_out:
             share = f"{len(left_out)} of {len(found)} names"
             print(f"note: {share} in {program.plain(pattern)} are left out: {left_out[0]}.")
-        for name in found:
-            if not faults[name]:
+        for name, fault in faults:
+            if not fault:
                 sources.append(Source(public_name(name), url=name) if is_url(name) else local_source(name))
     return sources
 
@@ -241,7 +239,7 @@ def list_row_groups(source, text_column):
 
 
 def read_csv(source, text_column):
-    csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 128 KB
+    csv.field_size_limit(2**27)  # characters: documents are longer than the default, but a quote may never end
     with open_text(source.path) as file:
         dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
         rows = csv.DictReader(file, dialect=dialect, strict=True)
@@ -303,9 +301,8 @@ def read_array(file):
                 return
             end = decoder.raw_decode(held, start)[1]
         except (ValueError, RecursionError):  # it may only be incomplete
-            block = file.read(
-                max(BLOCK_CHARS, len(held) - start)
-            )  # twice as much, so that no text is read often
+            # twice as much each time, so that a long entry is not parsed often
+            block = file.read(max(BLOCK_CHARS, len(held) - start))
             if not block:
                 yield held[start:]  # the caller says what is wrong with it
                 return
