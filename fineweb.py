@@ -99,14 +99,10 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
     complaints = []
-    if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
-        complaints.append(
-            "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."
-        )
-    if options.pretokenized and (options.max_tokens or options.dataset != Options.dataset):
-        complaints.append(
-            "--pretokenized counts whole shards of FineWeb-Edu: leave --max-tokens and --dataset out."
-        )
+    changed = [name for name, value in vars(options).items() if value != getattr(Options, name)]
+    unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
+    if options.pretokenized and unused:
+        complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")
     if options.separator and all(documents.file_type(name) not in ("", ".txt") for name in options.input):
