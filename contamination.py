@@ -3,7 +3,7 @@
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval examples.jsonl --num-proc 4
 
-searches all shards of a folder for 13-grams of tokens from HellaSwag's examples (the context with each
+The shards of a folder are searched for 13-grams of tokens from HellaSwag's examples (the context with each
 of its endings). Hashes only narrow down the candidates, tokens decide. Memory does not grow with the corpus.
 """
 
@@ -32,9 +32,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 import tokenizer
-from plumbing.documents import num_cores, read_json_lines
+from plumbing.documents import num_cores, read_records
 from plumbing.program import UserError
-from plumbing.shards import num_parts_of, open_shard, split_of
+from plumbing.shards import check_meta, num_parts_of, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
@@ -46,15 +46,13 @@ def read_examples(path, enc):
     """[(line number, tokens)] of a HellaSwag file: the context with each ending."""
     if not os.path.exists(path):
         raise UserError(
-            f"There is no file {path}. hellaswag.py downloads HellaSwag's; or give another with --eval."
+            f"There is no file {path}. hellaswag.py downloads HellaSwag's examples; --eval names another file."
         )
     examples = []
-    for number, example in read_json_lines(path):
+    for number, place, example in read_records(path):
         context, endings = example.get("ctx"), example.get("endings")
         if not isinstance(context, str) or not isinstance(endings, list):
-            raise UserError(
-                f"Line {number} of {path} has no ctx or no list of endings. Fix or remove that line."
-            )
+            raise UserError(f"{place} has no ctx or no list of endings. Fix or remove it.")
         for ending in endings:
             tokens = tokenizer.encode_text(enc, f"{context} {ending}")
             examples.append((number, tokens.astype(np.uint16)))
@@ -145,6 +143,7 @@ def report(folder, path, num_proc=0):
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
         )
+    check_meta(folder, shards)
     enc = tokenizer.folder_encoding(folder)
     examples = read_examples(path, enc)
     texts = [tokens for _, tokens in examples if len(tokens) >= NGRAM]
@@ -153,14 +152,14 @@ def report(folder, path, num_proc=0):
             f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval."
         )
     num_examples = len({number for number, _ in examples})
-    print(f"{path}: {num_examples:,} examples")
-    print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
+    print(f"{program.plain(path)}: {num_examples:,} examples")
+    print(f"{program.plain(folder)}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
     index, found = NgramIndex(texts), {}
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
         results = executor.map(index.search, shards, [*shards[1:], None])
-        for result in tqdm(results, total=len(shards), unit="shard", desc=folder, delay=0.5):
+        for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
     longest = longest_overlaps(examples, index, found)
     lengths = {number: overlap[0] for number, overlap in longest.items()}
@@ -169,7 +168,7 @@ def report(folder, path, num_proc=0):
     for number in sorted(lengths, key=lengths.get, reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
-        print(f"  line {number}: {length} tokens, {shard.path.name} at {position:,}: {text!r}")
+        print(f"  line {number}: {length} tokens, {program.plain(shard.path.name)} at {position:,}: {text!r}")
     return lengths
 
 

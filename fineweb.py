@@ -3,14 +3,14 @@
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
     python fineweb.py --dataset python-docs  a few MB without a network
-    python fineweb.py --input books/*.txt --out-dir books
+    python fineweb.py books/*.txt --out-dir books
     python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
-`<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split:
-of your own text every 11th document (or piece of a long text), or fewer, so that it is less than a tenth
-and fits into a shard; else the first shard.
+`<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split.
+From your own text it takes every 11th document (or every 11th piece of a long one), at most a tenth of
+the text and one shard; for the other data sets it is the first shard.
 
 Memory use is a few shards and a few texts per core, whatever the size of the corpus. The same command
 resumes after the last complete shard, as meta.json records it, and produces the same bytes, whenever it
@@ -18,6 +18,7 @@ was killed and on any number of cores. On several machines, run parts at the sam
 --part 3/4: each takes every fourth input file.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,10 +29,11 @@ from plumbing import flags, program
 class Options:
     # The text
     dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
-    # your own files, folders, globs or URLs: .parquet, .jsonl, .txt, also .gz or .zst
+    # your own files, folders, globs or URLs: text such as .txt, .md or .py, .jsonl, .json, .csv or .parquet, also .gz
+    # or .zst; what stands before all flags is --input, too
     input: tuple[str, ...] = ()
-    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    # text between a .txt's documents, such as <|endoftext|>; by default a file is one document
+    text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
+    # what stands between a text file's documents, such as <|endoftext|>; by default a file is one document
     separator: Annotated[str, "may be empty"] = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
@@ -46,8 +48,19 @@ class Options:
     part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
 
 
+def parse(args=None):
+    """The Options of a command line; the words before all flags are --input."""
+    words = list(sys.argv[1:] if args is None else args)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--input")
+    others = {
+        f"--input {word}": word for word in words if not word.startswith("-")
+    }  # what a word may be meant as
+    return flags.parse(Options, words, synonyms=others)
+
+
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    program.run(parse)  # --help and a mistyped flag need not wait for the imports
 
 import collections
 import contextlib
@@ -59,7 +72,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +87,8 @@ from plumbing.program import UserError
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
-EDU_TOKENS = 9_953_989_344  # in GPT-2's tokens with <|endoftext|>; only the progress bar needs it
+# in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
+EDU_TOKENS = 9_953_989_344
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 # tiktoken releases Python's lock, but more threads would mostly wait for it (records/2026-11-21-data-preparation)
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
@@ -86,10 +99,14 @@ SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a litt
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
     complaints = []
-    if options.pretokenized and (options.input or options.part or options.tokenizer != "gpt2"):
-        complaints.append(
-            "--pretokenized fetches shards that are ready: leave --input, --part and --tokenizer out."
-        )
+    changed = [name for name, value in vars(options).items() if value != getattr(Options, name)]
+    unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
+    if options.pretokenized and unused:
+        complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
+    if options.input and options.dataset != Options.dataset:
+        complaints.append("--input is a data set of its own: leave --dataset out.")
+    if options.separator and all(documents.file_type(name) not in ("", ".txt") for name in options.input):
+        complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     part, num_parts = read_part(options.part)
     if part > num_parts:
         complaints.append(
@@ -108,7 +125,7 @@ def read_part(text):
 
 
 def encode_pieces(enc, read):
-    """Tokenize what `read()` returns to arrays of uint16: <|endoftext|> if a document starts, then the text's ids."""
+    """Tokenize the pieces from `read()` into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
     arrays, eot = [], np.array([enc.eot_token], np.uint16)
     for text, starts in read():
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
@@ -122,8 +139,8 @@ def encode_all(enc, batches, num_proc):
 
     def encode(read):
         if not hasattr(worker, "encode"):
-            # subtle: threads that share a tokenizer take a tenth more CPU time, and a process a second to load GPT-2's,
-            # which is pickled by name; a copy has neither fault
+            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time, and GPT-2's own is pickled by
+            # name, so a process would spend a second loading it
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
             worker.encode = (
                 functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
@@ -168,9 +185,7 @@ def start_process(enc):
             send(question, process.stdin)
             answer = pickle.load(process.stdout)
         except ENDED:
-            answer = UserError(
-                "A process that tokenizes came to an end. If memory is short, use a smaller --num-proc."
-            )
+            answer = UserError("A tokenizing process died. If memory is short, use a smaller --num-proc.")
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -191,7 +206,7 @@ def serve():
                 send(encode_pieces(enc, read), answers)
             except (UserError, OSError) as error:
                 send(error, answers)
-    os._exit(0)  # another end would try once more to send what was left, and report a broken pipe
+    os._exit(0)  # a normal exit would flush what is left and report a broken pipe
 
 
 # ----- Shards -------------------------------------------------------------------------------------------
@@ -352,7 +367,7 @@ def make_shards(writer, options, enc, sources):
     limit = (options.max_tokens or sys.maxsize) - num_seen
     try:
         with tqdm(
-            total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.folder, delay=0.5
+            total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5
         ) as bar:
             stream = sample.remove_from(limit_tokens(encoded, limit, bar))
             for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
@@ -360,7 +375,8 @@ def make_shards(writer, options, enc, sources):
                     write_shard(writer, enc, tokens, end, sample)
     finally:
         encoded.close()
-        shutil.rmtree(downloads, ignore_errors=True)
+        if os.path.isdir(downloads):  # a pipe of that name would make rmtree wait for ever
+            shutil.rmtree(downloads, ignore_errors=True)
     write_rest(writer, enc, tokens, sample)
     writer.finish()
 
@@ -376,7 +392,7 @@ def check_disk_space(folder, size):
 
 
 def write_shard(writer, enc, tokens, end, sample):
-    """Write the next shard, if it has tokens, after the sample; before the first one, the tokenizer and meta.json."""
+    """Write the sample and then the next shard, if it has tokens. The first call writes the tokenizer before them."""
     if not writer.meta["shards"]:
         if writer.part == 0:  # for all parts, which may be written at the same time
             tokenizer.save_for_folder(enc, writer.folder)
@@ -416,7 +432,7 @@ def fetch_pretokenized(options):
         check_disk_space(folder, 200_001_024 * len(missing))
         downloads, attempts = os.path.join(folder, ".download"), 3
         try:
-            for file in tqdm(missing, unit="shard", desc=folder, delay=0.5):
+            for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
                 source = documents.Source(file, repo=READY_REPO)
                 path = documents.fetch(source, downloads, attempts).path
                 attempts = 9
@@ -427,7 +443,8 @@ def fetch_pretokenized(options):
                 writer.save()  # first: if this is killed in between, the shard is known to be missing
                 os.replace(path, writer.path(file))
         finally:
-            shutil.rmtree(downloads, ignore_errors=True)
+            if os.path.isdir(downloads):
+                shutil.rmtree(downloads, ignore_errors=True)
         try:  # so that a machine without a network can train on them
             tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
@@ -438,33 +455,51 @@ def fetch_pretokenized(options):
 
 def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
-    folder = prepare(flags.parse(Options, args))
+    folder = prepare(parse(args))
     metas = shards.read_metas(folder)
     num_complete = sum(meta["complete"] for meta in metas.values())
     num_parts = max(map(shards.num_parts_of, metas))
     if num_complete < num_parts:
-        print(f"note: {folder} has {num_complete} of {num_parts} parts. Make the others with --part, too.")
+        print(
+            f"note: {program.plain(folder)} has {num_complete} of {num_parts} parts. Make the others with --part, too."
+        )
         return
-    command = training_command(folder, shards.split_lengths(metas.values()))
+    lengths = shards.split_lengths(metas.values())
+    command = training_command(folder, lengths)
+    uses_gpt2 = any(meta["tokenizer"] == "gpt2" for meta in metas.values())
+    if uses_gpt2 and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
+        print("note: GPT-2's 50,257 tokens are more than a small model can learn from so little text.")
+        print(
+            f"--tokenizer bytes suits it better, with a new folder: --out-dir {program.quote(folder + '_bytes')}"
+        )
     if command:
         program.print_next(command)
 
 
+def has_gpu():
+    """Whether the machine seems to have a GPU; asking torch would take seconds."""
+    return any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
+
+
 def training_command(folder, lengths):
-    """The command that trains on shards of these lengths: GPT-2 on much text, else a small model; None if too short."""
-    command = ["python", "train_gpt2.py"]
-    if folder != DATASETS["fineweb-edu"][0]:
-        command.append(("--data", folder))
+    """The command that trains on shards of these lengths; None if they are too short.
+
+    On a machine with a GPU, much text is for a GPT-2; otherwise the model is the quickstart's.
+    """
+    command, data = ["python", "train_gpt2.py"], [("--data", folder)]
     steps = sum(lengths["train"]) // 2**19
-    if steps > 18_000:  # the preset's 10B tokens
-        return command
-    if steps >= 190:  # 100M tokens are worth GPT-2's time: one pass over them, with the preset's share of warmup
+    if has_gpu() and steps >= 190:  # 100M tokens are enough to be worth training GPT-2 on
+        command += data if folder != DATASETS["fineweb-edu"][0] else []
+        if steps > 18_000:  # the preset's 10B tokens
+            return command
+        # one pass over the data, with the preset's share of warmup
         return [*command, ("--max-steps", steps), ("--warmup-steps", steps // 27)]
     longest = min(max(split, default=0) for split in lengths.values())
     if longest < 2:
         return None
     T = min(128, longest - 1)
-    command += [("--preset", "quickstart"), ("--out-dir", "log/" + os.path.basename(os.path.abspath(folder)))]
+    out_dir = "log/" + os.path.basename(os.path.abspath(folder))
+    command += [*data, ("--preset", "quickstart"), ("--out-dir", out_dir)]
     windows = sum((length - 1) // T for length in lengths["train"])
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
         command += [("--sequence-length", T), ("--total-batch-size", T * min(16, windows))]

@@ -86,7 +86,7 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
-    for number, example in documents.read_json_lines(path):
+    for number, place, example in documents.read_records(path):
         texts = [
             example.get("activity_label"),
             example.get("ctx"),
@@ -99,7 +99,7 @@ def iterate_examples(path):
         # the hub's copy has labels that are strings
         if not has_texts or str(example.get("label")) not in list("0123"):
             raise UserError(
-                f"Line {number} of {path} is not a HellaSwag example, which has the texts activity_label and ctx, "
+                f"{place} is not a HellaSwag example, which has the texts activity_label and ctx, "
                 f"four texts as endings, and a label from 0 to 3. Fix or remove it: {program.plain(example, 60)}"
             )
         yield {"ind": number - 1, **example}
@@ -112,7 +112,7 @@ def read_examples(path, limit=0):
     if not os.path.exists(path):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
-        advice = f"Check the network, or save the file as {path}. To train without it, add --hellaswag-every 0."
+        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
         documents.download(URL, path, advice)
     return list(itertools.islice(iterate_examples(path), limit or None))
 
@@ -223,10 +223,11 @@ def attention_mask(segment):
 
 @torch.no_grad()
 def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
-    """An array (3, examples, 4): each ending's log-likelihood, also divided by its tokens, and by its characters.
+    """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. batch_tokens 0 suits the device. Returns None once the list `stop` has an entry.
+    vocabulary and get no probability. With batch_tokens 0, the batch suits the device. Returns None once the list
+    `stop` has an entry.
     """
     device = next(model.parameters()).device
     rows = [truncate(example, model.config.block_size) for example in examples]

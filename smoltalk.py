@@ -7,7 +7,9 @@ A line of `--input` is
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}
 
-with the roles user, assistant and system. It becomes
+with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
+the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
+these are read, too; messages to and from tools are left out. It becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
@@ -16,8 +18,9 @@ where the markers are single ids after the tokenizer's own; text that spells out
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
 (np.save, uint8, same length): 1 where a token counts as a target.
 
-Blocks of `--max-length` tokens hold whole conversations, so that a model with that sequence length sees each from its
-first token, and padding of <|end|>, mask 0. A longer conversation is cut after the last answer that fits.
+A block of `--max-length` tokens holds whole conversations and is filled up with <|end|> (mask 0), so a model
+with that sequence length sees each conversation from its first token. A longer conversation is cut after the
+last answer that fits.
 """
 
 from dataclasses import dataclass
@@ -27,19 +30,21 @@ from plumbing import flags, program
 
 @dataclass
 class Options:
-    # JSON lines (.jsonl, .gz, .zst): files, folders, globs or URLs; by default SmolTalk
+    # .jsonl or .json, also .gz or .zst: files, folders, globs or URLs; by default SmolTalk
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
     shard_size: int = 20_000_000  # tokens per shard
-    max_length: int = 0  # tokens per block: the sequence length to train with; 0: 1024, or the model's longest
+    # tokens per block: the sequence length to train with; 0: the model's longest, or 1024 without --init-from
+    max_length: int = 0
 
 
 if __name__ == "__main__":
     program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
+import math
 import os
 import random
 import re
@@ -54,6 +59,11 @@ from plumbing.program import UserError
 
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
+# the roles that ShareGPT and OpenAI also have
+ROLE_NAMES = {"human": "user", "developer": "system"} | dict.fromkeys(
+    ["gpt", "chatgpt", "bing", "bard"], "assistant"
+)
+TOOL_ROLES = ("tool", "function", "observation", "function_call")
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
@@ -80,23 +90,57 @@ def read_hub():
 
 
 def read_files(sources):
-    """The conversations of JSON lines files; a UserError names the line that is wrong."""
+    """The conversations of JSON files; a UserError names the one that is wrong."""
+    num_left_out = 0
     with tempfile.TemporaryDirectory() as folder:
         for source in sources:
-            lines = documents.read_json_lines(documents.fetch(source, folder).path, source.name)
-            for number, record in tqdm(lines, unit=" conversations", desc=source.name, delay=0.5):
-                fault = find_fault(record.get("messages"))
-                if fault:
-                    raise UserError(
-                        f"Line {number} of {source.name} is not a conversation: {fault}. Fix or remove it."
-                    )
-                yield record["messages"]
+            path = documents.fetch(source, folder).path
+            records = documents.read_records(path, source.name, kinds=(dict, list))
+            desc = program.plain(source.name)
+            for _, place, record in tqdm(records, unit=" conversations", desc=desc, delay=0.5):
+                found = messages_of(record)
+                messages = [message for message in found if not is_for_tools(message)]
+                num_left_out += len(found) - len(messages)
+                fault = find_fault(messages)
+                if fault and (messages or not found):
+                    raise UserError(f"{place} is not a conversation: {fault}. Fix or remove it.")
+                yield messages
+    if num_left_out:
+        print(f"note: {program.count(num_left_out, 'message')} to and from tools left out.")
+
+
+def messages_of(record):
+    """The messages of a conversation in one of the formats that are read; [] if it is in none of them."""
+    if isinstance(record, dict) and "instruction" in record:  # Alpaca's
+        texts = record["instruction"], record.get("input") or ""
+        request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
+        return [{"role": "user", "content": request}, {"role": "assistant", "content": record.get("output")}]
+    if isinstance(record, dict):
+        record = record.get("messages", record.get("conversations"))
+    return list(map(read_message, record)) if isinstance(record, list) else []
+
+
+def read_message(message):
+    """A message of OpenAI's or ShareGPT's format with its role, content and tool_calls under OpenAI's names."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    parts = content if isinstance(content, list) else []
+    if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        content = "".join(str(part.get("text", "")) for part in parts)
+    calls = {"tool_calls": True} if message.get("tool_calls") else {}
+    return {"role": ROLE_NAMES.get(str(role), role), "content": content, **calls}
+
+
+def is_for_tools(message):
+    return isinstance(message, dict) and ("tool_calls" in message or message["role"] in TOOL_ROLES)
 
 
 def find_fault(messages):
     """What is wrong with `messages`, or "" if they are a conversation."""
     if not isinstance(messages, list) or not messages:
-        return "it has no list of messages"
+        return "it has no list of messages or conversations, and no instruction"
     for number, message in enumerate(messages, 1):
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
@@ -156,18 +200,22 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
     """Render, pack and write the conversations, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
     pattern = re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)"
-    for file in os.listdir(writer.folder):  # of an interrupted run
+    for file in os.listdir(writer.folder):  # those of an interrupted run
         if re.fullmatch(pattern, file):
             os.remove(writer.path(file))
     meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
     meta |= {"targets": 0, "conversations": counts}
+    shortest = math.inf  # tokens up to the first answer of a conversation that does not fit
 
     def render():
+        nonlocal shortest
         for messages in conversations:
             ids, mask, stop = tokenizer.render_conversation(messages, enc, max_length)
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
+            if not stop and 1 in mask:
+                shortest = min(shortest, [*mask, 0].index(0, mask.index(1)))
             meta["targets"] += sum(mask[:stop])
             if stop:
                 yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
@@ -182,9 +230,14 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
         blocks.append(block)
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
         if len(blocks) < 2:
+            advice = "Add conversations, or lower --max-length."
+            if not blocks and shortest < math.inf:
+                advice = (
+                    f"The shortest with an answer needs --max-length {shortest}, and a model that reads as many."
+                )
             raise UserError(
                 f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) "
-                f"fill {len(blocks)} of the two blocks of {max_length} tokens needed. Add some, or lower --max-length."
+                f"fill {len(blocks)} of the two blocks of {max_length} tokens needed. {advice}"
             )
         write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]

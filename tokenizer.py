@@ -28,7 +28,7 @@ class Options:
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
     pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
-    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
     compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
 
 
@@ -52,8 +52,8 @@ from plumbing.files import atomic_write, check_new_output, open_regular
 from plumbing.program import UserError
 
 EOT = "<|endoftext|>"  # stands before every document
-# with the ids after the tokenizer's own, which are padding in the embedding: with GPT-2's, 50257..50260 of 50304
 ROLES = ("user", "assistant", "system")
+# their ids follow the tokenizer's own, where the embedding has padding: after GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
 # many kinds of text, to test a tokenizer
@@ -81,6 +81,10 @@ def get_encoding(name_or_path):
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
     if name != "gpt2":
+        if not name.endswith(".tiktoken") and not os.path.exists(name):
+            raise UserError(
+                f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
+            )
         return read_encoding(name)
     try:
         return tiktoken.get_encoding("gpt2")
@@ -119,7 +123,8 @@ def folder_encoding(folder):
     enc = get_encoding(path if is_here else base)
     if names and enc.name != base:
         raise UserError(
-            f"The meta.json beside {path} names tokenizer {base}, but it holds {enc.name}. Make both again."
+            f"{path} holds tokenizer {enc.name}, but the meta.json beside it names {base}. Make the shards again in a "
+            "new folder."
         )
     return enc if name == base else with_chat(enc)
 
@@ -136,7 +141,7 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path` and its JSON file: both, or neither, or what is there already."""
+    """Write `enc` to the `.tiktoken` file `path` and its JSON file, or neither; what is there must be the same."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.dumps(json.loads(header) | {"sha256": sha256(ranks)}, indent=2) + "\n"
     json_path = Path(f"{path}.json")
@@ -161,7 +166,7 @@ def read_encoding(path):
         if fields["sha256"] != sha256(ranks):
             raise ValueError("the checksum in its .json is not that of its tokens")
         return loads(json.dumps(fields) + "\n" + ranks)
-    except (ValueError, LookupError, TypeError, FileNotFoundError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
         reason = program.plain(error)
         raise UserError(
             f"Tokenizer {path} is missing or damaged: {reason}. Give gpt2, bytes, or a .tiktoken file with its .json."
@@ -182,16 +187,24 @@ def dumps(enc):
 
 def loads(text):
     """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is not a complete one."""
-    header, *lines = text.splitlines()
-    fields, ranks = json.loads(header), {}
-    for line in lines:
-        token, rank = line.split()
-        ranks[base64.b64decode(token, validate=True)] = int(rank)
-    return make_encoding(fields["name"], fields["pat_str"], ranks, fields["special_tokens"])
+    try:
+        header, *lines = text.splitlines()
+        fields, ranks = json.loads(header), {}
+        for line in lines:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        return make_encoding(fields["name"], fields["pat_str"], ranks, fields["special_tokens"])
+    except (AttributeError, LookupError, TypeError, RecursionError) as error:  # of fields of other types
+        raise ValueError(f"it is not made of the right fields: {program.first_line(error)}") from None
 
 
 def make_encoding(name, pat_str, ranks, special_tokens):
-    """Make a tokenizer. Raises ValueError if its ids are not all there, or its pattern does not split any text."""
+    """Make a tokenizer. Raises ValueError if its ids are not all there, or its pattern does not split any text.
+
+    Its name is printed in many places, so it must not hold a terminal's control characters.
+    """
+    if not (isinstance(name, str) and name.isprintable()):
+        raise ValueError(f"its name is {name!r}, but it must be printable text")
     # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
     ids = sorted([*ranks.values(), *special_tokens.values()])
     has_bytes = all(bytes([i]) in ranks for i in range(256))
@@ -200,7 +213,8 @@ def make_encoding(name, pat_str, ranks, special_tokens):
     try:
         enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
         decoded = enc.decode(enc.encode_ordinary(PROBE))
-    except BaseException as error:  # where tiktoken panics, it raises no Exception
+    # where tiktoken panics, it raises no Exception, and the Rust frames that it prints cannot be held back
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"its pattern cannot be used: {program.first_line(error)}") from None
@@ -340,7 +354,8 @@ def complaints(options):
     least = 256 + len({EOT, *options.special_tokens})
     if not options.input:
         yield "--input is missing. Give the files to learn from."
-    if not options.out.endswith(".tiktoken") or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
+    is_name = options.out.endswith(".tiktoken") and options.out.isprintable()
+    if not is_name or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
         yield f"--out is {options.out!r}, but it must be a new .tiktoken file in a folder that can be written to."
     if not least <= options.vocab_size <= MAX_VOCAB:
         yield (
@@ -352,8 +367,9 @@ def complaints(options):
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
     flags.check(options, complaints(options))
-    for path in (options.out, f"{options.out}.json"):
-        check_new_output(path)
+    check_new_output(
+        options.out
+    )  # its .json may be there: `write_encoding` may have been killed between the two
 
 
 def main(args=None):
@@ -372,7 +388,8 @@ def main(args=None):
         for each in (enc, gpt2):
             num_tokens = sum(len(encode_text(each, text)) for text in compared)
             print(f"{each.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
-    command = ["python", "fineweb.py", ("--input", *options.input), ("--tokenizer", options.out)]
+    inputs = (f"./{name}" if name[0] == "-" else documents.public_name(name) for name in options.input)
+    command = ["python", "fineweb.py", ("--input", *inputs), ("--tokenizer", options.out)]
     if column != "text":
         command.append(("--text-column", column))
     program.print_next(command)

@@ -1,10 +1,14 @@
 """Documents: inputs listed, downloaded, decompressed and read, for every program that takes --input."""
 
 import ast
+import base64
+import codecs
 import contextlib
+import csv
 import functools
 import glob
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -25,7 +29,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from plumbing import program
-from plumbing.files import atomic_write, file_sample, open_regular
+from plumbing.files import atomic_write, file_sample, named_errors, open_regular
 from plumbing.program import UserError
 
 # the hub's client prints two lines for each request that it repeats; `retry` says in the end what failed
@@ -34,24 +38,32 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
+    ".parquet": ".parquet",
+    ".jsonl": ".jsonl .json .ndjson",
+    ".csv": ".csv .tsv",
+    ".txt": ".txt .md .html .py .text .markdown .rst .org .adoc .tex .htm .xml .pyi .js .jsx .ts .tsx .c .h .cc"
+    " .cpp .hpp .cu .cs .java .go .rs .rb .php .swift .kt .scala .lua .jl .pl .r .sql .sh .css",
+}
 RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
-MAX_PIECE = 2**17  # characters; a longer text without a token boundary, as of one repeated letter, is cut anyway
-BATCH_CHARS = 2**19  # characters given to a core at a time: 0.1 s of work, so that the overhead is negligible
+MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
+BATCH_CHARS = 2**19  # characters given to a core at a time: 0.04 s of work, so that the overhead is negligible
 MAX_ROW_GROUP = 2**26  # bytes; a core reads a smaller one whole. FineWeb-Edu's have 1,000 documents, some 5 MB
 MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
 
 
 class Source(NamedTuple):
-    name: str  # a path, a URL, or a path in a repository on the hub
+    name: str  # a path, a URL as `public_name` shows it, or a path in a repository on the hub
     size: int = 0  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
     revision: str = ""  # on the hub: the commit
     sampled_hash: str = ""  # recognizes other contents of the same size in a local file
     path: str = ""  # of the file on this machine; `fetch` fills it in for the others
+    url: str = ""  # only for the request: it may hold a password or a signature
 
     def recorded(self):
-        """[name, size, hash] for meta.json; a local file has no folder there, so it may move."""
+        """[name, size, hash] for meta.json; a local file is recorded without its folder, so it may be moved."""
         name = os.path.basename(self.name) if self.path == self.name else self.name
         return [name, self.size, self.sampled_hash]
 
@@ -68,29 +80,46 @@ class Batch(NamedTuple):
     finished_download: str = ""  # with a file's last batch: the download to remove once all batches are read
 
 
-def list_inputs(patterns, types=(".parquet", ".jsonl", ".txt")):
+def list_inputs(patterns, types=tuple(TYPES)):
     """List the files and URLs named by `patterns`: a folder's files, a glob's matches, sorted by name."""
     sources = []
     for pattern in patterns:
-        if os.path.isdir(pattern):
-            names = glob.glob(os.path.join(glob.escape(pattern), "*"))
-        elif is_url(pattern) or os.path.lexists(pattern):
-            names = [pattern]
+        if is_url(pattern) or (os.path.lexists(pattern) and not os.path.isdir(pattern)):
+            found = [pattern]
         else:
-            names = glob.glob(pattern, recursive=True)
-        names = [name for name in sorted(names) if file_type(name) in types and not OURS.search(name)]
-        if not names:
-            kinds = ", ".join(types)
-            raise UserError(
-                f"No file matches {pattern}. Give files that end in {kinds} (.gz and .zst are unpacked)."
-            )
-        sources += [Source(name) if is_url(name) else local_source(name) for name in names]
+            folder = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
+            found = sorted(glob.glob(folder, recursive=True))
+            if "**" in pattern:  # it also matches the folders whose files it takes
+                found = [name for name in found if not os.path.isdir(name)]
+        faults = [(name, find_fault(public_name(name), types)) for name in found]
+        left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults if fault]
+        if len(left_out) == len(found):
+            nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
+            wrong = left_out[0] if found else f"{nothing} {pattern}"
+            ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
+            others = " and other text and source code" if ".txt" in types else ""
+            raise UserError(f"{wrong}. Give files that end in {ends}{others} (.gz and .zst are unpacked).")
+        if left_out:
+            share = f"{len(left_out)} of {len(found)} names"
+            print(f"note: {share} in {program.plain(pattern)} are left out: {left_out[0]}.")
+        for name, fault in faults:
+            if not fault:
+                sources.append(Source(public_name(name), url=name) if is_url(name) else local_source(name))
     return sources
+
+
+def find_fault(name, types):
+    """Why a file is not read as one of these types, to follow its name in a sentence; "" if it is."""
+    if os.path.isdir(name):
+        return "is a folder. Add /* to take its files"
+    if OURS.search(name):
+        return "belongs to a folder of shards"
+    return "" if file_type(name) in types else "is not of a type that is read here"
 
 
 def local_source(name):
     """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
-    with open_regular(name) as file:
+    with named_errors(name), open_regular(name) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
         contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
@@ -105,13 +134,21 @@ def is_url(name):
     return name.startswith(("http://", "https://"))
 
 
+def public_name(name):
+    """A URL without what may be secret: the user, the password and the query. Another name stays as it is."""
+    return re.sub(r"(?s)^(https?://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
+
+
 def file_type(name):
-    """ "a/b.jsonl.gz" -> ".jsonl"; a .json file is read as JSON lines, as in C4."""
-    path = urllib.parse.urlsplit(name).path if is_url(name) else name
-    stem, suffix = os.path.splitext(path)
-    if suffix in COMPRESSIONS:
-        suffix = os.path.splitext(stem)[1]
-    return ".jsonl" if suffix == ".json" else suffix
+    """The key of TYPES for a file's name, "" if there is none: "a/b.json.gz" -> ".jsonl"."""
+    ending = suffix_of(name)
+    return next((kind for kind, endings in TYPES.items() if ending and ending in endings.split()), "")
+
+
+def suffix_of(name):
+    """The end of a file's name, without that of its compression: "a/B.TXT.gz" -> ".txt"."""
+    stem, suffix = os.path.splitext(str(name).lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
 
 # ----- Reading ------------------------------------------------------------------------------------------
@@ -126,6 +163,8 @@ def read_pieces(source, text_column, skip=0, separator="", row_groups=None):
         pieces = read_parquet(source, text_column, row_groups)
     elif kind == ".jsonl":
         pieces = read_jsonl(source, text_column)
+    elif kind == ".csv":
+        pieces = read_csv(source, text_column)
     elif kind == ".txt":
         pieces = read_txt(source, separator)
     else:  # PYTHON_DOCS
@@ -139,15 +178,15 @@ def explain_errors(name):
     """Turn an error while the file that the user calls `name` is read into a UserError."""
     try:
         yield
-    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own errors
+    except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
         if getattr(error, "errno", None):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
-        problem = "is damaged, or not what its name says"
+        wrong = f"is damaged, or not what its name says: {program.first_line(error)}"
+        advice = "Replace it, and run this command again."
         if isinstance(error, UnicodeError):
-            problem = "is not UTF-8 text (iconv -t UTF-8 converts it)"
-        raise UserError(
-            f"{name} {problem}: {program.first_line(error)}. Replace it, and run this command again."
-        ) from None
+            wrong = f"is not UTF-8 text: {program.first_line(error)}"
+            advice = f"If it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {program.quote(name)} > NEW"
+        raise UserError(f"{name} {wrong}. {advice}") from None
 
 
 def open_parquet(source, text_column):
@@ -157,13 +196,19 @@ def open_parquet(source, text_column):
     types = {field.name: str(field.type) for field in file.schema_arrow}
     # plain strings: lists and maps of strings are not text
     texts = [column for column in types if re.match("(dictionary<values=)?(large_)?string", types[column])]
-    if text_column not in texts:
-        found = types.get(text_column, "missing")
-        choice = ", ".join(texts) or "there is none"
-        raise UserError(
-            f"Column {text_column!r} of {source.name} is {found}. Choose text with --text-column: {choice}."
-        )
+    check_column(source.name, text_column, texts, types.get(text_column, "missing"))
     return file
+
+
+def check_column(name, text_column, texts, found="missing"):
+    """Raise UserError unless the column is one of the file's columns of text, `texts`; `found` is what it is."""
+    if not texts:
+        raise UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
+    if text_column not in texts:
+        choice = ", ".join(texts)
+        raise UserError(
+            f"Column {text_column!r} of {name} is {found}. Choose text with --text-column: {choice}."
+        )
 
 
 def read_parquet(source, text_column, row_groups=None):
@@ -193,44 +238,90 @@ def list_row_groups(source, text_column):
     return batches if num_bytes >= BATCH_CHARS * len(batches) else []
 
 
+def read_csv(source, text_column):
+    csv.field_size_limit(2**27)  # characters: documents are longer than the default, but a quote may never end
+    with open_text(source.path) as file:
+        dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
+        rows = csv.DictReader(file, dialect=dialect, strict=True)
+        check_column(source.name, text_column, rows.fieldnames or [])
+        for row in rows:
+            yield Piece(row[text_column] or "", True)
+
+
 def read_jsonl(source, text_column):
-    for number, record in read_json_lines(source.path, source.name):
+    for _, place, record in read_records(source.path, source.name):
         text = record.get(text_column)
         if not isinstance(text, str):
             keys = ", ".join(record)
-            wrong = f"Line {number} of {source.name} has no text under {text_column!r}; its keys are {keys}"
-            raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove that line.")
+            wrong = f"{place} has no text under {text_column!r}; its keys are {keys}"
+            raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove it.")
         yield Piece(text, True)
 
 
-def read_json_lines(path, name=None):
-    """Yield (line number, object) for each line of a file of JSON lines; blank lines are skipped."""
+def read_records(path, name=None, kinds=(dict,)):
+    """Yield (number, place, record) for each line of a file of JSON lines, or entry of a .json file with an array.
+
+    `place` names it in messages; blank lines are skipped.
+    """
     name = name or path
     with explain_errors(name), open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.isspace():
+        noun, texts = ("Entry", read_array(file)) if holds_array(path) else ("Line", file)
+        for number, text in enumerate(texts, 1):
+            if text.isspace():
                 continue
+            place = f"{noun} {number} of {name}"
             try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
+                record = json.loads(text)
+                if not isinstance(record, kinds):
                     raise ValueError("it is not a JSON object")
             except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
                 reason = getattr(error, "msg", error)
-                raise UserError(
-                    f"Line {number} of {name} is not valid JSON: {reason}. Fix or remove it."
-                ) from None
-            yield number, record
+                raise UserError(f"{place} is not valid JSON: {reason}. Fix or remove it.") from None
+            yield number, place, record
+
+
+def holds_array(path):
+    """Whether a file is a .json file that holds an array. Others are read as JSON lines, as C4's .json files are."""
+    if suffix_of(path) != ".json":
+        return False
+    with open_text(path) as file:
+        return file.read(BLOCK_CHARS).lstrip().startswith("[")
+
+
+def read_array(file):
+    """Yield the text of each entry of a JSON array, of which only a few blocks are in memory at a time."""
+    decoder, held, start = json.JSONDecoder(), file.read(BLOCK_CHARS).lstrip(), 1
+    while True:
+        start = re.compile(r"[\s,]*").match(held, start).end()
+        try:
+            if held[start : start + 1] == "]":
+                rest = (held[start + 1 :] + file.read(BLOCK_CHARS)).strip()
+                if rest:
+                    yield "]" + rest
+                return
+            end = decoder.raw_decode(held, start)[1]
+        except (ValueError, RecursionError):  # it may only be incomplete
+            # twice as much each time, so that a long entry is not parsed often
+            block = file.read(max(BLOCK_CHARS, len(held) - start))
+            if not block:
+                yield held[start:]  # the caller says what is wrong with it
+                return
+            held, start = held[start:] + block, 0
+        else:
+            yield held[start:end]
+            start = end
 
 
 def open_text(path):
-    """Open a plain, .gz or .zst file as UTF-8 text, dropping a byte-order mark."""
+    """Open a plain, .gz or .zst file as text: UTF-8, or UTF-16 if it begins with that byte-order mark."""
     stream = open_regular(path)
-    suffix = os.path.splitext(path)[1]
+    suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
 
-        stream = pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix])
-    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
+    is_utf16 = stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return io.TextIOWrapper(stream, encoding="utf-16" if is_utf16 else "utf-8-sig", newline="")
 
 
 def read_txt(source, separator=""):
@@ -238,7 +329,9 @@ def read_txt(source, separator=""):
     with open_text(source.path) as file:
         for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
-                print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
+                print(
+                    f"note: {program.plain(source.name)} has lines with <|endoftext|>, which are treated as text."
+                )
                 print('If they separate documents, add --separator "<|endoftext|>".')
             yield piece
 
@@ -271,7 +364,7 @@ def split_text(blocks, separator="", name=""):
                 yield Piece(held[:cut], starts)
                 held, starts = held[cut:], False
     if separator and not found:
-        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
+        print(f"note: {program.plain(name)} does not contain --separator {separator!r}, so it is one document.")
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -353,7 +446,7 @@ def retry(name, advice, function, attempts=3):
             status = getattr(cause, "code", None) or getattr(response, "status_code", None)
             number = getattr(cause, "errno", None)
             if status in (401, 403, 404):
-                advice = "The server does not have it, or not for you: check the address and your access."
+                advice = "The file is not there, or you may not read it: check the address and your access."
                 break
             if number in program.ADVICE:  # an error from the disk
                 advice = program.ADVICE[number]
@@ -363,14 +456,23 @@ def retry(name, advice, function, attempts=3):
 
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
+    address = public_name(url)
+    request = urllib.request.Request(re.sub("//[^/?#]*@", "//", url, count=1))  # urllib knows no users in a URL
+    user = re.match("https?://([^/?#]*)@", url)
+    if user:
+        code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
+        request.add_unredirected_header("Authorization", f"Basic {code}")
 
     # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
     # refused connection for 5 seconds in each of our attempts
     def attempt():
-        with urllib.request.urlopen(url, timeout=60) as response, contextlib.ExitStack() as stack:
-            os.makedirs(
-                os.path.dirname(path) or ".", exist_ok=True
-            )  # a download that cannot begin leaves nothing
+        try:
+            response = urllib.request.urlopen(request, timeout=60)
+        except http.client.InvalidURL:  # its own words have the whole address
+            raise UserError(f"{address} is not a valid address. Write a blank in it as %20.") from None
+        with response, contextlib.ExitStack() as stack:
+            # not before: a download that cannot begin leaves nothing
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             file = stack.enter_context(atomic_write(path))
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
@@ -379,7 +481,7 @@ def download(url, path, advice, attempts=3):
             if file.tell() < size:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
-    retry(url, advice, attempt, attempts)
+    retry(address, advice, attempt, attempts)
 
 
 HUB_ADVICE = "Check the network and try again. Without a network, use --dataset python-docs or --input."
@@ -413,11 +515,11 @@ def fetch(source, folder, attempts=3):
             return huggingface_hub.hf_hub_download(**place, local_dir=folder)
 
         path = retry(name, HUB_ADVICE, load, attempts)
-    elif is_url(name):
-        file = os.path.basename(urllib.parse.urlsplit(name).path)
-        path = os.path.join(folder, short_hash(name.encode()) + file)  # two URLs may end in the same name
+    elif source.url:
+        # two URLs may end in the same name
+        path = os.path.join(folder, short_hash(source.url.encode()) + os.path.basename(name))
         advice = "Check the network and run the same command again, or give a local file."
-        download(name, path, advice, attempts)
+        download(source.url, path, advice, attempts)
     return source._replace(path=path)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plumbing import program
+from plumbing import documents, program
 from plumbing.files import Name, atomic_write, file_sample, lock_folder, named_errors, open_regular, read_json
 from plumbing.program import UserError
 
@@ -123,10 +123,28 @@ def find_shards(folder, split):
     """The paths of a split's shards in order. Raises UserError, with the remedy, if there are none."""
     paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
     if not paths:
+        command = command_for(folder)
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with fineweb.py, or give others with --data."
+            f"There are no {split} shards in {folder}. Make them with {command.split()[1]}: {command}, or name another "
+            "folder with --data."
         )
     return sorted(paths)
+
+
+# the commands that make the folders whose names are the trainer's defaults
+OWN_FOLDERS = {"edu_fineweb10B": "python fineweb.py", "smoltalk": "python smoltalk.py"}
+
+
+def command_for(folder):
+    """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
+    files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
+    types = {documents.file_type(file.name) for file in files if not documents.OURS.search(file.name)} - {""}
+    texts = program.quote_group(("--input", folder))
+    if not types:
+        out_dir = program.quote_group(("--out-dir", folder))
+        return OWN_FOLDERS.get(str(folder), f"python fineweb.py --input FILES {out_dir}")
+    conversations = f" (for conversations: python smoltalk.py {texts})" if ".jsonl" in types else ""
+    return f"python fineweb.py {texts}{conversations}"
 
 
 def split_of(name):
@@ -136,7 +154,10 @@ def split_of(name):
 
 
 def fingerprint(paths):
-    """A hash of the sizes and samples of shards and their masks, in order, but not of names: a folder may be moved."""
+    """A hash of the sizes and samples of shards and their masks, in order, but not of names: a folder may be moved.
+
+    A sample is 16 KB of a file: a change between the sampled bytes, such as one token in the middle, is not seen.
+    """
     digest = hashlib.sha256()
     for path in paths:
         digest.update(file_sample(path))
@@ -211,7 +232,14 @@ def check_meta(folder, shards):
         raise UserError(
             f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input."
         )
-    metas = read_metas(folder).values()
+    metas = read_metas(folder)
+    num_parts = max(map(num_parts_of, metas), default=0)
+    if len(metas) < num_parts:
+        raise UserError(
+            f"The shards in {folder} are not complete: {len(metas)} of {num_parts} parts are there. Make the others "
+            "with fineweb.py --part, or copy them and their meta.part-*.json."
+        )
+    metas = metas.values()
     if not all(meta["complete"] and meta["tokens"] in (0, sum(meta["shards"].values())) for meta in metas):
         raise UserError(
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
@@ -240,7 +268,7 @@ def output_folder(out_dir, sources, default):
         raise UserError("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if out_dir or not sources:
         return out_dir or default
-    return os.path.basename(sources[0].name).split(".")[0]
+    return os.path.basename(sources[0].name).lstrip(".").split(".")[0]
 
 
 def write_shard(path, array):
@@ -271,6 +299,7 @@ class ShardWriter:
 
     def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
         self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
+        self.title = program.plain(folder)  # to be printed
         self.meta_path, self.new_meta = meta_path(folder, part, num_parts), meta
         name = os.path.basename(os.path.abspath(folder))
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
@@ -293,7 +322,7 @@ class ShardWriter:
                 if not self.is_complete():
                     make(self, *args)
                     return
-        print(f"{self.folder} is complete: {self.meta['tokens']:,} tokens in {len(self.meta['shards'])} shards")
+        print(f"{self.title} is complete: {self.meta['tokens']:,} tokens in {len(self.meta['shards'])} shards")
 
     def is_complete(self):
         shards = self.meta["shards"]
@@ -358,12 +387,10 @@ class ShardWriter:
         self.save()
         lengths = split_lengths([self.meta])
         print(
-            f"{self.folder}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
+            f"{self.title}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
         )
         num_shards = program.count(len(self.meta["shards"]), "shard")
-        print(
-            f"in {num_shards}, the last one with what was left, from {program.count(self.meta['documents'], noun)}"
-        )
+        print(f"in {num_shards} (the last one is shorter), from {program.count(self.meta['documents'], noun)}")
 
 
 def split_lengths(metas):
@@ -404,15 +431,38 @@ def new_meta(dataset, enc, made_from):
 
 
 def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; one by hand may have the tokenizer only."""
+    """{path: contents} of the meta.json in `folder`, or of one per part; one made by hand may only have a tokenizer."""
     metas, remedy = {}, "Make the shards again in another folder."
     defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
     for path in sorted(Path(folder).glob("meta*.json")):
-        metas[path] = meta = defaults | read_json(path, remedy)
-        for key, kind in META_TYPES.items():
-            if type(meta[key]) is not kind:
-                raise UserError(f"{path} is damaged: its {key} is not of type {kind.__name__}. {remedy}")
+        if re.fullmatch(r"meta(\.part-\d+-of-\d+)?\.json", path.name):  # others are other programs'
+            metas[path] = meta = defaults | read_json(path, remedy)
+            for key, value in meta.items():
+                if not is_valid(key, value):
+                    shown = program.plain(repr(value), 60)
+                    raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {remedy}")
     return metas
+
+
+def is_valid(key, value):
+    """Whether an entry of meta.json is of the kind that this program writes."""
+    if type(value) is not META_TYPES.get(key, type(value)):
+        return False
+    if key == "shards":
+        return are_counts(value.values())
+    if key == "ends":
+        return all(type(end) is list and len(end) in (4, 5) and are_counts(end) for end in value.values())
+    if key == "made_from":
+        sources = value.get("sources", [])
+        return type(sources) is list and all(
+            type(source) is list and list(map(type, source)) in ([str, int], [str, int, str])
+            for source in sources
+        )
+    return key not in ("tokens", "documents", "vocab_size", "validation_every") or are_counts([value])
+
+
+def are_counts(values):
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def continue_meta(folder, path, meta):
@@ -451,7 +501,9 @@ def settings(path, meta):
 
 def compare_sources(old, meta):
     """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends."""
-    then, now = old["made_from"]["sources"], meta["made_from"]["sources"]
+    # older versions recorded all of a URL, and the signature in it changes
+    then = [[documents.public_name(name), *rest] for name, *rest in old["made_from"]["sources"]]
+    now = meta["made_from"]["sources"]
     ends = list(map(Position.read, old["ends"].values()))
     num_read = len(then) if old["complete"] else ends[-1].source if ends else -1
     changes = []

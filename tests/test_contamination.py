@@ -79,6 +79,15 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         assert words in refused(contamination.main, "--data", folder, "--eval", tmp_path / name)
 
 
+def test_a_part_that_is_missing_is_not_searched_without_a_word(tmp_path):
+    np.save(tmp_path / "x_val_000000.npy", np.zeros(20, np.uint16))
+    meta = {"tokenizer": "bytes", "shards": {"x_val_000000.npy": 20}}
+    write_lines(tmp_path / "meta.part-0-of-2.json", [meta])
+    evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
+    line = refused(contamination.main, "--data", tmp_path, "--eval", evaluation)
+    assert "not complete: 1 of 2 parts" in line
+
+
 def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys):
     np.save(tmp_path / "x_val_000000.npy", np.frombuffer(b"the same fourteen letters", np.uint8).astype(np.uint16))
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")

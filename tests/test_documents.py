@@ -1,9 +1,13 @@
 """Documents: every kind of file is read as a plain loop reads it, and a long text is cut where no token crosses."""
 
+import csv
+import errno
 import gzip
+import io
 import json
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,17 +21,33 @@ from plumbing.program import UserError
 
 from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
 
+KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
+KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst"])
-def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind):
+
+def written(kind, texts):
+    """(the content of a file of this kind, the documents in it)"""
+    if "jsonl" in kind:
+        return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), texts
+    if "json" in kind:
+        return json.dumps([{"n": [n, "]"], "text": text} for n, text in enumerate(texts)], indent=1), texts
+    if "csv" in kind or "tsv" in kind:
+        rows = io.StringIO(newline="")
+        csv.writer(rows, "excel-tab" if "tsv" in kind else "excel").writerows([("id", "text"), *enumerate(texts)])
+        return rows.getvalue(), texts
+    return "\n".join(texts), ["\n".join(texts)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_CHARS", 100 if kind.startswith("json") else 2**13)
     texts = random_texts(40)
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         write_parquet(path, texts)
     else:
-        content = "".join(json.dumps({"text": t}) + "\n" for t in texts) if "jsonl" in kind else "\n".join(texts)
-        texts = texts if "jsonl" in kind else [content]
-        data = content.encode()
+        content, texts = written(kind, texts)
+        data = content.encode("utf-16" if "utf16" in kind else "utf-8")
         if kind.endswith("gz"):
             # of two members, as pigz and cat make them
             data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
@@ -167,7 +187,7 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeyp
     for i, name in enumerate(names):
         write_jsonl(tmp_path / name, texts[3 * i : 3 * i + 3])
     make(tmp_path, str(tmp_path / "1.jsonl"), name="texts")  # writes meta.json and more into that folder
-    (tmp_path / "texts" / "notes.md").write_text("not a text to train on", encoding="utf-8")
+    (tmp_path / "texts" / "notes.pdf").write_text("not a text to train on", encoding="utf-8")
     folder = make(tmp_path, str(tmp_path / "texts"), str(tmp_path / "[12].jsonl"), shard_size=1000)
     paths = [tmp_path / name for name in names]
     assert is_split(folder, [texts[3:6], texts[:3], texts[9:], texts[6:9]], paths, shard_size=1000)
@@ -209,3 +229,90 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     walk = os.walk  # the order in which a disk lists its files does not matter
     monkeypatch.setattr(os, "walk", lambda root: ((at, folders, files[::-1]) for at, folders, files in walk(root)))
     assert documents.python_docs() == texts
+
+
+def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
+    (tmp_path / "texts" / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "sub/c.rst", "d\x1b[31m.pdf"):
+        (tmp_path / "texts" / name).write_text(f"In {name}.", encoding="utf-8")
+    folder = str(tmp_path / "texts")
+    assert [Path(source.name).name for source in documents.list_inputs([folder])] == ["a.txt", "b.md"]
+    said = capsys.readouterr().out
+    assert f"note: 2 of 4 names in {folder} are left out: " in said and "\x1b" not in said
+    assert r"d\x1b[31m.pdf is not of a type that is read here" in said
+    (tmp_path / "texts" / "d\x1b[31m.pdf").unlink()
+    assert len(documents.list_inputs([folder + "/**"])) == 3 and not capsys.readouterr().out
+    documents.list_inputs([folder])
+    assert f"1 of 3 names in {folder} are left out: {folder}/sub is a folder" in capsys.readouterr().out
+    (tmp_path / "texts" / "empty").mkdir()
+    with pytest.raises(UserError, match="There is no file in .*empty. Give files that end in .parquet, .jsonl, "):
+        documents.list_inputs([folder + "/empty"])
+    with pytest.raises(UserError, match="texts is a folder. Add /[*] to take its files. Give files that end"):
+        documents.list_inputs([str(tmp_path / "*")])
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.csv", b"title,body\nx,y\n", "Column 'text' of .*a.csv is missing. Choose .* --text-column: title, body"),
+        ("a.csv", b"", "has no column of strings"),
+        ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
+        (
+            "a.txt",
+            b"caf\xe9",
+            r"not UTF-8 text: .*If it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 .*a.txt > NEW",
+        ),
+        ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
+        ("a.json", b'[{"text": "a"}, 12]', "Entry 2 of .*a.json is not valid JSON: it is not a JSON object"),
+        ("a.json", b'[{"text": "a"}, {"text": ', "Entry 2 of .*a.json is not valid JSON: Expecting value"),
+        ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not valid JSON: Expecting value"),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not valid JSON"),
+        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not valid JSON: it is not a JSON object"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_CHARS", 5)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        list(documents.read_pieces(documents.local_source(str(tmp_path / name)), "text"))
+
+
+def test_a_parquet_file_without_text_is_said_to_have_none(tmp_path):
+    pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="x.parquet has no column of strings, so there is no text in it"):
+        make(tmp_path, str(tmp_path / "x.parquet"))
+
+
+def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
+    """Entries far longer than a block, too: none is read more than a few times."""
+    monkeypatch.setattr(documents, "BLOCK_CHARS", 100)
+    entries = [json.dumps({"text": "x" * (50_000 if n == 7 else 30)}) for n in range(3000)]
+
+    class File(io.StringIO):
+        largest = 0
+
+        def read(self, size):
+            File.largest = max(File.largest, size)
+            return super().read(size)
+
+    assert list(documents.read_array(File("[" + " ,\n".join(entries) + "]"))) == entries
+    assert 50_000 < 2 * File.largest < 200_000
+
+
+def test_a_failing_disk_is_one_error_with_the_name_of_the_file(tmp_path, monkeypatch):
+    """An error of a read, unlike one of open(), has no file name."""
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+
+    class Failing(io.BytesIO):
+        def read(self, *args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def fileno(self):
+            return number
+
+    with open(tmp_path / "a.txt", "rb") as file, monkeypatch.context() as patch:
+        number = file.fileno()
+        patch.setattr(documents, "open_regular", lambda path: Failing())
+        with pytest.raises(OSError) as caught:
+            documents.list_inputs([str(tmp_path / "a.txt")])
+    assert caught.value.filename == str(tmp_path / "a.txt")

@@ -1,5 +1,6 @@
 """Downloads: whole or not there, tried again when the network fails, and nothing that is complete is asked for."""
 
+import base64
 import http.server
 import io
 import json
@@ -7,6 +8,7 @@ import os
 import re
 import threading
 import urllib.parse
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = urllib.parse.unquote(self.path.split("?")[0])
         self.server.asked.append(path)
+        self.server.users.append(self.headers["Authorization"])
         content = self.server.files.get(path)
         if content is None:
             self.send_error(404)
@@ -50,7 +53,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server():
     """Also the hub, as `python fineweb.py` sees it with `server.env`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.files, server.asked, server.flaky = {}, [], ""
+    server.files, server.asked, server.users, server.flaky = {}, [], [], ""
     server.url = f"http://127.0.0.1:{server.server_port}"
     server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -165,3 +168,29 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     done = script("--pretokenized", 3, cwd=tmp_path, environment=server.env)
     assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
+
+
+def test_the_secrets_in_a_url_are_only_for_its_server(tmp_path, server, capsys):
+    """A password and a signature stood in meta.json and in errors, and a new signature was other data."""
+    texts = random_texts(20)
+    server.files = {"/a.jsonl": Path(write_jsonl(tmp_path / "a.jsonl", texts)).read_bytes()}
+    shown = f"{server.url}/a.jsonl"
+    secret = shown.replace("http://", "http://me:pass%20word@") + "?X-Amz-Signature="
+    folder = make(tmp_path, secret + "one", shard_size=5000)
+    assert base64.b64decode(server.users[0].removeprefix("Basic ")) == b"me:pass word"
+    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+    assert meta["made_from"]["sources"] == [[shown, 0, ""]]
+    make(tmp_path, secret + "two", shard_size=5000)
+    meta["made_from"]["sources"] = [[secret + "one", 0, ""]]  # as older versions wrote it
+    Path(folder, "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    make(tmp_path, secret + "three", shard_size=5000)
+    assert len(server.asked) == 1 and capsys.readouterr().out.count("is complete") == 2
+    server.files["/bad.jsonl"], server.files["/b.csv"] = b"{broken", b"title\n"
+    wrong = ["/none.jsonl", "/bad.jsonl", "/b.csv", "/blank in it.jsonl", ":port/a.jsonl", "/a.pdf"]
+    for path in wrong:
+        url = secret.replace(urllib.parse.urlsplit(shown).netloc + "/a.jsonl", shown.split("/")[2] + path)
+        with patched(documents, "RETRY_SECONDS", 0), pytest.raises(UserError, match=f"{server.url}{path}") as caught:
+            make(tmp_path, url, name="other")
+        assert "pass" not in str(caught.value) and "Signature" not in str(caught.value)
+    with pytest.raises(UserError, match=f"input .* was .'{shown}', 0, ''. and is now .'{server.url}/b.csv'"):
+        make(tmp_path, server.url + "/b.csv?a=b", shard_size=5000)

@@ -40,6 +40,7 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 2 and done.stdout == "", done.stderr
     (line,) = done.stderr.splitlines()
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["hub"])  # nothing is left of what never began
     assert line.startswith("error: Could not download ") and "Name or service not known. Check the network" in line
 
 

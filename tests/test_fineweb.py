@@ -31,7 +31,18 @@ from plumbing.program import UserError
 from plumbing.shards import new_meta
 from tqdm import tqdm
 
-from corpora import TABLES, as_bytes, is_split, make, random_texts, read, split_texts, write_jsonl, write_parquet
+from corpora import (
+    TABLES,
+    as_bytes,
+    is_split,
+    make,
+    random_texts,
+    read,
+    split_texts,
+    train_small,
+    write_jsonl,
+    write_parquet,
+)
 from harness import ROOT, die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
 
 
@@ -123,10 +134,54 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monk
     assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
 
-def test_much_text_is_for_gpt2():
+def test_much_text_is_for_gpt2(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # there is a GPU
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
+
+
+def test_without_a_gpu_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
+    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
+        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
+        expected = [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
+        assert command == ["python", "train_gpt2.py", *expected]
+    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("To be. " * 99, encoding="utf-8")
+    for name, is_noted in (("gpt2", True), ("bytes", False)):
+        fineweb.main(["a.txt", "--out-dir", name, "--tokenizer", name])
+        said = capsys.readouterr().out
+        assert ("--tokenizer bytes suits it better, with a new folder: --out-dir gpt2_bytes" in said) == is_noted
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    fineweb.main(["a.txt", "--out-dir", "gpt2"])
+    assert "--tokenizer bytes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "a b.md", "\x1b[31m.txt"])
+def test_a_name_of_any_kind_gives_a_folder_and_a_command_that_works(tmp_path, name, monkeypatch, capsys):
+    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("To be. " * 999, encoding="utf-8")
+    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
+    said = capsys.readouterr().out
+    command = printed_commands(said)[-1]
+    folder = name.lstrip(".").split(".")[0]
+    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
+    if "\x1b" not in name:  # a shell other than this test's reads it
+        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+
+
+def test_words_before_the_flags_are_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [["To be.\n" * 20], ["Or not.\n" * 20]]
+    for name, [text] in zip("ab", texts):
+        Path(f"{name}.txt").write_text(text, encoding="utf-8")
+    fineweb.main(["b.txt", "a.txt", "--tokenizer", "bytes"])
+    assert is_split(tmp_path / "b", texts[::-1], ["b.txt", "a.txt"])
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
@@ -183,7 +238,7 @@ def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
-    with pytest.raises(UserError, match="process that tokenizes came to an end.*smaller --num-proc"):
+    with pytest.raises(UserError, match="tokenizing process died.*smaller --num-proc"):
         make(tmp_path, path, num_proc=2)
 
 
@@ -325,6 +380,16 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
             prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
+@needs("mkfifo")
+def test_a_pipe_in_place_of_the_downloads_is_left_alone(tmp_path):
+    """To remove it as a folder waited for ever."""
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / ".download-0-of-1")
+    with patched(shutil, "rmtree", lambda *args, **options: pytest.fail("it would wait")):
+        make(tmp_path, path)
+
+
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     fsync, calls = os.fsync, []
@@ -403,7 +468,7 @@ def bad_inputs(tmp_path):
         "latin.txt": b"\xe9",
         "cut.parquet": Path(parquet).read_bytes()[:-20],
         "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 99)[:-9],
-        "a.csv": b"text\n",
+        "a.pdf": b"text\n",
         "a.tiktoken": b"hello",
         "file": b"",
         "foreign/x_train_000001.npy": b"",
@@ -428,8 +493,8 @@ def bad_inputs(tmp_path):
         ("latin.txt", "UTF-8"),
         ("cut.parquet", "is damaged"),
         ("cut.jsonl.gz", "is damaged"),
-        ("a.csv", ".parquet"),
-        ("foreign", "No file matches"),
+        ("a.pdf", "a.pdf is not of a type that is read here. Give files that end in .parquet"),
+        ("foreign", "x_train_000001.npy is not of a type that is read"),
     ]
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.txt")
@@ -460,6 +525,13 @@ def bad_inputs(tmp_path):
         (["--input", tmp_path / "nested.parquet", "--text-column", "lists"], ["list<", "--text-column: good."]),
         (["--input", other, *taken], ["good.jsonl", "other.jsonl"]),
         (["--dataset", "python-docs", *taken], ["input", "python-docs"]),
+        (["--dataset", "python-docs", "--input", good], ["leave --dataset out"]),
+        (["--pretokenized", 1, "--max-tokens", 5, "--tokenizer", "gpt2"], ["leave --max-tokens out"]),
+        (["--pretokenized", 1, "--dataset", "python-docs"], ["leave --dataset, --tokenizer out"]),
+        (["--separator", "</s>", "--input", good, "*.csv"], ["--separator only divides text files"]),
+        (["--separator", "x", "--dataset", "python-docs"], ["--separator only divides text files"]),
+        ([good, "--tokenizer", "bytes", "a.txt"], ["Use --input a.txt."]),
+        (["--tokenizer", "char", "--input", good], ["There is no tokenizer 'char'. Use gpt2, bytes"]),
         (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
         (["--dataset", "python-doc"], ["Did you mean python-docs?"]),
         ([], ["--dataset python-docs", "--input"]),  # no network

@@ -200,6 +200,10 @@ def test_a_malformed_meta_is_one_line(tmp_path):
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     assert read_metas(tmp_path)[path]["complete"]  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
+    wrong += [{"shards": {"x": value}} for value in ("3", None, -3, True, [3])]
+    wrong += [{"ends": {"x": value}} for value in (3, [1, 2, 3], [0] * 6, [0, 0, "0", 0], [0, 0, -1, 0, 0], {})]
+    wrong += [{"made_from": {"sources": value}} for value in (3, {"a": 3}, [3], [[]], [["a", "b"]], [["a", 1, 2]])]
+    wrong += [{"tokens": -1}, {"documents": 1.5}, {"vocab_size": None}, {"validation_every": "11"}]
     texts = [json.dumps({"tokenizer": "bytes"} | fields) for fields in wrong]
     for content in [*texts, "", "[]", "null", "{}", '{"tokenizer": "byt', "[" * 100_000, "\x00" * 10]:
         path.write_text(content, encoding="utf-8")
@@ -229,3 +233,51 @@ def test_a_damaged_shard_is_one_line_whatever_is_in_it(tmp_path, name):
         except UserError:
             refused.append(content)
     assert refused[:5] == contents[:5] and len(refused) > 50
+
+
+def test_another_programs_metadata_beside_the_shards_is_not_read(tmp_path):
+    """It was "damaged: its tokenizer is not of type str"."""
+    folder = make_shards(tmp_path / "data")
+    for name in ("metadata.json", "meta-data.json", "meta.backup.json"):
+        (folder / name).write_text('{"tokenizer": 3}', encoding="utf-8")
+    assert [path.name for path in read_metas(folder)] == ["meta.json"]
+    check_meta(folder, all_shards(folder))
+
+
+def test_a_part_that_was_never_made_or_not_copied_is_missed(tmp_path):
+    """The run trained on half of the data without a word."""
+    folder = make_shards(tmp_path / "data")
+    (folder / "meta.json").rename(folder / "meta.part-0-of-2.json")
+    with pytest.raises(
+        UserError, match="data are not complete: 1 of 2 parts are there. Make the others with .*--part"
+    ):
+        check_meta(folder, all_shards(folder))
+    meta = {"tokenizer": "bytes", "shards": {"tiny_train_000003.npy": 50}}
+    np.save(folder / "tiny_train_000003.npy", np.zeros(50, np.uint16))
+    (folder / "meta.part-1-of-2.json").write_text(json.dumps(meta), encoding="utf-8")
+    check_meta(folder, all_shards(folder))
+
+
+def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("texts", "chats", "empty", "-x", "mixed"):
+        (tmp_path / folder).mkdir()
+    for name in ("a b.txt", "texts/a.md", "chats/a.jsonl", "-x/a.csv", "mixed/meta.json", "mixed/a.txt"):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    np.save(tmp_path / "mixed" / "x_val_000000.npy", np.zeros(3, np.uint16))
+    make = "fineweb.py: python fineweb.py --input"
+    for folder, words in [
+        ("a b.txt", f'{make} "a b.txt", or'),
+        ("texts", f"{make} texts, or"),
+        ("chats", f"{make} chats (for conversations: python smoltalk.py --input chats), or"),
+        ("-x", f"{make}=-x, or"),
+        ("mixed", f"{make} mixed, or"),
+        ("empty", f"{make} FILES --out-dir empty, or"),
+        ("my data", f'{make} FILES --out-dir "my data", or'),
+        ("edu_fineweb10B", "with fineweb.py: python fineweb.py, or"),
+        ("smoltalk", "with smoltalk.py: python smoltalk.py, or name another folder with --data."),
+    ]:
+        with pytest.raises(UserError) as caught:
+            find_shards(folder, "train")
+        assert str(caught.value).startswith(f"There are no train shards in {folder}. Make them with "), folder
+        assert words in str(caught.value)

@@ -170,6 +170,14 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
         ('{"messages": ["hi"]}', "message 1 needs a role (user, assistant, system) and content, but is hi"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "but is {'role': 'bot', 'content': 'a'}"),
         ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
+        ('{"messages": [{"role": ["user"], "content": "a"}]}', "but is {'role': ['user'], 'content': 'a'}"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1 needs a role"),
+        ('{"conversations": [{"from": "narrator", "value": "a"}]}', "but is {'role': 'narrator', 'content': 'a'}"),
+        ('{"instruction": 3, "output": "a"}', "message 1 needs a role"),
+        ('{"instruction": "a"}', "message 2 needs a role"),
+        ("[]", "no list of messages"),
+        ('{"messages": "a"}', "no list of messages"),
+        ("3", "not valid JSON: it is not a JSON object"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
@@ -179,6 +187,69 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
     with pytest.raises(UserError, match=f"Line 3 of .*chats.jsonl .*{re.escape(reason)}"):
         prepare(options)
     assert not (tmp_path / "out").exists()
+
+
+OPENAI = {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "red?"}]}
+FORMATS = {
+    "parts.jsonl": {"messages": [OPENAI, {"role": "assistant", "content": "A rose."}]},
+    "bare.jsonl": talk("What is red?", "A rose."),
+    "sharegpt.json": {
+        "conversations": [{"from": "human", "value": "What is red?"}, {"from": "gpt", "value": "A rose."}]
+    },
+    "alpaca.json": {"instruction": "What is red?", "input": "", "output": "A rose."},
+    "array.json": {"messages": talk("What is red?", "A rose.")},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_shards(tmp_path, name):
+    records = [FORMATS[name]] * 40
+    lines = "\n".join(map(json.dumps, records))
+    (tmp_path / name).write_text(json.dumps(records) if ".json" == name[-5:] else lines, encoding="utf-8")
+    found = load(prepare(options_for(tmp_path, input=(str(tmp_path / name),))))
+    expected = load(
+        prepare(options_for(tmp_path, [("What is red?", "A rose.")] * 40, out_dir=str(tmp_path / "plain")))
+    )
+    for split, arrays in expected.items():
+        assert all(map(np.array_equal, found[split], arrays))
+
+
+def read_one(tmp_path, *records):
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return list(smoltalk.read_files([documents.local_source(str(tmp_path / "chats.jsonl"))]))
+
+
+def test_roles_and_inputs_of_other_formats_have_a_place(tmp_path):
+    sharegpt = [{"from": "system", "value": "S"}, {"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
+    developer = [{"role": "developer", "content": "S"}, *talk("U", "A")]
+    alpaca = {"instruction": "Add.", "input": "2+2", "output": "4"}
+    first, second, third = read_one(tmp_path, {"conversations": sharegpt}, {"messages": developer}, alpaca)
+    assert first == second == [{"role": "system", "content": "S"}, *talk("U", "A")] and third == talk(
+        "Add.\n\n2+2", "4"
+    )
+
+
+def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    answer = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
+    weather = [
+        {"role": "user", "content": "U"},
+        call,
+        answer,
+        {"role": "assistant", "content": "A", "tool_calls": []},
+    ]
+    found = read_one(tmp_path, {"messages": weather}, {"messages": [call]}, weather[:1] + [{"from": "observation"}])
+    assert found == [talk("U", "A"), [], talk("U")]
+    assert capsys.readouterr().out == "note: 4 messages to and from tools left out.\n"
+
+
+def test_if_nothing_fits_the_length_that_would_is_said(tmp_path):
+    pairs = [("U" * 50, "A" * 40), ("U" * 20, "A" * 9, "V", "B" * 99)]
+    needed = 1 + (1 + 20 + 1) + (1 + 9 + 1)
+    with pytest.raises(UserError, match=f"The shortest with an answer needs --max-length {needed}, and a model"):
+        prepare(options_for(tmp_path, pairs, max_length=needed - 1))
+    with pytest.raises(UserError, match="fill 1 of the two blocks .* Add conversations"):
+        prepare(options_for(tmp_path, pairs, max_length=needed))
 
 
 def test_conversations_may_be_at_a_url(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from plumbing.program import UserError
 from tiktoken.load import load_tiktoken_bpe
 
 from corpora import corpus, odd_texts, train_small
-from harness import full_disk, listing, patched, refused
+from harness import ROOT, full_disk, listing, patched, printed_commands, refused
 
 CACHE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"))
 # tiktoken's names for OpenAI's vocab.bpe and encoder.json
@@ -129,7 +129,7 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monk
         assert again._mergeable_ranks == enc._mergeable_ranks
         assert sorted(listing(folder)) == ["meta.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"]
     (folder / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    with pytest.raises(UserError, match="names tokenizer bytes, but .* holds gpt2"):
+    with pytest.raises(UserError, match="holds tokenizer gpt2, but the meta.json beside it names bytes"):
         tokenizer.folder_encoding(folder)
 
 
@@ -155,6 +155,31 @@ def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
     json_path.unlink()
     with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file .*x.tiktoken.json"):
         tokenizer.get_encoding(path)
+
+
+def test_fields_made_by_hand_are_refused_in_one_line(tmp_path):
+    path, json_path = tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
+    enc = tokenizer.get_encoding("bytes")
+    tokenizer.write_encoding(enc, path)
+    fields = json.loads(json_path.read_text(encoding="ascii"))
+    changes = [{"name": value} for value in (3, None, ["x"], "x\x1b[31m", "x\n")]
+    changes += [{"special_tokens": value} for value in (3, ["<|endoftext|>"], {"<|endoftext|>": "256"}, None)]
+    changes += [{"pat_str": value} for value in (3, None, {})] + [{"sha256": 3}]
+    for content in [*(json.dumps(fields | change) for change in changes), "[" * 100_000, "3", "[]"]:
+        json_path.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match="x.tiktoken is missing or damaged: ") as caught:
+            tokenizer.get_encoding(path)
+        assert str(caught.value).isprintable()
+    ranks = tokenizer.dumps(enc).split("\n", 1)[1]  # a checkpoint holds it as one text
+    for header in [*(json.dumps(fields | change) for change in changes[:-1]), "[" * 100_000, "3", "{}"]:
+        with pytest.raises(ValueError):
+            tokenizer.loads(header + "\n" + ranks)
+
+
+@pytest.mark.parametrize("name", ["char", "gpt4", "r50k_base", "bytes.json"])
+def test_a_name_that_there_is_not_is_answered_with_those_that_there_are(name):
+    with pytest.raises(UserError, match=f"There is no tokenizer '{name}'. Use gpt2, bytes .*, or a .tiktoken file"):
+        tokenizer.get_encoding(name)
 
 
 @pytest.mark.parametrize("calls", [0, 1])  # the full disk refuses the first of the two files, or the second
@@ -269,6 +294,22 @@ def test_the_command_trains_saves_and_compares(tmp_path, capsys, trained, monkey
         assert f"{other.name}: {ratio:.3f} bytes per token" in said
 
 
+def test_killed_between_its_two_files_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
+    """It was refused, as the .json existed. Both files are in .gitignore."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-a.txt").write_text("some text", encoding="utf-8")
+    args = ["--input=-a.txt", "--out", "x.tiktoken", "--vocab-size", "260"]
+    tokenizer.main(args)
+    before = listing(tmp_path)
+    (tmp_path / "x.tiktoken").unlink()
+    tokenizer.main(args)
+    assert listing(tmp_path) == before
+    [words] = printed_commands(capsys.readouterr().out)
+    assert words[2:] == ["--input", "./-a.txt", "--tokenizer", "x.tiktoken"]
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {"*" + name.removeprefix("x") for name in before if name.startswith("x")} <= set(ignored)
+
+
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
     files = {"a.txt": "text", "empty.txt": "", "old.tiktoken": "mine", "x.tiktoken.json": "mine"}
     for name, content in files.items():
@@ -284,6 +325,7 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
         ([*text, "--out", tmp_path / "old.tiktoken"], "exists already"),
         ([*text, "--out", tmp_path / "x.tiktoken"], "exists already"),
         ([*text, "--out", tmp_path / "no" / "x.tiktoken"], "a folder that can be written to"),
+        ([*text, "--out", tmp_path / "\x1b.tiktoken"], "a folder that can be written to"),
         ([*text, *new, "--special-tokens", ""], "--special-tokens: its value is empty"),
     ]
     before = listing(tmp_path)
