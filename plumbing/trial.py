@@ -31,13 +31,13 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
         ["cuDNN's attention"] if world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled() else []
     )
     windows_per_rank = config.total_batch_size // (T * world.size)
-    with_room = min(world.gather(largest_batch(raw_model, T, world=world)))
+    with_room = min(world.gather(bound_on_B(raw_model, T, world=world)))
     B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
     while True:
         micro_steps = min(2, windows_per_rank // B)
         flops = micro_steps * B * T * machine.flops_per_token(raw_model.config, T)
         if config.compile or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
-            print0(f"Trying B = {B} sequences of {T:,} tokens, which may take minutes.")
+            print0(f"Trying B = {B}, which may take minutes.")
         outcome, reason = FITS, "on another rank"
         model = None
         try:
@@ -92,7 +92,7 @@ def prepare_gpu(T: int, world: World) -> None:
         )  # its backward pass has given NaN at such lengths (pytorch issue 196678)
 
 
-def largest_batch(raw_model: Any, T: int, *, world: World) -> int:
+def bound_on_B(raw_model: Any, T: int, *, world: World) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process."""
     c, itemsize = raw_model.config, world.dtype.itemsize
     kept = 1 if raw_model.activation_checkpointing else 16  # per channel and block, what the backward pass needs

@@ -289,14 +289,14 @@ def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, recomputes, per_token,
     enough = 12 * PARAMETERS + 6 * 16 * per_token
     for free, B in ((enough, 6), (enough - 1, 5), (0, 1)):
         monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
-        assert trial.largest_batch(model, 16, world=world) == B
+        assert trial.bound_on_B(model, 16, world=world) == B
     monkeypatch.setattr(machine, "free_memory", lambda device: enough)
-    assert trial.largest_batch(model, 16, world=World(dtype=torch.bfloat16)) == 12
+    assert trial.bound_on_B(model, 16, world=World(dtype=torch.bfloat16)) == 12
     integrated = types.SimpleNamespace(is_integrated=True)  # its memory is the CPU's: a quarter is used
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: integrated)
-    assert trial.largest_batch(model, 16, world=World(dtype=torch.bfloat16)) == 3
+    assert trial.bound_on_B(model, 16, world=World(dtype=torch.bfloat16)) == 3
     monkeypatch.setattr(machine, "free_memory", lambda device: np.inf)
-    assert trial.largest_batch(model, 16, world=world) > 10**6
+    assert trial.bound_on_B(model, 16, world=world) > 10**6
 
 
 def test_ranks_on_one_cpu_share_its_memory_and_the_smallest_share_counts(monkeypatch, capsys):
@@ -308,8 +308,8 @@ def test_ranks_on_one_cpu_share_its_memory_and_the_smallest_share_counts(monkeyp
     monkeypatch.setattr(World, "gather", lambda self, value: [value, min(value, 2)])
     assert find_what_fits(wrap)[1] == 2
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("Trying B = 4 sequences of 16 tokens") and said[1] == "memory is taken"
-    assert said[2].startswith("Trying B = 2 ")
+    assert said[0].startswith("Trying B = 4,") and said[1] == "memory is taken"
+    assert said[2].startswith("Trying B = 2,")
 
 
 def test_free_memory_is_what_linux_and_a_container_say(tmp_path):
