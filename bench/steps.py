@@ -19,7 +19,7 @@ from plumbing import flags
 from plumbing.distributed import World
 from plumbing.machine import choose_dtype
 from plumbing.program import UserError
-from plumbing.settings import check_config, nearest_multiple
+from plumbing.settings import check_config
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 
@@ -59,9 +59,8 @@ def configure(options, changes="", defaults=""):
     micro_batch = config.batch_size * config.sequence_length
     if config.total_batch_size % micro_batch:
         raise UserError(
-            f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch} (batch_size x "
-            f"sequence_length). Add total_batch_size={nearest_multiple(config.total_batch_size, micro_batch)} to "
-            "--settings."
+            f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, which is batch_size x "
+            "sequence_length. Change one of the three in --settings."
         )
     return config
 

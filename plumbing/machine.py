@@ -38,11 +38,8 @@ def choose_device(name: str) -> str:
     if name == "auto":
         name = known[0]
         # torch may be built without CUDA, or for a newer driver
-        if (
-            name == "cpu"
-            and is_rank_0()
-            and re.search("^GPU [0-9]", output_of("nvidia-smi", "--list-gpus"), re.M)
-        ):
+        gpus = output_of("nvidia-smi", "--list-gpus") if name == "cpu" and is_rank_0() else ""
+        if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
             print(
                 f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it with this "
                 "driver, so the CPU is used. README.md has a table of the builds of PyTorch.",
@@ -61,15 +58,12 @@ def choose_device(name: str) -> str:
 def check_kernels(device: str) -> None:
     """Raise UserError if this build of torch has no kernels for a GPU, which torch only warns of."""
     major, minor = torch.cuda.get_device_capability(device)
-    built = (
-        torch.cuda.get_arch_list()
-    )  # sm_86: kernels for 8.6 to 8.9; compute_86: code for 8.6 and all later GPUs
-    versions = [(kind, int(number)) for kind, number in re.findall(r"\b(sm|compute)_(\d+)", " ".join(built))]
-    can_run = any(
-        number <= 10 * major + minor and (kind == "compute" or number // 10 == major)
-        for kind, number in versions
-    )
-    if versions and not can_run:  # AMD's GPUs have other names
+    built = torch.cuda.get_arch_list()  # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs
+    can_run = []  # remains empty for AMD's GPUs, which have other names
+    for kind, text in re.findall(r"\b(sm|compute)_(\d+)", " ".join(built)):
+        number = int(text)
+        can_run.append(number <= 10 * major + minor and (kind == "compute" or number // 10 == major))
+    if can_run and not any(can_run):
         raise UserError(
             f"PyTorch {torch.__version__} has kernels for {', '.join(built)}, but none for this machine's "
             f"{torch.cuda.get_device_name(device)}, which is sm_{major}{minor}. Install the build of PyTorch that "
@@ -168,11 +162,7 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
 
 
-FUSED_ATTENTION = (
-    "cudnn",
-    "flash",
-    "mem_efficient",
-)  # torch's names for its kernels; an unfused one is always there
+FUSED_ATTENTION = ("cudnn", "flash", "mem_efficient")  # torch's names; an unfused kernel is always there
 
 
 def disable_attention(*kernels: str) -> None:

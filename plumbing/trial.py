@@ -13,6 +13,8 @@ from plumbing.distributed import World, environment_number
 from plumbing.program import UserError, count, first_line, print0
 
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on the worst one
+# what is given up if it fails, from the end, and its attention kernels. torch prefers cuDNN's, but has two others
+KERNELS = {"Fused attention": machine.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
 FLOPS_OF_SECONDS = 1e12  # a CPU works on them for ten seconds or more
 
 
@@ -24,12 +26,9 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
     T = config.sequence_length
     if world.device_type == "cuda":
         prepare_gpu(T, world)
-    # what can be done without, and is given up from the end; torch prefers cuDNN's attention, but has two others
-    optional = ["Fused attention"]
-    optional += ["torch.compile"] if config.compile else []
-    optional += (
-        ["cuDNN's attention"] if world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled() else []
-    )
+    has_cudnn = world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    is_used = True, config.compile, has_cudnn
+    optional = [name for name, used in zip(KERNELS, is_used) if used]
     windows_per_rank = config.total_batch_size // (T * world.size)
     with_room = min(world.gather(bound_on_B(raw_model, T, world=world)))
     B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
@@ -65,10 +64,7 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
         if outcome == FAILED:
             failed = optional.pop()
             print0(f"warning: {failed} failed ({reason}). Continuing without it.")
-            if failed != "torch.compile":
-                machine.disable_attention(
-                    *(machine.FUSED_ATTENTION if failed == "Fused attention" else ["cudnn"])
-                )
+            machine.disable_attention(*KERNELS[failed])
         elif B == 1:
             raise UserError(
                 f"Even one sequence of {T:,} tokens does not fit in memory. Lower --sequence-length or the model's "
@@ -86,10 +82,8 @@ def prepare_gpu(T: int, world: World) -> None:
     torch.cuda.set_per_process_memory_fraction(0.95)
     if world.size > 1:
         world.all_reduce_sum(torch.zeros(25 * 2**20, device=world.device))
-    if T % 128:
-        machine.disable_attention(
-            "cudnn"
-        )  # its backward pass has given NaN at such lengths (pytorch issue 196678)
+    if T % 128:  # there its backward pass has given NaN (pytorch issue 196678)
+        machine.disable_attention("cudnn")
 
 
 def bound_on_B(raw_model: Any, T: int, *, world: World) -> int:

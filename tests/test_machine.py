@@ -338,6 +338,7 @@ def test_a_run_of_days_says_so(monkeypatch, capsys):
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for listed, lines in (("GPU 0: NVIDIA L4 (UUID: GPU-1)", 1), ("NVIDIA-SMI has failed", 0), ("", 0)):
         monkeypatch.setattr(machine, "output_of", lambda *command, listed=listed: listed)
         assert machine.choose_device("auto") == machine.choose_device("cpu") == "cpu"
@@ -345,6 +346,9 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
         assert len(said) == lines and all(
             f"PyTorch {torch.__version__}" in line and "README" in line for line in said
         )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides it
+    monkeypatch.setattr(machine, "output_of", lambda *command: "GPU 0: NVIDIA L4 (UUID: GPU-1)")
+    assert machine.choose_device("auto") == "cpu" and not capsys.readouterr().err
     for name in ("cuda", "gpu", "gpu:1"):
         with pytest.raises(UserError, match=f"PyTorch .* finds no device '{name.replace('gpu', 'cuda')}'.*README"):
             machine.choose_device(name)
