@@ -80,9 +80,11 @@ def main(args=None):
         try:
             with new_output(options.json) as file:
                 file.write(text + "\n")
-        except OSError:  # a full disk: measuring took minutes
+        except OSError as error:  # measuring took minutes
             print(text)
-            raise
+            raise program.UserError(
+                f"{options.json} could not be written: {error.strerror}. The numbers are printed above."
+            ) from None
 
 
 if __name__ == "__main__":

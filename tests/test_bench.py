@@ -168,7 +168,9 @@ def test_numbers_that_cannot_be_saved_are_printed(measure, tmp_path, monkeypatch
     monkeypatch.setattr("plumbing.files.new_output", full_disk)
     with pytest.raises(AssertionError):  # its status is not 0
         measure("sample", max_new_tokens=2)
-    assert '"same_tokens": {' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert '"same_tokens": {' in printed.out
+    assert printed.err.startswith(f"error: {tmp_path / 'numbers.json'} could not be written: ")
 
 
 def test_mistakes_are_one_line(tmp_path):
