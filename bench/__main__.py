@@ -9,7 +9,8 @@
     python -m bench gpu         all questions for a GPU, one after the other
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
-of them alike. A ratio is the median over the rounds of reference / ours. --json FILE saves the numbers.
+of them alike. A ratio is the median over the rounds of a side's time per token divided by that of ours. --json FILE
+saves the numbers.
 
 gpu adds each answer to --out/answers.jsonl as a line of JSON, and starts nothing that would exceed --minutes. Repeat
 the command to continue; delete a line to ask its question again.
@@ -17,6 +18,7 @@ the command to continue; delete a line to ask its question again.
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -41,7 +43,7 @@ class Options:
     # data, hellaswag and sample
     tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too
-    limit: int = 24  # hellaswag: examples; gpu scores 1000
+    limit: int = 24  # hellaswag: examples to score; for gpu always 1000
     max_new_tokens: int = 256  # sample: tokens to generate
     num_samples: int = 1  # sample: sequences at a time
     # gpu
@@ -59,6 +61,7 @@ def main(args=None):
         suggestion = flags.suggest(options.what, BENCHMARKS)
         complaints.append(f"There is no benchmark called {options.what!r}. {suggestion}")
     flags.check(options, complaints, above_0=["max_new_tokens", "num_samples", "limit"])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints lines of its own
     from bench import gpu, measure, programs, steps
     from plumbing.files import check_new_output, new_output
     from plumbing.machine import choose_device
@@ -73,8 +76,15 @@ def main(args=None):
     numbers = benchmarks[options.what](options)
     if options.json:
         numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}
-        with new_output(options.json) as file:
-            file.write(json.dumps(numbers, indent=1) + "\n")
+        text = json.dumps(numbers, indent=1)
+        try:
+            with new_output(options.json) as file:
+                file.write(text + "\n")
+        except OSError as error:  # measuring took minutes
+            print(text)
+            raise program.UserError(
+                f"{options.json} could not be written: {error.strerror}. The numbers are printed above."
+            ) from None
 
 
 if __name__ == "__main__":

@@ -5,20 +5,21 @@ import gc
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from bench import measure, model, programs, steps
 from bench.profile import matmul_rate
 from plumbing.files import atomic_write
 from plumbing.journal import read_log
-from plumbing.machine import enable_fused_attention
+from plumbing.machine import restore_attention
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -35,6 +36,15 @@ class Questions:
         config = steps.configure(self.options, changes)
         return steps.compare({"step": (make, config, *args)}, self.options.rounds, ours="step")
 
+    def in_ddp(self):
+        """The trainer's step in DDP, in a process group of one rank: NCCL, and a compiled graph that DDP cuts."""
+        backend = "nccl" if self.device.startswith("cuda") and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return self.step("", steps.OursInDDP)
+        finally:
+            dist.destroy_process_group()
+
     def matmuls(self):
         """FLOP/s of the matmuls of each layer: forward, for the gradient of its input, and for that of its weight."""
         c, rates = self.config, {}
@@ -49,32 +59,30 @@ class Questions:
 
     def build_nanogpt(self):
         """build-nanogpt as published, on random shards, for 12 steps, and with 4 examples of HellaSwag."""
-        folder = self.out / "build-nanogpt"
-        for name in ("edu_fineweb10B", "hellaswag"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        for name in ("train_gpt2.py", "hellaswag.py"):
-            source = Path(self.options.build_nanogpt, name).read_text(encoding="utf-8")
-            (folder / name).write_text(source.replace("max_steps = 19073", "max_steps = 12"), encoding="utf-8")
-        steps.random_shards(folder / "edu_fineweb10B", 50257)
-        examples = Path(self.options.hellaswag).read_text(encoding="utf-8").splitlines(keepends=True)[:4]
-        (folder / "hellaswag" / "hellaswag_val.jsonl").write_text("".join(examples), encoding="utf-8")
-        text = self.run_program("train_gpt2.py", cwd=folder)
-        shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory(dir=self.out) as temporary:
+            folder = Path(temporary)
+            for name in ("edu_fineweb10B", "hellaswag"):
+                (folder / name).mkdir()
+            for name in ("train_gpt2.py", "hellaswag.py"):
+                source = Path(self.options.build_nanogpt, name).read_text(encoding="utf-8")
+                source = source.replace("max_steps = 19073", "max_steps = 12")
+                (folder / name).write_text(source, encoding="utf-8")
+            steps.random_shards(folder / "edu_fineweb10B", 50257)
+            examples = Path(self.options.hellaswag).read_text(encoding="utf-8").splitlines(keepends=True)[:4]
+            (folder / "hellaswag" / "hellaswag_val.jsonl").write_text("".join(examples), encoding="utf-8")
+            text = self.run_program("train_gpt2.py", cwd=folder)
         # the first steps warm up, and the last one includes an evaluation
         return {"tok_per_s": statistics.median(map(float, re.findall(r"tok/sec: ([\d.]+)", text)[2:-1]))}
 
     def trainer(self, changes):
         """train_gpt2.py on --shards, with settings changed: its losses, and its speed when the GPU is warm."""
-        folder = self.out / "run"
-        shutil.rmtree(folder, ignore_errors=True)
-        options = self.options
-        paths = f"data={options.shards},hellaswag_data={options.hellaswag},out_dir={folder}"
-        flags = steps.as_flags(f"preset=gpt2,device={self.device},{paths},{options.settings},{changes}")
-        text = self.run_program(measure.ROOT / "train_gpt2.py", *flags, cwd=measure.ROOT)
-        log = {}
-        for step, stream, value in read_log(folder / "log.txt"):
-            log.setdefault(stream, {})[step] = value
-        shutil.rmtree(folder)  # gigabytes; the console's output is kept
+        options, log = self.options, {}
+        with tempfile.TemporaryDirectory(dir=self.out) as folder:  # gigabytes; the console's output is kept
+            paths = f"data={options.shards},hellaswag_data={options.hellaswag},out_dir={folder}"
+            flags = steps.as_flags(f"preset=gpt2,device={self.device},{paths},{options.settings},{changes}")
+            text = self.run_program(measure.ROOT / "train_gpt2.py", *flags, cwd=measure.ROOT)
+            for step, stream, value in read_log(Path(folder, "log.txt")):
+                log.setdefault(stream, {})[step] = value
         speeds = list(log["tok/s"].values())
         numbers = {"tok_per_s": statistics.median(speeds[20:] or speeds)}
         numbers["notes"] = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)  # a lower B, the memory
@@ -121,6 +129,8 @@ def questions(q):
         f"train_gpt2, B={B // 2}": (100, q.step, f"batch_size={B // 2}"),
         f"train_gpt2, B={2 * B}": (100, q.step, f"batch_size={2 * B}"),
         "muon": (100, q.step, "optimizer=muon"),
+        "DDP on one rank": (120, q.in_ddp),
+        "activation checkpointing": (100, q.step, "activation_checkpointing=True"),
         f"not compiled, B={B // 2}": (60, q.step, f"compile=False,batch_size={B // 2}"),  # 64 take 74 GB
         "300 steps, float32": (240, q.trainer, f"{text},max_steps=300,dtype=float32"),
         "300 steps, auto": (240, q.trainer, f"{text},max_steps=300"),
@@ -152,7 +162,8 @@ def run(options):
         keep(name, {"error": "The program ended before this was answered. To ask it again, delete this line."})
         start = time.monotonic()
         try:
-            answer = ask(*args)
+            with restore_attention():  # the trainer may switch kernels off after a failure
+                answer = ask(*args)
         except Exception as error:  # the other questions still have answers
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         keep(name, answer | {"took_s": time.monotonic() - start})
@@ -162,7 +173,6 @@ def run(options):
             os.execv(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:], f"--minutes={left}"])
         gc.collect()
         torch._dynamo.reset()
-        enable_fused_attention(True)  # the trainer may have switched it off after a failure
         torch.cuda.empty_cache()  # does nothing without CUDA
     left = ", ".join(name for name in asked if name not in answers)
     if left:

@@ -30,7 +30,8 @@ def measure(sides, rounds, work, unit, ours=None):
     """Call the functions in `sides`, {name: function}, alternately: a warm-up, then `rounds` rounds that count.
 
     work: {name: units per call, such as tokens}; ours: the reference, by default the first. Prints a table; returns
-    (its numbers, {name: last result}). CPU seconds leave other processes out. The GPU's peak has all sides' weights.
+    (its numbers, {name: last result}). CPU seconds leave other processes out. A GPU's peak memory is that of one side's
+    call, plus the weights and optimizers of all sides.
     """
     ours, results = ours or next(iter(sides)), {}
     measured = {name: {"seconds": [], "cpu_seconds": []} for name in sides}

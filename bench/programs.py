@@ -48,9 +48,10 @@ def data(options):
     return numbers | {"cores": cores, "tokens": tokens}
 
 
-def random_model(options):
-    """(GPT with seeded random weights, its Settings, World with its device and dtype)."""
+def random_model(options, vocab_size=1, block_size=1):
+    """(GPT with seeded random weights, its Settings, World with its device and dtype), at least of these sizes."""
     config = configure(options)
+    config.vocab_size, config.block_size = max(config.vocab_size, vocab_size), max(config.block_size, block_size)
     torch.manual_seed(0)
     return GPT(GPTConfig(**config.shape)).to(config.device).eval(), config, world_of(config)
 
@@ -76,10 +77,11 @@ def four_rows(model, examples, n_vocab):
 
 def score(options):
     """HellaSwag in packed rows and in four rows per example; without cuDNN, which would plan for every length."""
-    model, config, world = random_model(options)
     enc = tokenizer.get_encoding(options.tokenizer)
     lines = itertools.islice(hellaswag.iterate_examples(options.hellaswag), options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
+    longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)
+    model, config, world = random_model(options, enc.n_vocab, longest)
     sides = {
         "hellaswag.py": lambda: hellaswag.score(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
@@ -102,8 +104,8 @@ def generate_without_cache(model, idx, max_new_tokens):
 
 def sample(options):
     """Greedy generation: ours, without a cache, and transformers'; without cuDNN, which would plan for every length."""
-    model, config, world = random_model(options)
     B, n = options.num_samples, options.max_new_tokens
+    model, config, world = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)
     model.to(world.dtype).residual_dtype = world.dtype  # as in sample.py
     theirs = transformers_model(config).to(world.dtype).eval()

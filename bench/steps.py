@@ -58,7 +58,10 @@ def configure(options, changes="", defaults=""):
     check_config(config, World(device=options.device))
     micro_batch = config.batch_size * config.sequence_length
     if config.total_batch_size % micro_batch:
-        raise UserError(f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, B x T.")
+        raise UserError(
+            f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, which is batch_size x "
+            "sequence_length. Change one of the three in --settings."
+        )
     return config
 
 
@@ -81,13 +84,17 @@ class Side:
     def __init__(self, config, folder):
         self.config, self.step = config, 0
         self.world = world_of(config)
+        self.set_precision()  # compiled models are compiled again if it changes
         self.loader = train_gpt2.DataLoaderLite(
             folder, "train", config.batch_size, config.sequence_length, device=config.device
         )
 
-    def __call__(self):
+    def set_precision(self):
         tf32 = self.config.tf32 and self.world.device_type == "cuda"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+    def __call__(self):
+        self.set_precision()
         loss = self.train_step()
         self.step += 1
         return loss
@@ -112,7 +119,7 @@ class Ours(Side):
         self.raw_model.triton_loss, self.raw_model.return_logits = config.triton_loss, config.return_logits
         for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
-        self.model, B = train_gpt2.fit_to_machine(self.raw_model, config, self.world)
+        self.model, B = self.fit()
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if B < config.batch_size:
@@ -122,12 +129,34 @@ class Ours(Side):
         self.optimizers = configure_optimizers(self.raw_model, config)
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
+    def fit(self):
+        return train_gpt2.fit_to_machine(self.raw_model, self.config, self.world)
+
     def train_step(self):
         c = self.config
         train_gpt2.apply_schedules(self.optimizers, self.step, c)
         num_windows = c.total_batch_size // c.sequence_length
         state = dict(optimizers=self.optimizers, scaler=self.scaler, signals=[], world=self.world)
         return train_gpt2.train_step(self.model, self.loader, num_windows, step=self.step, config=c, **state)[0]
+
+
+class OnlyRank(World):
+    """The only rank of a process group, whose model is in DDP all the same."""
+
+    def no_sync(self, model):
+        return model.no_sync()
+
+
+class OursInDDP(Ours):
+    """The trainer in DDP, with a graph that is cut at its buckets; the process group has one rank."""
+
+    def fit(self):
+        _, B = train_gpt2.fit_to_machine(
+            self.raw_model, dataclasses.replace(self.config, compile=False), self.world
+        )
+        model = train_gpt2.wrap(self.raw_model, self.config.compile, dataclasses.replace(self.world, size=2))
+        self.world = OnlyRank(**dataclasses.asdict(self.world))
+        return model, B
 
 
 class Reference(Side):
@@ -246,6 +275,7 @@ def ladder(options):
     defaults, missing = "batch_size=16,total_batch_size=16384", []  # the lecture's B; on a CPU a small GPT
     if not options.device.startswith("cuda"):
         defaults = "n_layer=4,n_head=6,n_embd=384,batch_size=1,sequence_length=512,total_batch_size=512"
+        defaults = "" if "preset=" in options.settings else defaults
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
         missing = ["TF32", "this program, B 64"] + ["bfloat16 autocast"] * (not has_bfloat16)
     makers, changes = {}, ""

@@ -134,6 +134,7 @@ def create_store(rank: int, world_size: int) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return shared  # not from torchrun's agent: rank 0 has just created this store
     host, options = os.environ["MASTER_ADDR"], dict(world_size=world_size, wait_for_workers=False)
+    options["use_libuv"] = sys.platform != "win32"  # torch's builds for Windows lack it, and NCCL
     if rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, **options)
         shared.set("port", str(store.port))
@@ -190,7 +191,7 @@ def setup_distributed(device: str) -> World:
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
                 "unset RANK and WORLD_SIZE for a single process."
             ) from None
-        backend = "nccl" if device.startswith("cuda") else "gloo"
+        backend = "nccl" if device.startswith("cuda") and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     return World(rank, world_size, device)
 

@@ -1,4 +1,4 @@
-"""Attention for CPUs, a cache for generating text, and the output layer with its loss in float8, for --dtype fp8.
+"""Attention and the loss for CPUs, a cache for generating text, and the output layer in float8, for --dtype fp8.
 
 A step of GPT-2 124M spends a third of its time in that layer. Its logits take 100 KB per token, so what counts is how
 often they are read and written: the forward pass computes their gradient, softmax - one_hot, together with the loss.
@@ -36,6 +36,43 @@ def attention_on_cpu(q, k, v, **options):
     """F.scaled_dot_product_attention in float32, which is faster on a CPU even if the matmuls are in bfloat16."""
     with torch.autocast("cpu", enabled=False):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
+def cross_entropy_on_cpu(logits, targets, ignore_index=-100):
+    """The sum of the cross-entropy losses of the logits (N, V), as F.cross_entropy has it in float32.
+
+    That makes several float32 copies of all logits, gigabytes for a vocabulary like GPT-2's. Here, a few rows are in
+    float32 at a time and stay in the caches, and the backward pass writes the gradient over the logits.
+    """
+    if torch.compiler.is_compiling():  # the compiler fuses F.cross_entropy itself, and would unroll the loops
+        return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=ignore_index)
+    return CrossEntropyOnCPU.apply(logits, targets, ignore_index)
+
+
+class CrossEntropyOnCPU(torch.autograd.Function):
+    """See `cross_entropy_on_cpu`."""
+
+    LOGITS = 2**20  # in float32 at a time: 4 MB. 2**18 is as fast, 2**22 a twentieth slower
+
+    @staticmethod
+    def forward(ctx, logits, targets, ignore_index):
+        ctx.rows = max(1, CrossEntropyOnCPU.LOGITS // logits.size(1))
+        log_sums = torch.cat([rows.float().logsumexp(1) for rows in logits.split(ctx.rows)])
+        is_target = targets != ignore_index
+        of_targets = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()
+        ctx.save_for_backward(logits, targets, log_sums, is_target)
+        return torch.where(is_target, log_sums - of_targets, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        logits, targets, log_sums, is_target = ctx.saved_tensors
+        columns = targets.clamp(min=0)[:, None], log_sums[:, None], (is_target * grad_output)[:, None]
+        chunks = zip(*(tensor.split(ctx.rows) for tensor in (logits, *columns)))
+        for rows, target, log_sum, weight in chunks:
+            gradient = (rows.float() - log_sum).exp_()
+            gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
+            rows.copy_(gradient.mul_(weight))
+        return logits, None, None
 
 
 def to_float8(tensor):

@@ -1,16 +1,19 @@
 """The machine: its devices, dtypes and attention kernels, their speed, and the commit of this program."""
 
 import contextlib
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from plumbing.program import UserError
+from plumbing.program import UserError, is_rank_0
 
 
 def output_of(*command: str) -> str:
@@ -26,19 +29,61 @@ def git_commit() -> str:
 
 
 def choose_device(name: str) -> str:
-    """The device called `name`, or for "auto" the best on this machine. Raises UserError if there is none."""
-    known = ["cpu"]
+    """The device called `name`, or for "auto" the best on this machine. Raises UserError if it cannot be used."""
+    name, known = re.sub("^gpu", "cuda", name), ["cpu"]
     if torch.backends.mps.is_available():
         known = ["mps", *known]
     if torch.cuda.is_available():
         known = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *known]
     if name == "auto":
-        return known[0]
+        name = known[0]
+        # torch may be built without CUDA, or for a newer driver
+        gpus = output_of("nvidia-smi", "--list-gpus") if name == "cpu" and is_rank_0() else ""
+        if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            print(
+                f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it with this "
+                "driver, so the CPU is used. README.md has a table of the builds of PyTorch.",
+                file=sys.stderr,
+            )
     if name not in known:
-        raise UserError(
-            f"There is no device {name!r} here. Leave --device out, or choose from {', '.join(known)}."
-        )
+        choices = f"Leave --device out, or choose from {', '.join(known)}."
+        if name.startswith("cuda") and "cuda" not in known:
+            choices = "Leave --device out; for a GPU, install another build of torch (README)."
+        raise UserError(f"PyTorch {torch.__version__} finds no device {name!r} on this machine. {choices}")
+    if name.startswith("cuda"):
+        check_kernels(name)
     return name
+
+
+def check_kernels(device: str) -> None:
+    """Raise UserError if this build of torch has no kernels for a GPU, which torch only warns of."""
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.cuda.get_arch_list()  # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs
+    can_run = []  # remains empty for AMD's GPUs, which have other names
+    for kind, text in re.findall(r"\b(sm|compute)_(\d+)", " ".join(built)):
+        number = int(text)
+        can_run.append(number <= 10 * major + minor and (kind == "compute" or number // 10 == major))
+    if can_run and not any(can_run):
+        raise UserError(
+            f"PyTorch {torch.__version__} has kernels for {', '.join(built)}, but none for this machine's "
+            f"{torch.cuda.get_device_name(device)}, which is sm_{major}{minor}. Install the build of PyTorch that "
+            "README.md names for it, or add --device cpu."
+        )
+
+
+def free_memory(device: str, root: Path = Path("/")) -> float:
+    """Bytes that are free on a GPU, or on the machine within its container's limit; infinite if that is not known."""
+    if device.startswith("cuda"):
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
+        return torch.cuda.mem_get_info(device)[0] + cached
+    meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"  # Linux has both
+    free = math.inf
+    if meminfo.exists():
+        free = 1024 * int(re.search("MemAvailable: *([0-9]+)", meminfo.read_text())[1])
+    elif hasattr(os, "sysconf"):  # macOS, which says only how much there is; Windows has none of these
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"
+    return min(free, *map(int, limits)) if limits else free
 
 
 def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]:
@@ -54,8 +99,9 @@ def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]
         name = "bfloat16" if is_faster else "float32"
     if (name == "bfloat16" and not has_bfloat16) or (name == "fp8" and not has_float8(device)):
         raise UserError(
-            f"This device does not support --dtype {name}. NVIDIA's GPUs have bfloat16 since the Ampere generation and "
-            "fp8 since Ada and Hopper. Leave --dtype out to use the best it has."
+            f"This device does not support --dtype {name}. NVIDIA GPUs support bfloat16 from Ampere on, and fp8 from "
+            f"Ada and Hopper on. Leave --dtype out; a run that began in {name} continues here only as a branch: "
+            "--branch-from RUN --out-dir NEW --dtype float16"
         )
     return torch.bfloat16 if name == "fp8" else getattr(torch, name), name  # fp8 is for the output layer only
 
@@ -63,7 +109,9 @@ def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]
 def has_float8(device: str) -> bool:
     """Whether a device can multiply float8 matrices. On a CPU, this is found out by calling torch's kernel."""
     if device != "cpu":
-        return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= (8, 9)
+        # AMD's MI300, with capability 9.4, has another float8; nobody has tried it
+        is_nvidia = device.startswith("cuda") and not torch.version.hip
+        return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     try:
         torch._scaled_mm(ones, ones.T, scale, scale, out_dtype=torch.bfloat16)
@@ -114,19 +162,29 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
 
 
+FUSED_ATTENTION = ("cudnn", "flash", "mem_efficient")  # torch's names; an unfused kernel is always there
+
+
+def disable_attention(*kernels: str) -> None:
+    """Disable fused attention kernels in this process. There is no way back: torch has reasons to disable others."""
+    for name in kernels:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+
+
 @contextlib.contextmanager
-def disable_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN attention, for inputs of many shapes: it would build a kernel for each of them."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+def restore_attention() -> Iterator[None]:
+    """Afterwards, the same fused attention kernels are enabled as before."""
+    before = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in FUSED_ATTENTION}
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        for name, enabled in before.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
-def enable_fused_attention(enabled: bool) -> None:
-    """Allow or forbid fused attention kernels in this process; the unfused one is always available."""
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    torch.backends.cuda.enable_flash_sdp(enabled)
-    torch.backends.cuda.enable_mem_efficient_sdp(enabled)
+@contextlib.contextmanager
+def disable_cudnn_attention() -> Iterator[None]:
+    """Disable cuDNN attention, for inputs of many shapes: it would build a kernel for each of them."""
+    with restore_attention():
+        disable_attention("cudnn")
+        yield

@@ -16,7 +16,7 @@ from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
 
-from harness import ROOT, flags, refusal_of, status_of
+from harness import ROOT, flags, full_disk, refusal_of, status_of
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
 TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,total_batch_size=64"
@@ -139,6 +139,40 @@ def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch, has_bf
     assert numbers["ratio"] == pytest.approx(numbers["tok_per_s"] / sides["float32"]["tok_per_s"])
 
 
+def test_presets_with_short_sequences_and_few_ids_are_measured_too(measure, monkeypatch):
+    measure("sample", settings=f"{TINY},block_size=16", max_new_tokens=12)  # 8 + 12 tokens
+    numbers = measure("hellaswag", settings=f"{TINY},vocab_size=64,block_size=16")  # bytes; longer examples
+    assert numbers["same_by_mean"] == 12
+    monkeypatch.setattr(steps, "compare", lambda makers, *rest: {"T": makers["float32"][1].sequence_length})
+    assert measure("ladder", settings="preset=quickstart")["T"] == 128
+    assert measure("ladder", settings="n_layer=1")["T"] == 512
+
+
+def test_the_precision_of_matmuls_is_set_before_a_model_is_compiled(tmp_path, monkeypatch):
+    """torch.compile compiles again if it changes."""
+
+    def fit(raw_model, config, world):
+        assert torch.get_float32_matmul_precision() == "highest"
+        return raw_model, config.batch_size
+
+    monkeypatch.setattr(train_gpt2, "fit_to_machine", fit)
+    steps.random_shards(tmp_path, 320)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        steps.Ours(steps.configure(Options("train", "cpu", settings=TINY)), tmp_path)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_numbers_that_cannot_be_saved_are_printed(measure, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("plumbing.files.new_output", full_disk)
+    with pytest.raises(AssertionError):  # its status is not 0
+        measure("sample", max_new_tokens=2)
+    printed = capsys.readouterr()
+    assert '"same_tokens": {' in printed.out
+    assert printed.err.startswith(f"error: {tmp_path / 'numbers.json'} could not be written: ")
+
+
 def test_mistakes_are_one_line(tmp_path):
     mistakes = {
         "There is no model.py in": ["train", "--peer", tmp_path],
@@ -167,8 +201,10 @@ def ask(measure, tmp_path, data):
     return lambda **options: measure("gpu", **peers | options)["answers"]
 
 
-def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
-    trained, run_trainer = [], gpu.Questions.trainer
+def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, tmp_path, monkeypatch):
+    trained, run_trainer, answers_folder = [], gpu.Questions.trainer, tmp_path / "out"
+    for name in ("run", "build-nanogpt"):  # the user's
+        (answers_folder / name).mkdir(parents=True)
 
     def trainer(q, changes):
         trained.append(changes)
@@ -177,6 +213,12 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
     monkeypatch.setattr(gpu.Questions, "trainer", trainer)
     monkeypatch.setattr(steps, "ladder", lambda options: {"rungs": {}})  # has a test of its own
     answers = ask()
+    assert {path.name for path in answers_folder.iterdir()} == {
+        "run",
+        "build-nanogpt",
+        "answers.jsonl",
+        "programs.txt",
+    }
     errors = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
     assert errors.keys() <= {"fp8 output layer"}, "not on every processor"
     assert list(answers)[:4] == ["machine", "60 steps of train_gpt2.py", "train_gpt2", "matmuls"]
@@ -186,7 +228,11 @@ def test_every_question_is_answered_as_far_as_a_cpu_goes(ask, monkeypatch):
     assert answers["build-nanogpt as published"]["tok_per_s"] == 1000
     assert all(rate > 0 for rates in answers["matmuls"]["flops_per_s"].values() for rate in rates)
     assert answers["HellaSwag"]["same_by_mean"] == 12 and answers["train_gpt2"]["families"]["matmul"] > 0
-    for name in ("train_gpt2", "nanoGPT", "transformers", "train_gpt2, B=1", "not compiled, B=1"):
+    names = ["train_gpt2", "nanoGPT", "transformers", "train_gpt2, B=1", "not compiled, B=1"]
+    ours = answers["train_gpt2"]["losses"]["step"]
+    for name in ("DDP on one rank", "activation checkpointing"):
+        assert answers[name]["losses"]["step"] == pytest.approx(ours, abs=1e-5), name
+    for name in names:
         assert answers[name]["losses"]["step"] == pytest.approx(np.log(320), abs=0.5), name
 
 

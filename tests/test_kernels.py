@@ -95,6 +95,30 @@ def test_the_compiler_takes_it_in_one_graph():
         assert torch.equal(compiled(x, weight, targets), expected)
 
 
+@pytest.mark.parametrize("chunk", [1, 3 * 48, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeypatch):
+    """Of 7 rows: one at a time, three, all. The loss and its gradient are off by roundings only."""
+    monkeypatch.setattr(kernels.CrossEntropyOnCPU, "LOGITS", chunk)
+    logits, targets = (torch.randn(7, 48) * 5).to(dtype), torch.tensor([0, 47, -100, 7, -100, 9, 10])
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="sum")
+    (expected / 3).backward()
+    leaf = logits.clone().requires_grad_()
+    loss = kernels.cross_entropy_on_cpu(leaf * 1, targets)  # times 1: it overwrites its input
+    (loss / 3).backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    limits = dict(rtol=2**-8, atol=1e-8) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, **limits)
+    assert leaf.grad.dtype == dtype and not leaf.grad[2].any() and not leaf.grad[4].any()
+
+
+def test_the_compiler_gets_the_loss_on_a_cpu_in_one_graph():
+    compiled = torch.compile(kernels.cross_entropy_on_cpu, backend="aot_eager", dynamic=False, fullgraph=True)
+    logits, targets = torch.randn(8, 48), torch.randint(48, (8,))
+    torch.testing.assert_close(compiled(logits, targets), kernels.cross_entropy_on_cpu(logits, targets))
+
+
 def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
     cuda = "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
     wrapped = RuntimeError("the compiler failed")

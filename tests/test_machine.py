@@ -2,17 +2,19 @@
 
 import contextlib
 import os
+import types
 import weakref
 
 import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import trial
+from plumbing import machine, trial
 from plumbing.checkpoint import load_checkpoint
 from plumbing.distributed import World
 from plumbing.kernels import attention_on_cpu
 from plumbing.machine import has_float8
+from plumbing.program import UserError
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -206,14 +208,208 @@ def test_the_trial_takes_as_much_memory_as_the_steps_after_it(data):
     assert 0.97 * steps.peak < trial.peak  # but for small tensors, such as losses and indices
 
 
-def test_what_failed_trials_took_does_not_count_as_the_runs_memory():
-    resets = []
-    with patched(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(len(failed))), no_room(2):
-        failed, wrap = [], lambda model, *rest: failed.append(model) or model
-        world, config = World(device="cpu"), train_gpt2.TrainConfig(total_batch_size=128, sequence_length=16)
-        with patched(World, "device_type", "cuda"), patched(World, "autocast", lambda self: contextlib.nullcontext()):
-            assert trial.find_what_fits(tiny_model(), wrap, config, world=world)[1] == 2
-    assert resets == [3]  # B = 8, 4, 2
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """The trial takes the CPU for a GPU; a list of what it asks of torch.cuda."""
+    asked = []
+    monkeypatch.setattr(World, "device_type", "cuda")
+    monkeypatch.setattr(World, "autocast", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: types.SimpleNamespace(is_integrated=False))
+    for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: asked.append((name, *args)))
+    return asked
+
+
+def find_what_fits(wrap, **changes):
+    options = dict(total_batch_size=128, sequence_length=16, compile=False) | changes
+    model = tiny_model(block_size=max(32, options["sequence_length"]))
+    return trial.find_what_fits(model, wrap, train_gpt2.TrainConfig(**options), world=World())
+
+
+def test_what_failed_trials_took_does_not_count_as_the_runs_memory(as_on_cuda):
+    with no_room(2):
+        wrap = lambda model, *rest: as_on_cuda.append("trial") or model  # noqa: E731
+        assert find_what_fits(wrap)[1] == 2
+    # 0.95: NCCL and Windows' driver need some. B = 8, 4, 2
+    expected = [("set_per_process_memory_fraction", 0.95), *["trial"] * 3, ("reset_peak_memory_stats",)]
+    assert as_on_cuda == expected
+
+
+def kernels_enabled():
+    cuda = torch.backends.cuda
+    return [cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()]
+
+
+@pytest.mark.parametrize("has_cudnn", [True, False])
+def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_kernels(
+    as_on_cuda, has_cudnn, capsys
+):
+    """And what torch has disabled, as it does with cuDNN's attention in old versions, is not enabled by the way."""
+    tried, resets = [], []
+
+    def wrap(model, compiled, world):
+        tried.append([compiled, *kernels_enabled()])
+        if any(tried[-1]):
+            raise RuntimeError("no kernel")
+        return model
+
+    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+    with patched(torch._dynamo, "reset", lambda: resets.append(len(tried))):
+        find_what_fits(wrap, compile=True, sequence_length=128, total_batch_size=512)
+    order = [[True, False, True, True], [False, False, True, True], [False] * 4]
+    assert tried == ([[True] * 4] if has_cudnn else []) + order
+    assert resets == list(range(1, len(tried))), "dynamo's cache of 8 compilations is emptied after each failure"
+    said = [line.split(" failed")[0] for line in capsys.readouterr().out.splitlines() if " failed " in line]
+    order = ["warning: cuDNN's attention", "warning: torch.compile", "warning: Fused attention"]
+    assert said == (order if has_cudnn else order[1:])
+
+
+@pytest.mark.parametrize("T", [128, 192])
+def test_cudnns_attention_is_not_used_at_lengths_for_which_it_has_given_nan(as_on_cuda, T):
+    find_what_fits(lambda model, *rest: model, sequence_length=T, total_batch_size=T)
+    assert kernels_enabled() == [T == 128, True, True]
+
+
+def test_nccl_connects_and_takes_its_memory_before_the_trial(as_on_cuda, monkeypatch):
+    reduced = []
+    monkeypatch.setattr(World, "all_reduce_sum", lambda self, tensor: reduced.append(tensor.nbytes))
+    for size in (1, 2):
+        trial.prepare_gpu(128, World(size=size))
+    assert reduced == [100 * 2**20]
+
+
+# tiny_model has 2 layers of 32 channels and 320 ids: of each token, 2 x 32 x 16 activations are kept and 320 logits
+PARAMETERS = 2 * (12 * 32**2 + 13 * 32) + (320 + 32 + 2) * 32
+
+
+@pytest.mark.parametrize("recomputes, per_token", [(False, 4 * (1024 + 320)), (True, 4 * (64 + 320))])
+def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, recomputes, per_token, monkeypatch):
+    model, world = tiny_model(), World()
+    model.activation_checkpointing = recomputes
+    enough = 12 * PARAMETERS + 6 * 16 * per_token
+    for free, B in ((enough, 6), (enough - 1, 5), (0, 1)):
+        monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
+        assert trial.bound_on_B(model, 16, world=world) == B
+    monkeypatch.setattr(machine, "free_memory", lambda device: enough)
+    assert trial.bound_on_B(model, 16, world=World(dtype=torch.bfloat16)) == 12
+    integrated = types.SimpleNamespace(is_integrated=True)  # its memory is the CPU's: a quarter is used
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: integrated)
+    assert trial.bound_on_B(model, 16, world=World(dtype=torch.bfloat16)) == 3
+    monkeypatch.setattr(machine, "free_memory", lambda device: np.inf)
+    assert trial.bound_on_B(model, 16, world=world) > 10**6
+
+
+def test_ranks_on_one_cpu_share_its_memory_and_the_smallest_share_counts(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 12 * PARAMETERS + 72 * 16 * 4 * (1024 + 320))
+    monkeypatch.setattr(trial, "FLOPS_OF_SECONDS", 0)
+    wrap = lambda model, *rest: print("memory is taken") or model  # noqa: E731
+    assert find_what_fits(wrap)[1] == 4  # of 6, which does not divide 8
+    monkeypatch.setattr(World, "gather", lambda self, value: [value, min(value, 2)])
+    assert find_what_fits(wrap)[1] == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Trying B = 4,") and said[1] == "memory is taken"
+    assert said[2].startswith("Trying B = 2,")
+
+
+def test_free_memory_is_what_linux_and_a_container_say(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    limit = tmp_path / "sys/fs/cgroup/memory.max"
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n", encoding="utf-8"
+    )
+    assert machine.free_memory("cpu", tmp_path) == 5 * 1024
+    for text, free in (("max\n", 5 * 1024), ("4096\n", 4096), ("999999\n", 5 * 1024)):
+        limit.write_text(text, encoding="utf-8")
+        assert machine.free_memory("cpu", tmp_path) == free
+
+
+def test_a_run_of_days_says_so(monkeypatch, capsys):
+    """1,000 steps of 128 tokens: at 1.35 s each two days, at 0.67 s less than one. The trial is of 8 x 16 tokens."""
+    for seconds, lines in ((0.67, 0), (1.35, 1)):
+        monkeypatch.setattr(trial, "try_step", lambda *args, seconds=seconds, **options: 128 * seconds)
+        find_what_fits(lambda model, *rest: model, max_steps=1000)
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == lines
+    assert "128,000 tokens" in said[0] and "about 2 days" in said[0] and "--preset quickstart" in said[0]
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for listed, lines in (("GPU 0: NVIDIA L4 (UUID: GPU-1)", 1), ("NVIDIA-SMI has failed", 0), ("", 0)):
+        monkeypatch.setattr(machine, "output_of", lambda *command, listed=listed: listed)
+        assert machine.choose_device("auto") == machine.choose_device("cpu") == "cpu"
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == lines and all(
+            f"PyTorch {torch.__version__}" in line and "README" in line for line in said
+        )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides it
+    monkeypatch.setattr(machine, "output_of", lambda *command: "GPU 0: NVIDIA L4 (UUID: GPU-1)")
+    assert machine.choose_device("auto") == "cpu" and not capsys.readouterr().err
+    for name in ("cuda", "gpu", "gpu:1"):
+        with pytest.raises(UserError, match=f"PyTorch .* finds no device '{name.replace('gpu', 'cuda')}'.*README"):
+            machine.choose_device(name)
+
+
+@pytest.mark.parametrize(
+    "built, capability, runs",
+    [
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (8, 9), True),  # 8.6's kernels
+        (["sm_75", "sm_80", "sm_86", "sm_90"], (7, 0), False),
+        (["sm_86", "sm_90"], (8, 0), False),
+        (["sm_80", "sm_90"], (12, 0), False),
+        (["sm_80", "sm_90", "compute_90"], (12, 0), True),
+        (["sm_80", "sm_120", "compute_120"], (10, 0), False),
+        (["gfx90a", "gfx942"], (9, 4), True),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels_is_refused(built, capability, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: "Tesla X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: capability)
+    for name in ("auto", "gpu", "cuda"):
+        if runs:
+            assert machine.choose_device(name) == "cuda"
+        else:
+            with pytest.raises(
+                UserError, match=f"but none for this machine's Tesla X.*sm_{capability[0]}.* README.md"
+            ):
+                machine.choose_device(name)
+
+
+def test_amds_float8_is_another_format(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (9, 4))
+    for hip in (None, "6.4"):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert has_float8("cuda") == (hip is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_layernorms_output_changes_no_bit(dtype):
+    """On CUDA, autocast's LayerNorm returns float32, and the matmul after it rounds to bfloat16: now or then."""
+
+    def layer_norm(self, x):
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias)
+
+    def forward(self, x, attn_mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), attn_mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+    found = []
+    for block in (train_gpt2.Block.forward, forward):
+        model, ids = tiny_model(), torch.arange(64).view(4, 16)
+        model.residual_dtype = dtype
+        with patched(torch.nn.LayerNorm, "forward", layer_norm), patched(train_gpt2.Block, "forward", block):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = model(ids, ids, return_logits=False)[1]
+            loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 def test_too_little_memory_for_one_sequence_is_an_error(data, tmp_path):

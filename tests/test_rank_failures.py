@@ -1,9 +1,11 @@
 """A failure on one rank ends all of them with its message, and ranks that do not agree or meet do not train."""
 
+import datetime
 import itertools
 import os
 import shutil
 import threading
+import types
 
 import pytest
 import torch
@@ -74,6 +76,27 @@ def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *args, **options: iter([(stale, 1, 2)]))
     with pytest.raises(UserError, match="Start all ranks within a minute"):
         distributed.setup_distributed("cpu")
+
+
+@pytest.mark.parametrize("platform, has_nccl", [("linux", True), ("win32", False)])
+def test_ranks_on_gpus_meet_by_nccl_with_our_time_out_and_without_what_windows_lacks(platform, has_nccl, monkeypatch):
+    found, shared = {}, torch.distributed.HashStore()
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(distributed, "choose_device", lambda name: "cuda")
+    monkeypatch.setattr(distributed.sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(shared, 0, 1)]))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    store = types.SimpleNamespace(port=1)
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: found.update(options) or store)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update(options, backend=backend))
+    distributed.setup_distributed("auto")
+    assert found["backend"] == ("nccl" if has_nccl else "gloo") and found["use_libuv"] == (platform == "linux")
+    assert found["timeout"] == datetime.timedelta(minutes=30), "NCCL's own is 10 minutes: rank 0 may read for longer"
 
 
 def train_with_a_defect_on_rank_1(args):
