@@ -293,6 +293,8 @@ class GPT(nn.Module):
             loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, IGNORE_INDEX)
             return None, loss / num_targets
         logits = self.lm_head(x)
+        if x.is_cpu and not return_logits:
+            return None, kernels.cross_entropy_on_cpu(logits, targets, IGNORE_INDEX) / num_targets
         # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
         loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
         return logits.view(*idx.shape, -1) if return_logits else None, loss / num_targets
@@ -750,9 +752,7 @@ def restore_state(saved, optimizers, scaler, *, loader):
         optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         scaler.load_state_dict(saved["scaler"])
-    loader.position = saved["loader"][
-        "position"
-    ]  # in the same data: `runs.find_start` has compared fingerprints
+    loader.position = saved["loader"]["position"]  # `runs.find_start` has compared the data's fingerprints
 
 
 def train(config, world, lock):

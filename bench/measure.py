@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from plumbing.machine import git_commit, output_of
+from plumbing.program import git_commit, output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -314,7 +314,7 @@ class CheckpointWriter:
         self.wait()
         model = checkpoint["model"] | {"lm_head.weight": None}  # tied weights are copied once
         copied = tree_map_with_path(self.copy, {**checkpoint, "model": model})
-        if torch.cuda.is_available():
+        if model["transformer.wte.weight"].is_cuda:
             torch.cuda.synchronize()
         copied["model"]["lm_head.weight"] = copied["model"]["transformer.wte.weight"]
         self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
@@ -324,7 +324,10 @@ class CheckpointWriter:
         if not isinstance(value, torch.Tensor):
             return value
         if place not in self.buffers:  # the GPU copies to pinned memory several times as fast
-            self.buffers[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            try:
+                self.buffers[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            except RuntimeError:  # such memory is scarce, and torch rounds it up to powers of two
+                self.buffers[place] = torch.empty_like(value, device="cpu")
         return self.buffers[place].copy_(value, non_blocking=value.is_cuda)
 
     def write_file(self, path, checkpoint):

@@ -1,11 +1,9 @@
-"""The machine: its devices, dtypes and attention kernels, their speed, and the commit of this program."""
+"""The machine: its devices, dtypes and attention kernels, its memory, and how fast GPUs are."""
 
 import contextlib
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +11,7 @@ from typing import Any
 
 import torch
 
-from plumbing.program import UserError, is_rank_0
-
-
-def output_of(*command: str) -> str:
-    """What a command prints; "" if it is not installed."""
-    if not shutil.which(command[0]):
-        return ""
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def git_commit() -> str:
-    """The commit of this program, with "-dirty" if it was changed since; "" if that is not known."""
-    return output_of("git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=40")
+from plumbing.program import UserError, is_rank_0, output_of
 
 
 def choose_device(name: str) -> str:

@@ -31,10 +31,10 @@ def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     torch.manual_seed(0)
-    yield
+    with machine.restore_attention():
+        yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    machine.enable_fused_attention(True)
 
 
 @pytest.fixture(autouse=True, scope="session")

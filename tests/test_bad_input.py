@@ -71,7 +71,7 @@ def error_of_run(folder, **changes):
         (dict(val_tokens=15), ["--val-tokens is 15", "16 or more"]),
         (dict(vocab_size=200), ["room for 200 token ids", "to 257 or more"]),
         (dict(batch_ramp=10**6), ["--batch-ramp", "32,768"]),
-        (dict(device="gpu"), ["no device 'gpu'"]),
+        (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
         (dict(data="nowhere"), ["no train shards in nowhere. Make them with fineweb.py"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import train_gpt2
 from plumbing import machine, trial
-from plumbing.checkpoint import load_checkpoint
+from plumbing.checkpoint import CheckpointWriter, load_checkpoint
 from plumbing.distributed import World
 from plumbing.kernels import attention_on_cpu
 from plumbing.machine import has_float8
@@ -387,6 +387,28 @@ def test_amds_float8_is_another_format(monkeypatch):
     for hip in (None, "6.4"):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert has_float8("cuda") == (hip is None)
+
+
+def test_a_checkpoint_needs_neither_pinned_memory_nor_on_a_cpu_the_gpu(tmp_path, monkeypatch):
+    """A context on the GPU takes 400 MB there. That the copies of a GPU's tensors are whole, no CPU can show."""
+    empty_like, asked = torch.empty_like, []
+
+    def no_pinned_memory(value, **options):
+        asked.append(options)
+        if "pin_memory" in options:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty_like(value, **options)
+
+    monkeypatch.setattr(torch, "empty_like", no_pinned_memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("there is nothing on the GPU"))
+    model = tiny_model().state_dict()
+    lock = types.SimpleNamespace(folder=tmp_path, check=lambda: None)
+    writer = CheckpointWriter(lock, keep=1, milestone_every=0, deletable=[])
+    writer.write({"step": 7, "model": model})
+    writer.wait()
+    saved = torch.load(tmp_path / "model_00007.pt", weights_only=True)["model"]
+    assert asked and saved.keys() == model.keys() and all(torch.equal(saved[name], model[name]) for name in model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

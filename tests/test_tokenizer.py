@@ -259,7 +259,7 @@ def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
 @pytest.mark.parametrize(
     "reason, change",
     [
-        ("other ids", lambda fields: fields["pre_tokenizer"].update(add_prefix_space=True)),
+        ("different ids", lambda fields: fields["pre_tokenizer"].update(add_prefix_space=True)),
         ("not byte-level", lambda fields: fields.update(pre_tokenizer={"type": "Whitespace"})),
         ("WordLevel", lambda fields: fields.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
         ("order of its merges", lambda fields: fields["model"]["merges"].reverse()),
