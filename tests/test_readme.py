@@ -35,12 +35,13 @@ FIRST = ["--branch-from", "log/constant/model_00002.pt", "--max-steps", "4"]
 RUN = {
     "python train_gpt2.py --preset quickstart": [*SHORT, "--data", "docs"],
     'python sample.py "The " -m log/quickstart --temperature 0.7': FEW,
-    "python train_gpt2.py --preset quickstart --out-dir log/changed": [*SHORT, "--data", "docs"],
+    "python train_gpt2.py --preset quickstart --out-dir log/no-positions": [*SHORT, "--data", "docs"],
+    "python train_gpt2.py --preset quickstart --max-steps 200": [*SHORT, "--data", "docs"],
     "python fineweb.py --input tinyshakespeare.txt": [],
     "python train_gpt2.py --preset quickstart --data shakespeare": [*SHORT, "--sample-every", "2"],
     'python sample.py "ROMEO:" -m log/shakespeare --temperature 0.8': FEW,
     'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
-    "python train_gpt2.py --data my_texts --out-dir log/texts": TINY,
+    "python train_gpt2.py --data my_texts --out-dir log/texts": [*TINY, "--passes", "0"],
     "python smoltalk.py --input chats.jsonl": [],
     "python train_gpt2.py --preset quickstart --init-from log/quickstart": SHORT,
     "python sample.py --chat -m log/chats": FEW,
@@ -53,7 +54,8 @@ RUN = {
     "python train_gpt2.py " + DECAYED: FIRST,
 }
 NOT_RUN = {
-    "python -m venv .venv": "installs a Python",
+    "python3 -m venv .venv": "installs a Python",
+    "python -m venv .venv": "is the same on Windows",
     "pip install": "needs a package index; .ci/run does it for the requirements",
     "python -m pytest": "is what runs this test",
     "python -m bench --help": "is no program of the top level; test_cli.py runs it",
@@ -62,22 +64,23 @@ NOT_RUN = {
     "python records/2026-11-22-first-chat/make_chats.py": "writes a file that is written shorter here",
     "curl -o tinyshakespeare.txt": "needs a network",
     "git clone": "needs a network",
+    "git checkout train_gpt2.py": "throws away changes to the program",
     "python train_gpt2.py --init-from gpt2": "needs OpenAI's weights",
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",
     "torchrun --": "needs several GPUs; test_train.py starts ranks on a CPU",
 }
-PROGRAMS = tuple(f"{name} " for name in ("python", "pip", "torchrun", "transformers", "jupyter", "curl", "git"))
+PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl git".split())
 
 
 def commands():
-    """The commands of the README, in fences of bash (but not in a script) and in code spans; `a && b` is two."""
-    fences = re.findall(r"```bash\n(?!#!)(.*?)```", README, re.DOTALL)
+    """The commands of the README, in fences of bash and PowerShell and in code spans; `a && b` and `a; b` are two."""
+    fences = re.findall(r"```(?:bash|powershell)\n(.*?)```", README, re.DOTALL)
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    found = [line for fence in fences for line in fence.splitlines()]
+    found = [line for fence in fences for line in re.sub(r" \\\n +", " ", fence).splitlines()]
     found += [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
-    parts = [part.strip() for text in found for part in text.split(" && ")]
+    parts = [part.strip().replace("$seed", "1") for text in found for part in re.split(" && |; ", text)]
     return [part for part in dict.fromkeys(parts) if part.startswith(PROGRAMS)]
 
 
@@ -141,6 +144,17 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     programs = (bench, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
     options = [train_gpt2.TrainConfig, *(program.Options for program in programs)]
     known = {"--" + field.name.replace("_", "-") for config in options for field in dataclasses.fields(config)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"```bash\n#!.*?```", "", README, flags=re.DOTALL)))
-    torchrun = "--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --shutdown-timeout".split()
-    assert named - known - {*torchrun, "--index-url", "--help"} == set()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    torchrun = "--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint".split()
+    assert named - known - {*torchrun, "--index-url", "--help", "--version"} == set()
+
+
+def test_what_the_readme_says_of_the_code_is_in_it():
+    """The names of its reading order, and the lines that it changes, once each."""
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    order = re.findall(r"^\d\. (.*)", README, re.MULTILINE)
+    names = re.findall(r"`([A-Za-z]\w+)`", " ".join(order))
+    assert len(order) == 5 and [name for name in names if not re.search(rf"\b{name}\b", source)] == []
+    lines = re.findall(r"^\| `log/no-[a-z]+` \| `[\w.]+` \| `(.+?)` \|", README, re.MULTILINE)
+    lines += re.findall(r"change `(.+?)` in", README)
+    assert [source.count(line) for line in lines] == [1, 1, 1, 1]
