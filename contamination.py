@@ -66,7 +66,7 @@ def open_shards(folder):
     step = max(map(num_parts_of, files), default=1)
 
     def part_and_number(file):
-        number = int(re.search(r"\d*$", file.stem)[0] or 0)
+        number = int(re.findall(r"\d*$", file.stem)[0] or 0)
         return number % step, number
 
     shards = [file for file in files if split_of(file.name)]
@@ -165,7 +165,7 @@ def report(folder, path, num_proc=0):
     lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
     print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
-    for number in sorted(lengths, key=lengths.get, reverse=True)[:10]:
+    for number in sorted(lengths, key=lambda number: lengths[number], reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
         print(f"  line {number}: {length} tokens, {program.plain(shard.path.name)} at {position:,}: {text!r}")

@@ -20,7 +20,7 @@ was killed and on any number of cores. On several machines, run parts at the sam
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from plumbing import flags, program
 
@@ -178,7 +178,9 @@ def start_process(enc):
     # multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
     command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    process: Any = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
 
     def ask(question):
         try:

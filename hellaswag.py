@@ -22,7 +22,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from plumbing import flags, program
 from plumbing.program import UserError
@@ -325,16 +325,16 @@ def main(args=None):
     report = []
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
-        scores = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
+        scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
         acc, acc_norm = (chosen == labels).mean(1)
         report.append(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
+    print("\n".join(report), flush=True)  # first: the disk may be full
     if options.predictions:
         with new_output(options.predictions) as file:
             for values in zip(*columns.values()):
                 file.write(json.dumps(dict(zip(columns, values))) + "\n")
-    print("\n".join(report))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ import os
 import random
 import re
 import tempfile
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -82,7 +83,7 @@ def read_hub():
             huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
         return datasets.load_dataset(HUB_DATASET, "all", split="train")
 
-    conversations = documents.retry(HUB_DATASET, advice, load)
+    conversations: Any = documents.retry(HUB_DATASET, advice, load)
     for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
         messages = row["messages"]
         if not find_fault(messages):  # users cannot fix the hub's data: skip malformed conversations

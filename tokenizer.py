@@ -15,7 +15,7 @@ place for the name, the pre-tokenization pattern and the special tokens: these a
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from plumbing import flags, program
 
@@ -289,7 +289,7 @@ def huggingface_model(pat_str, vocab=None, merges=None):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if pat_str != BYTES:
         pattern = PATTERNS["gpt2"] if pat_str == FAST_GPT2 else pat_str
         steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))

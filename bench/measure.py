@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def measure(sides, rounds, work, unit, ours=None):
     call, plus the weights and optimizers of all sides.
     """
     ours, results = ours or next(iter(sides)), {}
-    measured = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
+    measured: dict[str, Any] = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
     gc.freeze()  # exclude existing objects from garbage collection
     for number in tqdm(range(rounds + 1), "rounds", leave=False, delay=3, disable=None):
         for name, function in sides.items():

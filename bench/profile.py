@@ -38,13 +38,13 @@ def roofline(side, tok_per_s):
         print(f"  {family:20}{1e3 * seconds:10.2f} ms {seconds / sum(families.values()):6.1%}")
     n, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     square = torch.randn(n, n, device=config.device, dtype=dtype)
-    peaks = {"measured": matmul_rate(square, square)}
+    peaks: dict[str, float | None] = {"measured": matmul_rate(square, square)}
     if cuda:
         peaks["datasheet"] = peak_flops(torch.cuda.get_device_name())
     flops = flops_per_token(config, config.sequence_length) * tok_per_s
     mfu = {name: flops / peak for name, peak in peaks.items() if peak}
     print("MFU: " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
-    longest = sorted(kernels, key=kernels.get, reverse=True)[:40]
+    longest = sorted(kernels, key=lambda name: kernels[name], reverse=True)[:40]
     return {
         "peaks": peaks,
         "mfu": mfu,

@@ -6,6 +6,7 @@ import itertools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from train_gpt2 import GPT, GPTConfig
 
 def data(options):
     """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
-    cores, enc = documents.num_cores(), tokenizer.get_encoding(options.tokenizer)
+    cores, enc = documents.num_cores() or 1, tokenizer.get_encoding(options.tokenizer)
     texts = documents.python_docs() * cores
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "docs.jsonl")
@@ -82,8 +83,9 @@ def score(options):
     examples = [hellaswag.render_example(line, enc) for line in lines]
     longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)
     model, config, world = random_model(options, enc.n_vocab, longest)
+    score_by: Any = hellaswag.score
     sides = {
-        "hellaswag.py": lambda: hellaswag.score(model, examples, enc.n_vocab).argmax(2)[:2].T,
+        "hellaswag.py": lambda: score_by(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
     with world.autocast(), disable_cudnn_attention():
@@ -108,9 +110,12 @@ def sample(options):
     model, config, world = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)
     model.to(world.dtype).residual_dtype = world.dtype  # as in sample.py
-    theirs = transformers_model(config).to(world.dtype).eval()
+    theirs: Any = transformers_model(config)
+    theirs.to(world.dtype).eval()
     theirs.load_state_dict(transposed(model.state_dict()))
-    limits = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0)
+    limits: dict[str, Any] = dict(
+        max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0
+    )
     limits["attention_mask"] = torch.ones_like(prompt)
     sides = {
         "sample.py": lambda: torch.stack(list(model.generate(prompt, n, config.vocab_size, temperature=0)), 1),

@@ -93,6 +93,10 @@ class Side:
         tf32 = self.config.tf32 and self.world.device_type == "cuda"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
+    def train_step(self):
+        """One step; returns its loss."""
+        raise NotImplementedError
+
     def __call__(self):
         self.set_precision()
         loss = self.train_step()

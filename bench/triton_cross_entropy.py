@@ -5,8 +5,8 @@ With TRITON_INTERPRET=1 in the environment it runs on a CPU, for tests.
 
 import math
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 LOG2_E, LOG_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 # 1,024 threads (32 warps); each loads 16 bytes (8 bfloat16 numbers) at a time. subtle: two such programs fill a

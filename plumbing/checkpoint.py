@@ -312,7 +312,7 @@ class CheckpointWriter:
     def submit(self, name: str, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
         self.wait()
-        model = checkpoint["model"] | {"lm_head.weight": None}  # tied weights are copied once
+        model: dict[str, Any] = checkpoint["model"] | {"lm_head.weight": None}  # tied weights are copied once
         copied = tree_map_with_path(self.copy, {**checkpoint, "model": model})
         if model["transformer.wte.weight"].is_cuda:
             torch.cuda.synchronize()

@@ -96,7 +96,8 @@ class World:
         """
         if self.size == 1:
             return action(*args)
-        result, error = None, None
+        result: Any = None
+        error = None
         if self.is_master:
             try:
                 result = action(*args)
@@ -133,7 +134,8 @@ def create_store(rank: int, world_size: int) -> Any:
     shared.set_timeout(TIMEOUT)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return shared  # not from torchrun's agent: rank 0 has just created this store
-    host, options = os.environ["MASTER_ADDR"], dict(world_size=world_size, wait_for_workers=False)
+    host = os.environ["MASTER_ADDR"]
+    options: dict[str, Any] = dict(world_size=world_size, wait_for_workers=False)
     options["use_libuv"] = sys.platform != "win32"  # torch's builds for Windows lack it, and NCCL
     if rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, **options)

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -179,7 +179,7 @@ def explain_errors(name):
     try:
         yield
     except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
-        if getattr(error, "errno", None):
+        if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         wrong = f"is damaged, or not what its name says: {program.first_line(error)}"
         advice = "Replace it, and run this command again."
@@ -292,7 +292,8 @@ def read_array(file):
     """Yield the text of each entry of a JSON array, of which only a few blocks are in memory at a time."""
     decoder, held, start = json.JSONDecoder(), file.read(BLOCK_CHARS).lstrip(), 1
     while True:
-        start = re.compile(r"[\s,]*").match(held, start).end()
+        between: Any = re.compile(r"[\s,]*").match(held, start)
+        start = between.end()
         try:
             if held[start : start + 1] == "]":
                 rest = (held[start + 1 :] + file.read(BLOCK_CHARS)).strip()
@@ -314,7 +315,7 @@ def read_array(file):
 
 def open_text(path):
     """Open a plain, .gz or .zst file as text: UTF-8, or UTF-16 if it begins with that byte-order mark."""
-    stream = open_regular(path)
+    stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
@@ -417,7 +418,8 @@ def docstrings(path, module):
     except (OSError, SyntaxError, ValueError):  # lib2to3 and others ship files that are not Python 3
         return ""
     parts = []
-    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
+    nodes: list[Any] = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
+    for node in nodes:
         kind = DOCUMENTED.get(type(node))
         text = ast.get_docstring(node) if kind else None
         if text:
@@ -476,7 +478,8 @@ def download(url, path, advice, attempts=3):
             file = stack.enter_context(atomic_write(path))
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
-            with tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5) as output:
+            bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
+            with bar as output:
                 shutil.copyfileobj(response, output)
             if file.tell() < size:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
@@ -493,8 +496,8 @@ def list_hub(repo, folder):
 
     def ask():
         api = huggingface_hub.HfApi()
-        revision = api.dataset_info(repo).sha
-        tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
+        revision = api.dataset_info(repo).sha or ""
+        tree: Any = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
         files = [file for file in tree if file.path.endswith(".parquet")]
         return sorted(Source(file.path, file.size, repo, revision) for file in files)
 
@@ -507,7 +510,9 @@ def fetch(source, folder, attempts=3):
     if source.repo:
         import huggingface_hub  # slow to import
 
-        place = dict(repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None)
+        place: dict[str, Any] = dict(
+            repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None
+        )
 
         def load():
             # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds

@@ -65,7 +65,7 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"  # Linux has both
     free = math.inf
     if meminfo.exists():
-        free = 1024 * int(re.search("MemAvailable: *([0-9]+)", meminfo.read_text())[1])
+        free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
     elif hasattr(os, "sysconf"):  # macOS, which says only how much there is; Windows has none of these
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"

@@ -74,7 +74,9 @@ def open_masks(shards):
     return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in pairs]
 
 
-def open_shard(path, open_file=open_regular, dtype=np.uint16, length=None):
+def open_shard(
+    path: Name, open_file: Any = open_regular, dtype: type = np.uint16, length: int | None = None
+) -> Shard:
     """The shard at `path`, or a mask as long as its shard; UserError unless its header, type and size are right."""
     path = Path(path)
     try:
@@ -395,7 +397,7 @@ class ShardWriter:
 
 def split_lengths(metas):
     """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
-    lengths = {"train": [], "val": []}
+    lengths: dict[Any, list[int]] = {"train": [], "val": []}
     for meta in metas:
         for name, length in meta["shards"].items():
             lengths[split_of(name)].append(length)
