@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -129,6 +130,7 @@ TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wa
 def create_store(rank: int, world_size: int) -> Any:
     """The store through which the ranks find each other, created afresh by rank 0 on every start."""
     # torchrun's own store survives a restart and would then point ranks to dead peers (pytorch issue 135712)
+    wait_for_name(os.environ.get("MASTER_ADDR", ""))
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
     shared = next(dist.rendezvous("env://", timeout=connect))[0]
     shared.set_timeout(TIMEOUT)
@@ -151,6 +153,22 @@ def create_store(rank: int, world_size: int) -> Any:
         except dist.DistNetworkError:
             if time.monotonic() > deadline:
                 raise
+
+
+def wait_for_name(host: str) -> None:
+    """Wait until the system knows the address of a host, on a new cluster for a while. UserError if it does not."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while host:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"MASTER_ADDR is {host}, which this machine cannot resolve: {error.strerror}. Set it to a name or "
+                    "an IP address of the first node that all nodes know."
+                ) from None
+            time.sleep(1)
 
 
 def is_restart() -> bool:

@@ -128,7 +128,7 @@ def find_shards(folder, split):
         command = command_for(folder)
         raise UserError(
             f"There are no {split} shards in {folder}. Make them with {command.split()[1]}: {command}, or name another "
-            "folder with --data."
+            "folder with --data. For a first try, without a download: python train_gpt2.py --preset quickstart"
         )
     return sorted(paths)
 

@@ -4,6 +4,7 @@ import datetime
 import itertools
 import os
 import shutil
+import socket
 import threading
 import types
 
@@ -153,3 +154,20 @@ def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_
     text = (tmp_path / "output").read_text(encoding="utf-8")
     assert text.count("error: ") == 1 and "Traceback" not in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_master_address_that_nobody_knows_is_one_line(monkeypatch):
+    """Soon after torch itself would have given up, which repeats each of its attempts."""
+    names = []
+
+    def resolve(host, port, *rest, **options):
+        names.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 1)
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="node-1", MASTER_PORT="29500").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="MASTER_ADDR is node-1, which this machine cannot resolve"):
+        distributed.setup_distributed("cpu")
+    assert len(names) > 1, "a name may be known a little later"
