@@ -1,6 +1,6 @@
 """Train GPT-2 from scratch, in one file that reads from top to bottom.
 
-    python train_gpt2.py --preset quickstart   # a laptop: two minutes
+    python train_gpt2.py --preset quickstart   # a laptop: a minute or two
     python fineweb.py                          # prepare the data for GPT-2 124M
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # train on 8 GPUs
 

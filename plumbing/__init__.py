@@ -1,4 +1,4 @@
-"""What nobody must read to understand the training, a room for each subject. A room imports only those below it.
+"""What nobody must read to understand the training, a room for each subject. A room imports only those above it.
 
     program, files      how a program begins and ends, and what it says; files that are never half written, and locks
     flags, kernels      flags from a dataclass; attention for CPUs, the cache of keys and values, float8
