@@ -32,9 +32,6 @@ from plumbing import program
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular
 from plumbing.program import UserError
 
-# the hub's client prints two lines for each request that it repeats; `retry` says in the end what failed
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

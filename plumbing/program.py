@@ -142,6 +142,8 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # the hub's client prints two lines for each request that it repeats; documents.retry says in the end what failed
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.excepthook = report_exception  # for Ctrl-C during the imports, where no `run` can catch it
     protect_console()
     Console.output_is_product = output_is_product
