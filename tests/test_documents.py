@@ -260,7 +260,7 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
         (
             "a.txt",
             b"caf\xe9",
-            r"not UTF-8 text: .*If it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 .*a.txt > NEW",
+            r"not UTF-8 text: .*If it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 .*a.txt\"? > NEW",
         ),
         ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
         ("a.json", b'[{"text": "a"}, 12]', "Entry 2 of .*a.json is not valid JSON: it is not a JSON object"),
