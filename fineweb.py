@@ -105,7 +105,9 @@ def check_options(options):
         complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")
-    if options.separator and all(documents.file_type(name) not in ("", ".txt") for name in options.input):
+    if options.separator and all(
+        documents.file_type(documents.public_name(name)) not in ("", ".txt") for name in options.input
+    ):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     part, num_parts = read_part(options.part)
     if part > num_parts:
@@ -470,10 +472,10 @@ def main(args=None):
     command = training_command(folder, lengths)
     uses_gpt2 = any(meta["tokenizer"] == "gpt2" for meta in metas.values())
     if uses_gpt2 and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
-        print("note: GPT-2's 50,257 tokens are more than a small model can learn from so little text.")
         print(
-            f"--tokenizer bytes suits it better, with a new folder: --out-dir {program.quote(folder + '_bytes')}"
+            "note: Of GPT-2's 50,257 tokens, so little text has many only a few times. Bytes train faster on it:"
         )
+        print(f"repeat this command with --tokenizer bytes --out-dir {program.quote(folder + '_bytes')}")
     if command:
         program.print_next(command)
 

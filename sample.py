@@ -189,7 +189,7 @@ def answer(model, enc, messages, options):
     messages.append({"role": "assistant", "content": text.strip()})
 
 
-CHAT_HELP = "Write a message. /reset starts over, /quit ends the conversation, Ctrl-C stops an answer."
+CHAT_HELP = "Write a message. /reset starts over, /quit ends it, Ctrl-C stops an answer."
 
 
 def chat(model, enc, options):
@@ -216,15 +216,16 @@ def chat(model, enc, options):
 def export(model, enc, options):
     """Write the model in Hugging Face format, with a model card if it is a run's."""
     export_huggingface(model, enc, options.export)
-    check_export(model, Path(options.export))
+    is_gpt2 = check_export(model, Path(options.export))
     source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
     checkpoint = newest_checkpoint(source) if (run_folder / "run.txt").exists() else None
-    if checkpoint and "step" in checkpoint:  # nanoGPT's and build-nanogpt's are read without one
+    if is_gpt2 and checkpoint and "step" in checkpoint:  # nanoGPT's and build-nanogpt's are read without one
         prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
         sample = sample_for_card(model, enc, options, prompt)
         write_model_card(Path(options.export), run_folder, checkpoint["step"], sample)
-    print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
+    readers = "transformers and other tools load it" if is_gpt2 else "for this program only"
+    print(f"The model is in {program.plain(options.export)}, in Hugging Face format: {readers}.")
     program.print_next(sample_command(options.export, enc, options.prompt))
 
 

@@ -128,8 +128,11 @@ def read_message(message):
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     parts = content if isinstance(content, list) else []
-    if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        content = "".join(str(part.get("text", "")) for part in parts)
+    texts: list[Any] = [
+        part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
+    ]
+    if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        content = "".join(texts)
     calls = {"tool_calls": True} if message.get("tool_calls") else {}
     return {"role": ROLE_NAMES.get(str(role), role), "content": content, **calls}
 

@@ -223,12 +223,17 @@ def make_encoding(name, pat_str, ranks, special_tokens):
     return enc
 
 
+def whole_characters(text):
+    """The text with each half of a surrogate pair, as JSON can have one, replaced, as tiktoken's `encode` does it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def encode_text(enc, text):
     """The ids of `text` as uint32, with special tokens treated as plain text. Avoids a Python list of ints."""
     try:
         return enc.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # half a surrogate pair, as JSON can have one: replaced, as in `encode`
-        return encode_text(enc, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except UnicodeEncodeError:
+        return encode_text(enc, whole_characters(text))
     except ValueError:  # tiktoken's regex fails on a million blanks; two halves lose nothing
         middle = len(text) // 2
         if middle < 5000:
@@ -342,11 +347,13 @@ def read_texts(patterns, text_column):
             for piece in batch.read():
                 if piece.text:
                     is_empty = False
-                    yield piece.text
+                    yield whole_characters(piece.text)
             if batch.finished_download:
                 os.remove(batch.finished_download)
     if is_empty:
-        raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
+        raise UserError(
+            f"There is no text in {', '.join(map(documents.public_name, patterns))}. Check the files and --text-column."
+        )
 
 
 def complaints(options):

@@ -124,8 +124,8 @@ def load_checkpoint(path: Name) -> Checkpoint:
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
     if content.get("model_code", model_code()) != model_code():  # peers and older versions have none
         print(
-            f"note: {path} was trained with other code of the model than train_gpt2.py has now. If the forward pass "
-            "has changed, so has what the weights compute.",
+            f"note: {plain(path)} was trained with other code of the model than train_gpt2.py has now. If the "
+            "forward pass has changed, so has what the weights compute.",
             file=sys.stderr,
         )
     return content
@@ -172,9 +172,9 @@ def peek_settings(*sources: Name) -> dict[str, Any]:
     for path in map(Path, sources):
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
             with contextlib.suppress(Exception):  # it is reported when the file is loaded
-                return from_peer(unpickle(checkpoint, mmap=True))["config"]
+                return dict(from_peer(unpickle(checkpoint, mmap=True))["config"])
         with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
-            return {"block_size": json.load(file)["n_positions"]}
+            return {"block_size": int(json.load(file)["n_positions"])}
     return {}
 
 

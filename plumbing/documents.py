@@ -92,7 +92,7 @@ def list_inputs(patterns, types=tuple(TYPES)):
         left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults if fault]
         if len(left_out) == len(found):
             nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
-            wrong = left_out[0] if found else f"{nothing} {pattern}"
+            wrong = left_out[0] if found else f"{nothing} {public_name(pattern)}"
             ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
             others = " and other text and source code" if ".txt" in types else ""
             raise UserError(f"{wrong}. Give files that end in {ends}{others} (.gz and .zst are unpacked).")
@@ -132,8 +132,8 @@ def is_url(name):
 
 
 def public_name(name):
-    """A URL without what may be secret: the user, the password and the query. Another name stays as it is."""
-    return re.sub(r"(?s)^(https?://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
+    """A URL, of any scheme, without what may be secret: the user, the password and the query; others as they are."""
+    return re.sub(r"(?si)^(\s*[a-z][a-z0-9+.-]+:/+)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
 
 
 def file_type(name):
@@ -456,7 +456,10 @@ def retry(name, advice, function, attempts=3):
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
     address = public_name(url)
-    request = urllib.request.Request(re.sub("//[^/?#]*@", "//", url, count=1))  # urllib knows no users in a URL
+    try:  # urllib knows no users in a URL
+        request = urllib.request.Request(re.sub("//[^/?#]*@", "//", url, count=1))
+    except ValueError:  # of brackets that are no IPv6 address
+        raise UserError(f"{address} is not a valid address. Check its host.") from None
     user = re.match("https?://([^/?#]*)@", url)
     if user:
         code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()

@@ -58,6 +58,9 @@ def parse(
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
+    for name, value in values.items():
+        if value == []:  # what argparse makes of --flag=--
+            raise UserError(f"{flag_of(name)} has the value '--', which only ends the flags. Give another one.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return dataclasses.replace(default, **values)
 
@@ -194,9 +197,9 @@ def explain(unknown, config_class, synonyms, presets):
     word = unknown[0]
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
-    advice = closest(word, meanings) or SEE_HELP
-    if any(not names for _, names, _ in fields_of(config_class).values()):
-        advice = "Put quotes around a text of several words."
+    has_positional = any(not names for _, names, _ in fields_of(config_class).values())
+    advice = "" if has_positional else closest(word, meanings)
+    advice = advice or "Put quotes around a text of several words; --help shows all flags."
     return f"The argument {word!r} was not expected. {advice}"
 
 

@@ -35,7 +35,10 @@ COPY_AGAIN = "Copy or export the model again."
 
 def transposed(weights):
     """Convert a state dict between the two formats."""
-    return {name: weight.T if name.endswith(MATRICES) else weight for name, weight in weights.items()}
+    return {
+        name: weight.T if name.endswith(MATRICES) and weight.dim() == 2 else weight
+        for name, weight in weights.items()
+    }
 
 
 def load_huggingface(name_or_directory):
@@ -113,8 +116,11 @@ def shape_of(weights, n_head, source):
     import torch
 
     wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")
-    if wte is None or wpe is None or wte.dim() != 2:
+    n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
+    if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
         problem = "no embeddings"
+    elif not n_layer:
+        problem = "no blocks"
     elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than looking at each number
         problem = "weights that are not finite, as a training that diverged leaves them"
     elif not torch.equal(weights.get("lm_head.weight", wte), wte):
@@ -122,7 +128,6 @@ def shape_of(weights, n_head, source):
     elif type(n_head) is not int or n_head < 1 or wte.size(1) % n_head:
         problem = f"an n_head of {n_head!r:.60}, which does not divide its n_embd of {wte.size(1)}"
     else:
-        n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
         sizes = dict(block_size=len(wpe), vocab_size=len(wte), n_embd=wte.size(1))
         return sizes | dict(n_layer=n_layer, n_head=n_head)
     raise UserError(f"{source} is not a GPT-2 that this program can use: it has {problem}. Use another model.")
@@ -176,8 +181,8 @@ def export_weights(weights, enc):
     return exported
 
 
-def check_export(model: Any, directory: Path) -> None:
-    """Print a note if transformers computes other logits from an export, as from that of a model that was changed."""
+def check_export(model: Any, directory: Path) -> bool:
+    """Whether transformers computes the same logits from an export; prints a note if not: the model was changed."""
     import torch
     from transformers import GPT2LMHeadModel, logging
 
@@ -188,11 +193,13 @@ def check_export(model: Any, directory: Path) -> None:
     with torch.no_grad():
         ours = model(idx.to(device))[0].cpu()[..., : theirs.config.vocab_size]
         expected = theirs(idx).logits
-    if (ours - expected).abs().max() > 0.05 * expected.std():  # TF32 changes a hundredth of that
+    is_same = bool((ours - expected).abs().max() <= 0.05 * expected.std())  # TF32 changes a hundredth of that
+    if not is_same:
         print(
-            f"note: transformers computes other logits from {directory} than this program does: the code of the model "
-            "was changed, so it is no GPT-2 any more. Use it with this program only."
+            f"note: transformers computes other logits from {plain(directory)} than this program does: the code of "
+            "the model was changed, so it is no GPT-2 any more. Use it with this program only."
         )
+    return is_same
 
 
 def export_files(shape, enc):
@@ -246,4 +253,4 @@ def remove_part(part, names):
 def make_way(path):
     if os.path.lexists(path):
         aside = path.rename(free_name(path))
-        print(f"Moved what was at {path} to {aside}.", flush=True)
+        print(plain(f"Moved what was at {path} to {aside}.", 2000), flush=True)

@@ -76,6 +76,8 @@ def encoding_from_fields(fields):
     model = fields["model"]
     if model["type"] != "BPE":
         raise ValueError(f"it is of type {model['type']}, not BPE")
+    if fields["normalizer"]:  # such as NFC, which leaves the sample as it is
+        raise ValueError("it changes the text before it splits it")
     vocab = model["vocab"]
     merged = dict.fromkeys(left + right for left, right in model["merges"])  # in order, each token once
     pat_str = pattern_from_fields(fields["pre_tokenizer"] or {}, merged)

@@ -121,7 +121,7 @@ def quote_group(group):
 
 def quote(word: str) -> str:
     """Quote a word for a shell: in double quotes, which cmd.exe has too, if these protect all its characters."""
-    if re.fullmatch(r"[\w@%+=:,./\\-]+", word):
+    if re.fullmatch(r"[\w@%+=:,./-]+" if os.name != "nt" else r"[\w@%+=:,./\\-]+", word):
         return word
     if not word.isprintable():
         escaped = (f"\\U{ord(char):08x}" if char in "\\'" or not char.isprintable() else char for char in word)

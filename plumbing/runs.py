@@ -18,11 +18,11 @@ from plumbing import checkpoint as checkpoints
 from plumbing import journal, machine, settings
 from plumbing.checkpoint import Checkpoint
 from plumbing.distributed import World, is_restart
-from plumbing.files import FolderLock, free_name, lock_folder
+from plumbing.files import FolderLock, check_replaceable, free_name, lock_folder
 from plumbing.huggingface import check_export, export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import write_model_card
-from plumbing.program import UserError, count, duration, print0, print_next, quote_group, short
+from plumbing.program import UserError, count, duration, plain, print0, print_next, quote_group, short
 from tokenizer import has_chat_tokens
 
 # the names of what a run writes into its folder
@@ -84,8 +84,8 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
     if saved["step"] == config.max_steps:
         finished = is_export_of(hf, saved["model"], saved["config"], enc)
     if finished:
-        print(f"The run in {config.out_dir} is finished. Its model is in {hf}.")
-        print("To train again, name another folder with --out-dir, or add --no-resume to move this run aside.")
+        print(plain(f"The run in {config.out_dir} is finished. Its model is in {hf}.", 2000))
+        print("To train again, name another --out-dir, or add --no-resume to move it aside.")
         print_next(*next_commands(config, enc))
     return Start(saved, branched=branched, finished=finished)
 
@@ -155,7 +155,7 @@ def prepare_folder(config: Any, start_step: int, continues: bool, branched: dict
     if stale:
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
-        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
+        print(plain(f"Moved {names} from {out_dir} to {aside}.", 2000), flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
@@ -264,6 +264,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             c, self.start_step, continues=saved is not None and not start.branched, branched=start.branched
         )
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
+        check_replaceable(self.out_dir / "samples.txt")  # opening a pipe would wait for ever
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
         deletable = saved["temporary"] if saved else []
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
@@ -298,7 +299,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
             print0(f"optimizer: {type(optimizer).__name__} for {size:,} parameters")
         branched = f", a branch of {self.branched['parent']}" if self.branched else ""
-        print0(f"run: {self.out_dir}{branched}, from step {self.start_step} to {self.max_steps}")
+        print0(plain(f"run: {self.out_dir}{branched}, from step {self.start_step} to {self.max_steps}", 2000))
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step and log its values, {stream: value}."""
@@ -383,16 +384,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             print_next(journal.command())
             return status
         hf = self.out_dir / "hf"
-        print(f"Exporting the model to {hf}.", flush=True)
+        print(plain(f"Exporting the model to {hf}.", 2000), flush=True)
         export_huggingface(raw_model, enc, hf)
-        check_export(raw_model, hf)
-        write_model_card(hf, self.out_dir, sample=self.sample)
+        if check_export(raw_model, hf):  # the card says how to load it with transformers
+            write_model_card(hf, self.out_dir, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
         if self.world.device_type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
         if self.best_val_loss < math.inf:
-            best = self.out_dir / checkpoints.BEST
-            print(f"The weights with the lowest validation loss, {self.best_val_loss:.4f}, are in {best}.")
+            print(
+                f"The lowest validation loss was {self.best_val_loss:.4f}; its weights are in {checkpoints.BEST}."
+            )
         print_next(*next_commands(self.config, enc))
         return status

@@ -127,8 +127,8 @@ def find_shards(folder, split):
     if not paths:
         command = command_for(folder)
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with {command.split()[1]}: {command}, or name another "
-            "folder with --data. For a first try, without a download: python train_gpt2.py --preset quickstart"
+            f"There are no {split} shards in {folder}. Make them with {command.split()[1]} as follows, name another "
+            f"folder with --data, or try --preset quickstart, which needs none: {command}"
         )
     return sorted(paths)
 

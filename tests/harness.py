@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,12 +62,13 @@ ON_THIS_SYSTEM = {
     "mkfifo": hasattr(os, "mkfifo"),
     "resource": importlib.util.find_spec("resource") is not None,
     "/dev/full": os.path.exists("/dev/full"),
+    "bash": shutil.which("bash") is not None,
 }
 
 
 def needs(*names):
     """A marker: the test is skipped on a system that lacks one of these."""
-    return pytest.mark.skipif(not all(map(ON_THIS_SYSTEM.get, names)), reason=f"needs {' and '.join(names)}")
+    return pytest.mark.skipif(not all(map(ON_THIS_SYSTEM.__getitem__, names)), reason=f"needs {' and '.join(names)}")
 
 
 def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):

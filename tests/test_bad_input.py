@@ -24,7 +24,19 @@ from plumbing import checkpoint, documents, machine, settings
 from plumbing.distributed import World, setup_distributed
 from plumbing.program import UserError
 
-from harness import error_in, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
+from harness import (
+    change_checkpoint,
+    error_in,
+    listing,
+    make_shards,
+    needs,
+    patched,
+    read_log,
+    refused,
+    run,
+    tiny_flags,
+    train,
+)
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
@@ -370,3 +382,9 @@ def test_a_full_disk_while_the_model_is_exported_costs_one_line_and_the_same_com
     assert not (out / "hf").exists()
     assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
     assert (out / "hf" / "model.safetensors").read_bytes() == (good / "run" / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("config", [[1], "x", None])
+def test_settings_that_are_none_are_one_line(config, folder):
+    change_checkpoint(folder / "run" / "model_00004.pt", lambda content: content.update(config=config))
+    assert "model_00004.pt" in error_of_run(folder, init_from="run/model_00004.pt")

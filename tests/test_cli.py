@@ -20,7 +20,7 @@ import train_gpt2
 from plumbing import flags, program
 from plumbing.program import UserError
 
-from harness import ROOT, needs, printed_commands
+from harness import ROOT, needs, printed_commands, refused
 
 
 @dataclass
@@ -208,11 +208,11 @@ def test_a_command_that_is_printed_can_be_typed(capsys):
     assert '"Hello, I\'m a model"' in printed, "double quotes, which cmd.exe has too"
 
 
-@needs("/proc/")
+@needs("bash")
 def test_a_printed_command_survives_a_shell_whatever_its_words_are(capsys, tmp_path, monkeypatch):
     """Values that begin with a dash, are empty or hold control characters; and a script in another folder."""
     monkeypatch.chdir(tmp_path)
-    values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1"]
+    values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1", "C:\\n", "\\"]
     program.print_next(["printf", "%s\\n%%\\n", "sample.py", *(("--flag", value) for value in values)])
     printed = capsys.readouterr().out.partition("Next:\n")[2]
     assert printed.isascii() and max(map(len, printed.splitlines())) <= 80
@@ -426,3 +426,13 @@ def test_the_version_is_the_commit(capsys):
     with pytest.raises(SystemExit) as leaving:
         flags.parse(Options, ["--version"])
     assert leaving.value.code == 0 and re.match(r"train_gpt2, commit (\w{40}|unknown)", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("flag", ["--data", "--max-steps", "--max-lr"])
+def test_two_dashes_are_no_value(flag):
+    assert f"{flag} has the value '--'" in refused(train_gpt2.main, f"{flag}=--")
+
+
+def test_a_text_of_several_words_for_a_flag_is_told_to_need_quotes():
+    said = error_of("--sample-prompt", "The", "king", config_class=train_gpt2.TrainConfig)
+    assert said.startswith("The argument 'king' was not expected. Put quotes around a text of several words")

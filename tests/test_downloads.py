@@ -10,14 +10,16 @@ import threading
 import urllib.parse
 from pathlib import Path
 
+import fineweb
 import numpy as np
 import pytest
+import tokenizer
 from plumbing import documents
 from plumbing.program import UserError
 from tqdm import tqdm
 
 from corpora import TABLES, as_bytes, is_split, make, random_texts, read, script, write_jsonl, write_parquet
-from harness import full_disk, patched
+from harness import full_disk, patched, refused
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -194,3 +196,22 @@ def test_the_secrets_in_a_url_are_only_for_its_server(tmp_path, server, capsys):
         assert "pass" not in str(caught.value) and "Signature" not in str(caught.value)
     with pytest.raises(UserError, match=f"input .* was .'{shown}', 0, ''. and is now .'{server.url}/b.csv'"):
         make(tmp_path, server.url + "/b.csv?a=b", shard_size=5000)
+
+
+@pytest.mark.parametrize("scheme", ["HTTP://", "ftp://", "s3://", "http:/"])
+def test_an_address_that_is_not_read_is_named_without_its_secrets(scheme, tmp_path):
+    place = f"{scheme}user:secret@127.0.0.1/text.jsonl?signature=secret"
+    line = refused(fineweb.main, "--input", place, "--tokenizer", "bytes", "--out-dir", tmp_path / "out")
+    assert f"{scheme}127.0.0.1/text.jsonl" in line and "secret" not in line
+
+
+def test_an_empty_text_at_an_address_is_named_without_its_secrets(tmp_path, server):
+    server.files["/text.txt"] = b""
+    place = f"{server.url.replace('//', '//user:secret@')}/text.txt?signature=secret"
+    line = refused(tokenizer.main, "--input", place, "--vocab-size", "300", "--out", tmp_path / "new.tiktoken")
+    assert "There is no text in" in line and "secret" not in line
+
+
+def test_brackets_that_are_no_address_are_one_line(tmp_path):
+    place = "http://[::1/text.txt"
+    assert "not a valid address" in refused(fineweb.main, "--input", place, "--out-dir", tmp_path / "out")

@@ -94,6 +94,11 @@ BAD_WEIGHTS = {
     "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
     "an infinity": (lambda w: w[NAME].view(-1)[0].fill_(torch.inf), "not finite"),
     "no tensors": (lambda w: w.clear(), "no embeddings"),
+    "positions that are a number": (
+        lambda w: w.update({"transformer.wpe.weight": torch.tensor(1.0)}),
+        "no embeddings",
+    ),
+    "no blocks": (lambda w: [w.pop(name) for name in list(w) if ".h." in name], "no blocks"),
     "a part is missing": (lambda w: [w.pop(name) for name in list(w) if ".h.0." in name], "transformer.h.0."),
 }
 

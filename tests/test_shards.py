@@ -265,19 +265,19 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
     for name in ("a b.txt", "texts/a.md", "chats/a.jsonl", "-x/a.csv", "mixed/meta.json", "mixed/a.txt"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     np.save(tmp_path / "mixed" / "x_val_000000.npy", np.zeros(3, np.uint16))
-    make = "fineweb.py: python fineweb.py --input"
+    make = ": python fineweb.py --input"
     for folder, words in [
-        ("a b.txt", f'{make} "a b.txt", or'),
-        ("texts", f"{make} texts, or"),
-        ("chats", f"{make} chats (for conversations: python smoltalk.py --input chats), or"),
-        ("-x", f"{make}=-x, or"),
-        ("mixed", f"{make} mixed, or"),
-        ("empty", f"{make} FILES --out-dir empty, or"),
-        ("my data", f'{make} FILES --out-dir "my data", or'),
-        ("edu_fineweb10B", "with fineweb.py: python fineweb.py, or"),
-        ("smoltalk", "with smoltalk.py: python smoltalk.py, or name another folder with --data."),
+        ("a b.txt", f'{make} "a b.txt"'),
+        ("texts", f"{make} texts"),
+        ("chats", f"{make} chats (for conversations: python smoltalk.py --input chats)"),
+        ("-x", f"{make}=-x"),
+        ("mixed", f"{make} mixed"),
+        ("empty", f"{make} FILES --out-dir empty"),
+        ("my data", f'{make} FILES --out-dir "my data"'),
+        ("edu_fineweb10B", ": python fineweb.py"),
+        ("smoltalk", ": python smoltalk.py"),
     ]:
         with pytest.raises(UserError) as caught:
             find_shards(folder, "train")
         assert str(caught.value).startswith(f"There are no train shards in {folder}. Make them with "), folder
-        assert words in str(caught.value)
+        assert str(caught.value).endswith(words)

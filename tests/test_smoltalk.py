@@ -172,6 +172,7 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
         ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
         ('{"messages": [{"role": ["user"], "content": "a"}]}', "but is {'role': ['user'], 'content': 'a'}"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1 needs a role"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', "message 1 needs a role"),
         ('{"conversations": [{"from": "narrator", "value": "a"}]}', "but is {'role': 'narrator', 'content': 'a'}"),
         ('{"instruction": 3, "output": "a"}', "message 1 needs a role"),
         ('{"instruction": "a"}', "message 2 needs a role"),

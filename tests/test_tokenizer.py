@@ -262,6 +262,7 @@ def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
         ("different ids", lambda fields: fields["pre_tokenizer"].update(add_prefix_space=True)),
         ("not byte-level", lambda fields: fields.update(pre_tokenizer={"type": "Whitespace"})),
         ("WordLevel", lambda fields: fields.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
+        ("changes the text", lambda fields: fields.update(normalizer={"type": "NFC"})),
         ("order of its merges", lambda fields: fields["model"]["merges"].reverse()),
     ],
 )
@@ -341,3 +342,12 @@ def test_a_pattern_that_does_not_split_all_text_is_refused(pattern):
     text = json.dumps(json.loads(header) | {"pat_str": pattern}) + "\n" + ranks
     with pytest.raises(ValueError, match="its pattern"):
         tokenizer.loads(text)
+
+
+def test_half_a_surrogate_pair_in_json_is_learned_from_as_a_replacement_character(tmp_path):
+    line = '{"text": "%s ab ab"}\n'
+    for name, half in (("half", "\\ud800"), ("whole", "\\ufffd")):
+        (tmp_path / f"{name}.jsonl").write_text(line % half * 9, encoding="utf-8")
+        args = ["--input", str(tmp_path / f"{name}.jsonl"), "--vocab-size", "260", "--out", str(tmp_path / name)]
+        tokenizer.main([*args[:-1], f"{args[-1]}.tiktoken"])
+    assert (tmp_path / "half.tiktoken").read_bytes() == (tmp_path / "whole.tiktoken").read_bytes()

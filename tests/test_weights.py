@@ -158,7 +158,11 @@ def test_a_changed_model_is_not_taken_for_gpt2(data, tmp_path, capsys):
     assert "no GPT-2" not in capsys.readouterr().out
     with patched(train_gpt2.MLP, "forward", relu_squared):
         assert train(data, tmp_path / "changed", max_steps=2, max_lr=0.1) == 0
-    assert f"note: transformers computes other logits from {tmp_path / 'changed' / 'hf'}" in capsys.readouterr().out
+        assert status_of(sample.main, ["-m", str(tmp_path / "changed"), "--export", str(tmp_path / "hf")]) == 0
+    said = capsys.readouterr().out
+    assert f"note: transformers computes other logits from {tmp_path / 'changed' / 'hf'}" in said
+    assert "for this program only" in said and "other tools load it" not in said
+    assert not (tmp_path / "changed" / "hf" / "README.md").exists(), "it would say how transformers loads it"
 
 
 def test_a_checkpoint_knows_the_code_of_its_model(data, tmp_path, capsys):
