@@ -193,7 +193,11 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
         raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
     # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
-    lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
+    options: dict[str, Any] = dict(mode=0o666, thread_local=False)
+    try:
+        lock = filelock.FileLock(path, **options, fallback_to_soft=False)
+    except TypeError:  # an older version, which has no such fallback
+        lock = filelock.FileLock(path, **options)
     try:
         lock.acquire(timeout=0.2)  # a second attempt, in case the file is deleted during the first one
     except filelock.Timeout:
@@ -203,6 +207,6 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
         ) from None
     except PermissionError as error:
         raise UserError(f"{path} cannot be locked: {error.strerror}. Choose another folder.") from None
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     return FolderLock(path, lock, created)
