@@ -165,6 +165,13 @@ def test_a_changed_model_is_not_taken_for_gpt2(data, tmp_path, capsys):
     assert not (tmp_path / "changed" / "hf" / "README.md").exists(), "it would say how transformers loads it"
 
 
+def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert train(data, tmp_path / "out", max_steps=2) == 0
+    assert "could not be compared with transformers" in capsys.readouterr().out
+    assert (tmp_path / "out" / "hf" / "model.safetensors").exists()
+
+
 def test_a_checkpoint_knows_the_code_of_its_model(data, tmp_path, capsys):
     assert train(data, tmp_path / "out", max_steps=2) == 0
     train_gpt2.load_model(str(tmp_path / "out"))
