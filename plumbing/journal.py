@@ -19,9 +19,10 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from plumbing import program
 from plumbing.distributed import environment_number
 from plumbing.files import Name, atomic_write, open_regular
-from plumbing.program import git, plain, quote
+from plumbing.program import plain, quote
 
 LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
 
@@ -93,7 +94,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 def describe_start(config: Any, start_step: int, branched: dict[str, Any] | None) -> str:
     """The entry in run.txt for a start: command, settings, versions, machine, commit."""
-    changes = git("diff", "HEAD")  # of what is not committed
+    changes = program.git("diff", "HEAD")  # of what is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -104,7 +105,7 @@ def describe_start(config: Any, start_step: int, branched: dict[str, Any] | None
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": git("describe", "--always", "--dirty", "--abbrev=40"),
+        "commit": program.git_commit(),
         "changes": json.dumps(changes[:20_000]) if changes else "",
         "branched": json.dumps(branched) if branched else "",
     }

@@ -57,17 +57,22 @@ def check_kernels(device: str) -> None:
         )
 
 
+def total_memory(device: str) -> float:
+    """Bytes that a GPU, or else the machine, has; infinite on Windows, which does not say."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
 def free_memory(device: str, root: Path = Path("/")) -> float:
     """Bytes that are free on a GPU, or on the machine within its container's limit; infinite if that is not known."""
     if device.startswith("cuda"):
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
     meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"  # Linux has both
-    free = math.inf
+    free = total_memory("cpu")
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
-    elif hasattr(os, "sysconf"):  # macOS, which says only how much there is; Windows has none of these
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"
     return min(free, *map(int, limits)) if limits else free
 

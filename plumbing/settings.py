@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,11 +95,7 @@ def not_enough_memory(c: Any, device: str) -> Iterator[str]:
     # a lower bound: weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block
     num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
     num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
-    needed, available = 16 * num_params + c.n_layer * 2**16, math.inf
-    if device.startswith("cuda"):
-        available = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):  # not on Windows
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(device)
     if needed > available:
         yield (
             f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "

@@ -10,7 +10,7 @@ from harness import make_shards, no_git, no_picture, patched  # sets the environ
 
 # isort: split
 import torch
-from plumbing import journal, machine, modelcard
+from plumbing import machine, modelcard, program
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +53,7 @@ def no_network():
 @pytest.fixture(autouse=True, scope="session")
 def no_pictures():
     """Only test_modelcard.py and the real scripts draw the picture of a run's losses."""
-    with patched(modelcard, "write_curve", no_picture), patched(journal, "git", no_git):
+    with patched(modelcard, "write_curve", no_picture), patched(program, "git", no_git):
         yield
 
 

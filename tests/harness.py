@@ -41,7 +41,7 @@ import pytest
 import tokenizer
 import torch
 import train_gpt2
-from plumbing import journal, modelcard, program, runs
+from plumbing import modelcard, program, runs
 from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 from torch.utils._pytree import tree_flatten
 
@@ -289,7 +289,7 @@ def no_picture(path, streams):
 
 
 def no_git(*words):
-    """In place of journal.git: what a run notes must not depend on changes that are not committed."""
+    """In place of program.git: what a run notes must not depend on changes that are not committed."""
     return ""
 
 
@@ -299,7 +299,7 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    modelcard.write_curve, journal.git = no_picture, no_git
+    modelcard.write_curve, program.git = no_picture, no_git
     program.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
     program.run(lambda: function(*args))
 

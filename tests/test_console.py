@@ -222,7 +222,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsy
 
 def test_run_txt_has_what_was_changed_and_not_committed(data, tmp_path):
     said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}
-    with patched(journal, "git", lambda command, *words: said[command]):
+    with patched(program, "git", lambda command, *words: said[command]):
         assert train(data, tmp_path / "out", max_steps=1) == 0
     [start] = journal.read_starts(tmp_path / "out" / "run.txt")
     assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]
