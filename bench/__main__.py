@@ -6,6 +6,8 @@
     python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
     python -m bench sample      generate, a loop without a cache, transformers
+    python -m bench start       the first update of a run, and importing torch
+    python -m bench shakespeare --peer ../nanoGPT --text tinyshakespeare.txt
     python -m bench gpu         all questions for a GPU, one after the other
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
@@ -24,22 +26,23 @@ from typing import Annotated
 
 from plumbing import flags, program
 
-BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "gpu")
+BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "start", "shakespeare", "gpu")
 
 
 @dataclass
 class Options:
     """What to measure, and how."""
 
-    what: Annotated[str, "positional"] = "train"  # train, ladder, data, hellaswag, sample or gpu, as above
+    what: Annotated[str, "positional"] = "train"  # the benchmark, one of those above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
     # train, ladder, hellaswag, sample and gpu
     settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
-    # train and gpu
+    # train, shakespeare and gpu
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
-    peer: str = ""  # a nanoGPT checkout, whose model.py is imported and trained
+    peer: str = ""  # a nanoGPT checkout; shakespeare runs its train.py, the others import its model.py
+    text: str = "tinyshakespeare.txt"  # shakespeare: tiny Shakespeare
     # data, hellaswag and sample
     tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too
@@ -62,7 +65,7 @@ def main(args=None):
         complaints.append(f"There is no benchmark called {options.what!r}. {suggestion}")
     flags.check(options, complaints, above_0=["max_new_tokens", "num_samples", "limit"])
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints lines of its own
-    from bench import gpu, measure, programs, steps
+    from bench import gpu, measure, programs, runs, steps
     from plumbing.files import check_new_output, new_output
     from plumbing.machine import choose_device
 
@@ -73,6 +76,7 @@ def main(args=None):
     options.rounds = options.rounds or (40 if options.what == "train" else 5)
     benchmarks = dict(train=steps.train, ladder=steps.ladder, gpu=gpu.run)
     benchmarks |= dict(data=programs.data, hellaswag=programs.score, sample=programs.sample)
+    benchmarks |= dict(start=runs.start, shakespeare=runs.shakespeare)
     numbers = benchmarks[options.what](options)
     if options.json:
         numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}

@@ -18,13 +18,19 @@ from plumbing.program import git_commit, output_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def cpu_seconds():
+    """CPU seconds of this process and, in hundredths, of those that it has started and waited for."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
 def timed(function):
     """Call function(): (seconds, CPU seconds, its result); on a GPU until its work is done."""
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), cpu_seconds()
     result = function()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return time.perf_counter() - start, time.process_time() - cpu_start, result
+    return time.perf_counter() - start, cpu_seconds() - cpu_start, result
 
 
 def measure(sides, rounds, work, unit, ours=None):
@@ -42,22 +48,20 @@ def measure(sides, rounds, work, unit, ours=None):
             side = measured[name]
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
-            seconds, cpu_seconds, results[name] = timed(function)
+            seconds, cpu, results[name] = timed(function)
             side["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if number > 0:
                 side["seconds"].append(seconds)
-                side["cpu_seconds"].append(cpu_seconds)
+                side["cpu_seconds"].append(cpu)
     width = max(map(len, sides)) + 1
     print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'GiB':>7}{'ratio':>7}{'by CPU':>8}")
     for name, side in measured.items():
         for clock, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
             ours_per_unit = np.array(measured[ours][clock]) / work[ours]
             side[ratio] = float(np.median(np.array(side[clock]) / work[name] / ours_per_unit))
-        seconds, cpu_seconds = np.median(side["seconds"]), np.median(side["cpu_seconds"])
+        seconds, cpu = np.median(side["seconds"]), np.median(side["cpu_seconds"])
         side[f"{unit}_per_s"] = float(work[name] / seconds)
-        print(
-            f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu_seconds:10.2f}", end=""
-        )
+        print(f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu:10.2f}", end="")
         print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
     ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results

@@ -27,7 +27,7 @@ from train_gpt2 import GPT, GPTConfig
 def data(options):
     """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
     cores, enc = documents.num_cores() or 1, tokenizer.get_encoding(options.tokenizer)
-    texts = documents.python_docs() * cores
+    texts = documents.python_docs() * 10 * cores  # seconds of work, so that the program's start hardly counts
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "docs.jsonl")
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")

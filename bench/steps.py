@@ -241,6 +241,13 @@ def compare(makers, rounds, ours):
         return numbers | roofline(sides[ours], numbers["tok_per_s"])
 
 
+def check_peer(folder, name):
+    """Raise UserError unless the folder of --peer has the file `name` of nanoGPT's."""
+    if not Path(folder, name).exists():
+        found = f"There is no {name} in {folder}" if folder else "--peer is missing"
+        raise UserError(f"{found}. Give the folder of a nanoGPT checkout with --peer.")
+
+
 def train(options):
     """Compare training steps on the same tokens, model shape, optimizer and precision."""
     config = configure(options)
@@ -250,10 +257,7 @@ def train(options):
         "transformers, fused AdamW": (make_transformers, config),
     }
     if options.peer:
-        if not Path(options.peer, "model.py").exists():
-            raise UserError(
-                f"There is no model.py in {options.peer}. Give the folder of a nanoGPT checkout with --peer."
-            )
+        check_peer(options.peer, "model.py")
         makers["nanoGPT"] = make_nanogpt, config, options.peer
     for variant in options.variants:
         makers[f"train_gpt2 {variant}"] = Ours, configure(options, variant)

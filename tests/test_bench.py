@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt2
-from bench import gpu, steps
+from bench import gpu, runs, steps
 from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
@@ -120,8 +120,37 @@ def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
     texts = [f"Document {i}. " * 50 for i in range(20)]
     monkeypatch.setattr(documents, "python_docs", lambda: texts)
     numbers = measure("data")
-    assert set(numbers["tokens"].values()) == {numbers["cores"] * sum(len(text) + 1 for text in texts)}
+    assert set(numbers["tokens"].values()) == {10 * numbers["cores"] * sum(len(text) + 1 for text in texts)}
     assert numbers["tok_per_s"] > 0
+
+
+def test_start_ends_with_the_first_update(measure, tmp_path, monkeypatch):
+    script = tmp_path / "trainer.py"
+    monkeypatch.setattr(runs, "TRAINER", str(script))
+    script.write_text("import time\nprint('step     0 | loss  5.7', flush=True)\ntime.sleep(60)", encoding="utf-8")
+    sides = measure("start")["sides"]
+    assert 0 < sides["first update"]["seconds"][0] < 60 and sides["import torch"]["ratio"] == 1
+    script.write_text("print('step     0 | val loss 5.7')\nraise SystemExit('full disk')", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="full disk"):
+        runs.start(Options(rounds=1))
+
+
+def test_shakespeare_has_the_last_losses_of_both_programs_on_nanogpts_split(measure, tmp_path):
+    peer, text = tmp_path / "peer", tmp_path / "text.txt"
+    data = peer / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    text.write_bytes(b"To be, or not to be.\n" * 100)
+    (data / "prepare.py").write_text(
+        "open('length', 'w').write(str(len(open('input.txt').read())))", encoding="utf-8"
+    )
+    printed = ["assert open('data/shakespeare_char/length').read() == '2100'"]
+    printed += [f"print('step {n}: train loss 1.7, val loss {loss}')" for n, loss in ((0, 4.25), (2000, 1.8857))]
+    (peer / "train.py").write_text("\n".join(printed), encoding="utf-8")
+    settings = "n_layer=1,n_head=2,n_embd=32,max_steps=1,val_every=1"
+    sides = measure("shakespeare", peer=peer, text=text, settings=settings)["sides"]
+    assert sides["nanoGPT"]["val_losses"] == [4.25, 1.8857]
+    first, last = sides["train_gpt2"]["val_losses"]
+    assert first == pytest.approx(np.log(320), abs=0.1) and last < first
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
@@ -176,6 +205,7 @@ def test_numbers_that_cannot_be_saved_are_printed(measure, tmp_path, monkeypatch
 def test_mistakes_are_one_line(tmp_path):
     mistakes = {
         "There is no model.py in": ["train", "--peer", tmp_path],
+        "--peer is missing": ["shakespeare"],
         "quickstart": ["train", "--settings", "preset=quickstar"],
         "Did you mean train?": ["trian"],
         "--rounds": ["train", "--round", "3"],
