@@ -49,8 +49,9 @@ def test_export_cuts_the_padding_off_and_transformers_agrees(tmp_path):
         ours, theirs = model(idx)[0], hf(idx).logits
     assert theirs.shape == (2, 32, 257)
     assert (ours[..., :257] - theirs).abs().max() < 2e-4
-    text = "to be, or n\u00f6t \U0001f600"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == list(text.encode())
+    text, their_tokenizer = "to be, or n\u00f6t \U0001f600", AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert their_tokenizer(text)["input_ids"] == list(text.encode()) and their_tokenizer.model_max_length == 32
+    assert their_tokenizer.chat_template is None and hf.generation_config.eos_token_id == [256]
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
