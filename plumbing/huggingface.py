@@ -152,7 +152,9 @@ def load_tokenizer(name_or_directory, vocab_size):
     gpt2 = tokenizer.get_encoding("gpt2")
     found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
     if found:
-        is_gpt2 = read_vocab(found[0]) == vocab_of(gpt2)
+        match read_json(found[0], COPY_AGAIN):
+            case {"model": {"vocab": vocab}} | vocab:  # of tokenizer.json, or all of vocab.json
+                is_gpt2 = vocab == vocab_of(gpt2)
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
@@ -162,13 +164,6 @@ def load_tokenizer(name_or_directory, vocab_size):
             "GPT-2's tokenizer."
         )
     return gpt2
-
-
-def read_vocab(path):
-    """Return {token: id} of a tokenizer.json or a vocab.json, special tokens that were added later aside."""
-    match read_json(path, COPY_AGAIN):
-        case {"model": {"vocab": vocab}} | vocab:
-            return vocab
 
 
 def vocab_of(enc):
@@ -212,7 +207,6 @@ def check_export(model: Any, directory: Path) -> bool:
 
         logging.disable_progress_bar()
         theirs = GPT2LMHeadModel.from_pretrained(directory)
-        idx %= theirs.config.vocab_size
         with torch.no_grad():
             expected = theirs(idx).logits
     except Exception as error:  # the model is exported, whatever a large package says of it
