@@ -149,21 +149,20 @@ def load_tokenizer(name_or_directory, vocab_size):
     directory = Path(name_or_directory)
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    gpt2 = tokenizer.get_encoding("gpt2")
     found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
     if found:
         match read_json(found[0], COPY_AGAIN):
             case {"model": {"vocab": vocab}} | vocab:  # of tokenizer.json, or all of vocab.json
-                is_gpt2 = vocab == vocab_of(gpt2)
+                is_gpt2 = vocab == vocab_of(tokenizer.get_encoding("gpt2"))
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
         raise UserError(
-            f"The model in {directory}, which has {vocab_size} token ids, has a tokenizer of its own. Only GPT-2's is "
-            "read, and a tokenizer.tiktoken of this program. Copy that file and its .json there, or use a model with "
-            "GPT-2's tokenizer."
+            f"The model in {directory}, with {vocab_size} token ids, has a tokenizer of its own. Only GPT-2's and "
+            "those of this program are read. If it was trained here, copy its tokenizer.tiktoken and "
+            "tokenizer.tiktoken.json there. Otherwise use another model."
         )
-    return gpt2
+    return tokenizer.get_encoding("gpt2")
 
 
 def vocab_of(enc):

@@ -201,7 +201,7 @@ def test_without_a_tokenizers_files_it_is_gpt2s_if_the_vocabulary_has_that_size(
     remove(hf, "tokenizer*")
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, vocab_size) is BYTES
-    assert "which has 50258 token ids, has a tokenizer of its own" in refusal(load_tokenizer, hf, 50258)
+    assert "with 50258 token ids, has a tokenizer of its own" in refusal(load_tokenizer, hf, 50258)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
@@ -218,7 +218,9 @@ def test_a_vocabulary_in_huggingfaces_format_must_be_gpt2s(hf, name, gpt2_is_byt
     for changes in ({"a": 98, "b": 97}, {"ab": 257}):
         vocab |= changes
         (hf / name).write_text(json.dumps(content), encoding="utf-8")
-        assert "has a tokenizer of its own. Only GPT-2's is read" in refusal(load_tokenizer, hf, 258)
+        assert "has a tokenizer of its own. Only GPT-2's and those of this program are read" in refusal(
+            load_tokenizer, hf, 258
+        )
     (hf / name).write_text("{", encoding="utf-8")
     assert f"{name} is damaged" in refusal(load_tokenizer, hf, 258)
 
