@@ -5,7 +5,7 @@
     machine             devices, dtypes, the speed of GPUs
     distributed         the ranks of a run
     shards, documents   token shards on disk; the texts that they are made of
-    huggingface*        GPT-2s and tokenizers of other programs, read and written
+    huggingface         GPT-2s in Hugging Face format, read and written
     checkpoint          checkpoints, found, read and written
     journal             log.txt and run.txt, written and read
     mirror, modelcard   copies of the log at Weights & Biases; the README of an exported model

@@ -122,7 +122,7 @@ def load_checkpoint(path: Name) -> Checkpoint:
         if isinstance(error, pickle.UnpicklingError):
             reason = "it contains more than tensors and plain data, perhaps code, which is never run"
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
-    if content.get("model_code", model_code()) != model_code():  # peers and older versions have none
+    if content.get("model_code", model_code()) != model_code():  # those of the peers have none
         print(
             f"note: {plain(path)} was trained with other code of the model than train_gpt2.py has now. If the "
             "forward pass has changed, so has what the weights compute.",

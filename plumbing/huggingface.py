@@ -14,7 +14,6 @@ from typing import Any
 
 import tokenizer
 from plumbing.files import atomic_write, free_name, open_regular, read_json
-from plumbing.huggingface_tokenizer import import_tokenizer, tokenizer_files
 from plumbing.program import UserError, first_line, plain
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -28,9 +27,18 @@ SUPPORTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-METADATA = {"format": "pt"}  # of an exported safetensors file; transformers asks for it
 PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 COPY_AGAIN = "Copy or export the model again."
+CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
+    "{{ '<|endoftext|>' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('The role ' + message['role'] + ' is not user, assistant or system.') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def transposed(weights):
@@ -134,16 +142,34 @@ def shape_of(weights, n_head, source):
 
 
 def load_tokenizer(name_or_directory, vocab_size):
-    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format."""
+    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
+
+    Tokens that a model has in addition to GPT-2's, such as one for padding, are neither fed to it nor sampled.
+    """
     directory = Path(name_or_directory)
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-    if (directory / "tokenizer.json").exists() or (directory / "merges.txt").exists():
-        return import_tokenizer(directory)
-    # GPT-2's size, or that padded to a multiple of 64
-    if not directory.is_dir() or vocab_size in (50257, 50304):
-        return tokenizer.get_encoding("gpt2")
-    raise UserError(f"{directory} has no tokenizer.json and no vocab.json with merges.txt. Copy them there.")
+    found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
+    if found:
+        match read_json(found[0], COPY_AGAIN):
+            case {"model": {"vocab": vocab}} | vocab:  # of tokenizer.json, or all of vocab.json
+                is_gpt2 = vocab == vocab_of(tokenizer.get_encoding("gpt2"))
+    else:  # GPT-2's size, or that padded to a multiple of 64
+        is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
+    if not is_gpt2:
+        raise UserError(
+            f"The model in {directory}, with {vocab_size} token ids, has a tokenizer of its own. Only GPT-2's and "
+            "those of this program are read. If it was trained here, copy its tokenizer.tiktoken and "
+            "tokenizer.tiktoken.json there. Otherwise use another model."
+        )
+    return tokenizer.get_encoding("gpt2")
+
+
+def vocab_of(enc):
+    """Return {token: id} of a tokenizer as these files have it, with a printable character for each byte."""
+    chars, ranks = tokenizer.byte_chars(), enc._mergeable_ranks
+    vocab = {"".join(chars[byte] for byte in token): rank for token, rank in ranks.items()}
+    return vocab | enc._special_tokens
 
 
 def export_huggingface(model, enc, directory):
@@ -152,13 +178,9 @@ def export_huggingface(model, enc, directory):
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
     chat template, and stops after its turn.
     """
-    from safetensors.torch import save
-
     directory = Path(directory)
     part = directory.with_name(f".{directory.name}.part")
-    contents = export_files(vars(model.config), enc)
-    weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
-    contents["model.safetensors"] = save(weights, METADATA)
+    contents = export_files(model.state_dict(), vars(model.config), enc)
     names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
     remove_part(part, names)
     make_way(part)
@@ -174,13 +196,6 @@ def export_huggingface(model, enc, directory):
         remove_part(part, names)
 
 
-def export_weights(weights, enc):
-    """Return {name: tensor} of the exported weights of a GPT with this state dict and tokenizer."""
-    exported = {name: weight.cpu() for name, weight in transposed(weights).items()}
-    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
-    return exported
-
-
 def check_export(model: Any, directory: Path) -> bool:
     """Whether transformers computes the same logits from an export; prints a note if not: the model was changed."""
     import torch
@@ -191,7 +206,6 @@ def check_export(model: Any, directory: Path) -> bool:
 
         logging.disable_progress_bar()
         theirs = GPT2LMHeadModel.from_pretrained(directory)
-        idx %= theirs.config.vocab_size
         with torch.no_grad():
             expected = theirs(idx).logits
     except Exception as error:  # the model is exported, whatever a large package says of it
@@ -209,8 +223,15 @@ def check_export(model: Any, directory: Path) -> bool:
     return is_same
 
 
-def export_files(shape, enc):
-    """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
+def export_files(weights, shape, enc):
+    """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and this tokenizer.
+
+    tokenizer.tiktoken is not among them.
+    """
+    from safetensors.torch import save
+
+    weights = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
+    weights["transformer.wte.weight"] = weights.pop("lm_head.weight")[: enc.n_vocab]
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
@@ -222,32 +243,46 @@ def export_files(shape, enc):
     return tokenizer_files(enc, length) | {
         "config.json": json.dumps(config, indent=2).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
+        "model.safetensors": save(weights, {"format": "pt"}),  # transformers asks for that format
     }
+
+
+def tokenizer_files(enc, max_length=None):
+    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
+    ranks, vocab, merges = enc._mergeable_ranks, vocab_of(enc), []
+    words = {i: word for word, i in vocab.items()}
+    for token in sorted(ranks, key=ranks.get):
+        ids = [ranks.get(part) for part in tokenizer.last_merge(token, ranks)]
+        if not {ranks[token], *ids} <= words.keys():
+            raise UserError(
+                f"Tokenizer {enc.name} cannot be exported: its token {token!r} is a special token, too, or not made of "
+                "two shorter ones. Use another tokenizer."
+            )
+        if len(token) > 1:
+            merges.append(tuple(words[i] for i in ids))
+    model = tokenizer.huggingface_model(enc._pat_str, vocab, merges)
+    model.add_special_tokens(list(enc._special_tokens))
+    config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
+    config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+    config["model_max_length"] = max_length
+    if tokenizer.has_chat_tokens(enc):
+        config["chat_template"] = CHAT_TEMPLATE
+    return {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
 def is_export_of(directory, weights, shape, enc):
     """Whether `directory` holds all that `export_huggingface` writes for this model and the tokenizer `enc`."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
         if tokenizer.digest(found) != tokenizer.digest(enc):
             return False
-        for name, content in export_files(shape, enc).items():
+        for name, content in export_files(weights, shape, enc).items():
             with open_regular(directory / name) as file:
                 if file.read() != content:
                     return False
-        path, expected = directory / "model.safetensors", export_weights(weights, enc)
-        with open_regular(path), safe_open(path, "pt") as file:  # a pipe would block safe_open
-            if file.metadata() != METADATA or set(file.keys()) != expected.keys():
-                return False
-            return all(is_same(file.get_tensor(name), weight) for name, weight in expected.items())
-    except (UserError, OSError, SafetensorError):
+    except (UserError, OSError):
         return False
-
-
-def is_same(tensor, other):
-    return tensor.dtype == other.dtype and tensor.equal(other)
+    return True
 
 
 def remove_part(part, names):

@@ -21,16 +21,14 @@ class KVCache:
         self.keys_values = {}  # attention layer -> its keys and values (2, B, nh, max_len, hs)
 
     def update(self, layer, k, v):
-        """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (B, nh, S, hs)."""
+        """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (2, B, nh, S, hs)."""
         B, nh, T, hs = k.shape
         assert self.length == 0 or T == 1, "feed the whole prompt first, then one token at a time"
         if layer not in self.keys_values:
             self.keys_values[layer] = k.new_empty(2, B, nh, self.max_len, hs)
-        keys, values = self.keys_values[layer]
-        end = self.length + T
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+        keys_values = self.keys_values[layer][:, :, :, : self.length + T]
+        keys_values[:, :, :, self.length :] = torch.stack([k, v])
+        return keys_values
 
 
 def attention_on_cpu(q, k, v, **options):

@@ -41,7 +41,7 @@ import pytest
 import tokenizer
 import torch
 import train_gpt2
-from plumbing import modelcard, program, runs
+from plumbing import program, runs
 from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 from torch.utils._pytree import tree_flatten
 
@@ -283,11 +283,6 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def no_picture(path, streams):
-    """In place of modelcard.write_curve, which takes as long as the rest of a tiny run."""
-    return False
-
-
 def no_git(*words):
     """In place of program.git: what a run notes must not depend on changes that are not committed."""
     return ""
@@ -299,7 +294,7 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    modelcard.write_curve, program.git = no_picture, no_git
+    program.git = no_git
     program.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
     program.run(lambda: function(*args))
 

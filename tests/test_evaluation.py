@@ -15,18 +15,7 @@ from plumbing.huggingface import export_huggingface
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import (
-    examples_file,
-    losses,
-    make_shards,
-    patched,
-    read_log,
-    succeed,
-    tiny_flags,
-    tiny_model,
-    train,
-    windows,
-)
+from harness import examples_file, losses, make_shards, read_log, succeed, tiny_flags, tiny_model, train, windows
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["all targets", "masked targets"])
@@ -87,7 +76,7 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
+def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, monkeypatch, backend):
     """With validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
     import torch._dynamo
 
@@ -97,8 +86,8 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    compile_with = functools.partial(torch.compile, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True), patched(torch, "compile", compile_with):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with torch._dynamo.config.patch(error_on_recompile=True):
         assert train(data, tmp_path / "compiled", compile=True, **options) == 0
     assert graphs["unique_graphs"] == 1, "one for training and validation"
     assert "torch.compile failed" not in capsys.readouterr().out
@@ -108,16 +97,16 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, backend):
     assert not any("_orig_mod" in name or "module." in name for name in names)
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers():
-    enc, seen = tokenizer.with_chat(tokenizer.get_encoding("bytes")), []
+def test_samples_of_a_chat_model_are_answers_with_role_markers(monkeypatch):
+    enc, seen = tokenizer.get_encoding("bytes+chat"), []
 
     def generate(self, idx, *args, **options):
         seen.append(idx)
         return (torch.tensor([token] * 4) for token in [*b"Yes", enc.encode_single_token("<|end|>"), *b"rest"])
 
-    with patched(train_gpt2.GPT, "generate", generate):
-        config = train_gpt2.TrainConfig(sample_prompt="Hi")
-        texts = train_gpt2.generate_samples(tiny_model(), enc, config, world=World())
+    monkeypatch.setattr(train_gpt2.GPT, "generate", generate)
+    config = train_gpt2.TrainConfig(sample_prompt="Hi")
+    texts = train_gpt2.generate_samples(tiny_model(), enc, config, world=World())
     assert texts == ["<|user|>Hi<|end|><|assistant|>Yes"] * 4
     # 256 bytes, <|endoftext|>, <|user|>, <|assistant|>, <|system|>, <|end|>
     assert seen[0].tolist() == [[256, 257, *b"Hi", 260, 258]] * 4

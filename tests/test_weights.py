@@ -11,24 +11,14 @@ import torch
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint
 
-from harness import (
-    TINY,
-    change_checkpoint,
-    error_in,
-    flags,
-    losses,
-    patched,
-    status_of,
-    tiny_flags,
-    tiny_model,
-    train,
-)
+from harness import TINY, change_checkpoint, flags, losses, patched, refused, status_of, tiny_flags, tiny_model, train
 
 
-def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
+def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_model(data, tmp_path, capsys):
     """Which torch's safe loader reads without any class of ours; no prefixes, weights tied in the file."""
     assert train(data, tmp_path / "out") == 0
-    checkpoint = torch.load(tmp_path / "out" / "model_00012.pt", weights_only=True)
+    path = tmp_path / "out" / "model_00012.pt"
+    checkpoint = torch.load(path, weights_only=True)
     weights = checkpoint["model"]
     assert len(weights) == 2 + 2 * 12 + 2 + 1
     assert all(name.startswith(("transformer.", "lm_head.")) for name in weights)
@@ -38,6 +28,11 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
     assert checkpoint["config"]["n_embd"] == 32 and checkpoint["config"]["vocab_size"] == 320
     assert checkpoint["loader"]["position"] == 12 * 8
     assert {"optimizer", "val_loss"} <= set(checkpoint)
+    train_gpt2.load_model(str(path))
+    assert "other code" not in capsys.readouterr().err
+    change_checkpoint(path, lambda content: content.update(model_code="another"))
+    train_gpt2.load_model(str(path))
+    assert "was trained with other code of the model" in capsys.readouterr().err
 
 
 def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
@@ -88,64 +83,54 @@ def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path, cap
     assert status_of(train_gpt2.main, args) == 2 and "--sequence-length 64" in capsys.readouterr().err
 
 
-def peer_weights(bias=True):
-    """A GPT-2 with the 50,257 ids of OpenAI's tokenizer, in the names of nanoGPT and build-nanogpt."""
-    weights = tiny_model(vocab_size=50304).state_dict()
-    return {name: w for name, w in weights.items() if bias or not name.endswith("bias")}
-
-
 class GPTConfig:
     """What build-nanogpt pickles into its checkpoints: an object of this class of the script that was run."""
 
     __module__ = "__main__"
 
 
-def save_peers(folder):
-    shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
-    wrapped = {f"_orig_mod.{name}": w for name, w in peer_weights(bias=False).items()}
-    nanogpt = {"model": wrapped, "model_args": shape | {"bias": False, "dropout": 0.0}, "iter_num": 5, "config": {}}
-    torch.save(nanogpt, folder / "ckpt.pt")
-    config = GPTConfig()
-    vars(config).update(shape)
-    torch.save({"model": peer_weights(), "config": config, "step": 5, "val_loss": 3.0}, folder / "model_00005.pt")
-
-
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
-    """A folder with their checkpoints. The tokenizer is not looked at, and GPT-2's need not be there."""
+    """A folder with checkpoints of nanoGPT and build-nanogpt, whose weights are these, in their names."""
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
+    # their tokenizer is not looked at, and GPT-2's need not be there
     monkeypatch.setattr(tokenizer, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
-    save_peers(tmp_path)
-    return tmp_path
+    shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
+    weights = tiny_model(**shape).state_dict()
+    wrapped = {f"_orig_mod.{name}": w for name, w in weights.items() if not name.endswith("bias")}
+    nanogpt = {"model": wrapped, "model_args": shape | {"bias": False, "dropout": 0.0}, "iter_num": 5, "config": {}}
+    torch.save(nanogpt, tmp_path / "ckpt.pt")
+    config = GPTConfig()
+    vars(config).update(shape)
+    torch.save({"model": weights, "config": config, "step": 5, "val_loss": 3.0}, tmp_path / "model_00005.pt")
+    return tmp_path, weights
 
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
 def test_a_peers_checkpoint_is_read(name, peers):
-    model, enc = train_gpt2.load_model(str(peers / name))
-    expected = peer_weights()
+    folder, expected = peers
+    model, enc = train_gpt2.load_model(str(folder / name))
     assert enc.name == "gpt2" and model.config.n_layer == model.config.n_head == 2
     for key, weight in model.state_dict().items():
         zero = name == "ckpt.pt" and key.endswith("bias")
         assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda c: c["model_args"].update(n_head=3), "an n_head of 3"),
-        (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}), "lm_head.weight"),
-        (
-            lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(31)}),
-            "transformer.ln_f.weight",
-        ),
-        (lambda c: c["model"].pop("_orig_mod.transformer.ln_f.weight"), "transformer.ln_f.weight"),
-        (lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()], "not finite"),
-    ],
-)
-def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(change, words, peers, capsys):
-    change_checkpoint(peers / "ckpt.pt", change)
-    assert status_of(sample.main, ["abc", "-m", str(peers / "ckpt.pt")]) == 2
-    assert words in error_in(capsys.readouterr().err)
+LN_F = "_orig_mod.transformer.ln_f.weight"
+UNUSABLE = {
+    "an n_head of 3": lambda c: c["model_args"].update(n_head=3),
+    "lm_head.weight": lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(50304, 32)}),
+    "size mismatch for transformer.ln_f.weight": lambda c: c["model"].update({LN_F: torch.ones(31)}),
+    "transformer.ln_f.weight": lambda c: c["model"].pop(LN_F),
+    "not finite": lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()],
+}
+
+
+@pytest.mark.parametrize("words", UNUSABLE)
+def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(words, peers):
+    path = peers[0] / "ckpt.pt"
+    change_checkpoint(path, UNUSABLE[words])
+    assert words in refused(sample.main, "abc", "-m", path)
 
 
 def relu_squared(self, x):
@@ -170,12 +155,3 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, c
     assert train(data, tmp_path / "out", max_steps=2) == 0
     assert "could not be compared with transformers" in capsys.readouterr().out
     assert (tmp_path / "out" / "hf" / "model.safetensors").exists()
-
-
-def test_a_checkpoint_knows_the_code_of_its_model(data, tmp_path, capsys):
-    assert train(data, tmp_path / "out", max_steps=2) == 0
-    train_gpt2.load_model(str(tmp_path / "out"))
-    assert "other code" not in capsys.readouterr().err
-    change_checkpoint(tmp_path / "out" / "model_00002.pt", lambda content: content.update(model_code="another"))
-    train_gpt2.load_model(str(tmp_path / "out"))
-    assert "was trained with other code of the model" in capsys.readouterr().err
