@@ -171,11 +171,6 @@ def wait_for_name(host: str) -> None:
             time.sleep(1)
 
 
-def is_restart() -> bool:
-    """Whether torchrun has restarted this process after a crash."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def environment_number(name: str, default: int) -> int:
     """The number in an environment variable that torchrun sets. UserError unless it is whole and `default` or more."""
     text = os.environ.get(name, str(default))

@@ -73,8 +73,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
-    if c.init_from == "resume":  # nanoGPT's word
-        yield "--init-from names a model. To resume a run, repeat its command without that flag."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
