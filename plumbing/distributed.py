@@ -78,14 +78,15 @@ class World:
         gathered = self.gather(facts)
         expected = gathered[0]
         for rank, theirs in enumerate(gathered):
-            names = [name for name in expected if theirs.get(name) != expected[name]]
-            if names:
-                differences = "; ".join(
-                    f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names
-                )
+            differences = [
+                f"{name} is {theirs.get(name)} instead of {value}"
+                for name, value in expected.items()
+                if theirs.get(name) != value
+            ]
+            if differences:
                 raise UserError(
-                    f"Rank {rank} does not agree with rank 0: {differences}. Start all ranks with the same program, "
-                    "flags and data."
+                    f"Rank {rank} does not agree with rank 0: {'; '.join(differences)}. Start all ranks with the same "
+                    "program, flags and data."
                 )
 
     def broadcast_from_master(

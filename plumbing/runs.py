@@ -71,10 +71,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
-        if not saved:
-            raise UserError(
-                f"There is no checkpoint in {config.branch_from}. Give a run's folder or a model_*.pt."
-            )
+        assert saved  # `settings.inherit` has found one
         branched = branch(config, saved)
         # the parent's best weights and its other checkpoints are not in the branch's folder
         saved["best_val_loss"], saved["temporary"] = math.inf, []
@@ -246,7 +243,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.flops_per_token = machine.flops_per_token(config, config.sequence_length)
         self.peak = machine.peak_flops(self.device_name)
         self.signals = install_signal_handlers()  # the signals received so far
-        self.started = self.first_step_ended = time.perf_counter()
+        self.started = time.perf_counter()
         world.broadcast_from_master(self.open, lock, start)
 
     def open(self, lock: FolderLock, start: Start) -> None:
@@ -335,8 +332,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def log_step(self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float) -> None:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
-        if step == self.start_step:
-            self.first_step_ended = time.perf_counter()
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
@@ -352,8 +347,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
-        if step > self.start_step:
-            seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
+        now = time.perf_counter()
+        if step == self.start_step:
+            self.first_step_ended = now
+        else:
+            seconds = (now - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
     def save(self, step: int, state: dict[str, Any]) -> None:

@@ -64,7 +64,15 @@ def complaints(c: Any, world: World) -> Iterator[str]:
             f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
             "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
         )
-    yield from not_enough_memory(c, world.device)
+    # a lower bound: weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block
+    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
+    num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
+    needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(world.device)
+    if needed > available:
+        yield (
+            f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
+            f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
+        )
     if not c.out_dir:
         yield "--out-dir is empty. Give the folder in which the run is to be kept."
     if T > c.block_size:
@@ -86,19 +94,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
 
 def nearest_multiple(value: int, unit: int) -> int:
     return max(unit, (value + (unit - 1) // 2) // unit * unit)
-
-
-def not_enough_memory(c: Any, device: str) -> Iterator[str]:
-    """The complaint that a model of this config needs more memory than the device has."""
-    # a lower bound: weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block
-    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
-    num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
-    needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(device)
-    if needed > available:
-        yield (
-            f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
-            f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
-        )
 
 
 # ----- What another run or model gives ------------------------------------------------------------------
