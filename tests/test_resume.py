@@ -57,43 +57,31 @@ def straight(folder):
     return folder.parent / "straight"
 
 
-def train_until(moment, args):
-    """Train, and be killed with -9 at `moment`. Steps 4, 8 and 12 write checkpoints."""
-    out_dir = Path(args[args.index("--out-dir") + 1])
-    wait_for_4, wait_for_8 = (wait_for_checkpoint(out_dir, step) for step in (4, 8))
-
-    def in_step_9(*args_of_call):
-        return "\n8 train " in (out_dir / "log.txt").read_text(encoding="utf-8")
-
-    patch = {
-        "before the first step": lambda: die_at(train_gpt2, "train_step", lambda *args: True),
-        "after the log line of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 7, wait_for_4),
-        "in the validation of step 6": lambda: die_at(Run, "report", lambda run, step, *rest: step == 6, wait_for_4),
-        "in step 9": lambda: die_at(torch.nn.utils, "clip_grad_norm_", in_step_9, wait_for_8),
-        "half of checkpoint 8 written": lambda: die_at(
-            torch, "save", lambda state, _: state["step"] == 8, write_half
-        ),
-        "checkpoint 8 written, not renamed": lambda: die_at(os, "replace", lambda a, b: b.name == "model_00008.pt"),
-        "checkpoint 8 there, nothing deleted": lambda: die_at(
-            checkpoints, "list_checkpoints", lambda path: Path(path, "model_00008.pt").exists()
-        ),
-        "in the export at the end": lambda: die_at(tokenizer, "write_encoding", lambda *args: True),
-    }[moment]
-    with patch():
-        train_gpt2.main(args)
+def checkpoint_8_is_there(folder):
+    return Path(folder, "model_00008.pt").exists()
 
 
-# the steps of the checkpoints that a process leaves which is killed at that moment; the newest 2 are kept
+# moments at which a process is killed: the steps of the checkpoints that it leaves (of 4, 8 and 12 the newest two), a
+# function, and the call of it that is the last
 MOMENTS = {
-    "before the first step": [],
-    "after the log line of step 6": [4],
-    "in the validation of step 6": [4],
-    "half of checkpoint 8 written": [4],  # never under the real name
-    "checkpoint 8 written, not renamed": [4],
-    "checkpoint 8 there, nothing deleted": [4, 8],
-    "in step 9": [4, 8],
-    "in the export at the end": [8, 12],
+    "before the first step": ([], train_gpt2, "train_step", lambda *args: True),
+    "after the log line of step 6": ([4], Run, "report", lambda run, step, *rest: step == 7),
+    "in the validation of step 6": ([4], Run, "report", lambda run, step, *rest: step == 6),
+    "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
+    "checkpoint 8 written, not renamed": ([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
+    "checkpoint 8 there, nothing deleted": ([4, 8], checkpoints, "list_checkpoints", checkpoint_8_is_there),
+    "in step 9": ([4, 8], Run, "report", lambda run, step, *rest: step == 9),
+    "in the export at the end": ([8, 12], tokenizer, "write_encoding", lambda *args: True),
 }
+
+
+def train_until(moment, args):
+    """Train, and be killed with -9 at `moment`, when the checkpoints are there that were written meanwhile."""
+    steps, *place = MOMENTS[moment]
+    out_dir = args[args.index("--out-dir") + 1]
+    acts = [write_half] if "half" in moment else [wait_for_checkpoint(out_dir, step) for step in steps[-1:]]
+    with die_at(*place, *acts):
+        train_gpt2.main(args)
 
 
 @needs("SIGKILL")
@@ -102,7 +90,7 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     output = tmp_path / "output"
     assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
-    assert steps_of(tmp_path / "out") == MOMENTS[moment]
+    assert steps_of(tmp_path / "out") == MOMENTS[moment][0]
     halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
     assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     succeed(train_gpt2.main, args, output=output)
