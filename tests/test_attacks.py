@@ -55,17 +55,15 @@ def test_a_folder_belongs_to_one_process(folder, capsys):
             assert resume(folder, **changes) == 2
             assert f"in use by process {os.getpid()} on " in error_in(capsys.readouterr().err)
         assert listing(folder) == before
-    assert resume(folder) == 0 and is_straight(folder / "run")
 
-
-def test_nothing_is_looked_at_before_the_folder_is_locked(folder):
     def look(config, *args):
+        """Nothing is looked at before the folder is locked."""
         with pytest.raises(UserError, match="in use by process"):
             lock_folder(config.out_dir)
         return find_start(config, *args)
 
     with patched(runs, "find_start", look) as find_start:
-        assert resume(folder) == 0
+        assert resume(folder) == 0 and is_straight(folder / "run")
 
 
 def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, capsys):
@@ -156,9 +154,6 @@ def test_what_is_no_regular_file_is_one_line(name, make, folder, capsys):
     (getattr(os, make) if make == "mkfifo" else make)(path)
     assert resume(folder) == 2
     assert f"{name} is a" in error_in(capsys.readouterr().err)
-
-
-# ----- Checkpoints of the peers -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refuses", ["mkdir", "rename"])
