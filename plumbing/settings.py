@@ -46,9 +46,8 @@ def complaints(c: Any, world: World) -> Iterator[str]:
     except UserError as error:
         yield str(error)
     if c.n_embd > 0 and c.n_head > 0 and c.n_embd % c.n_head:
-        heads = min(
-            (n for n in range(1, c.n_embd + 1) if c.n_embd % n == 0), key=lambda n: (abs(n - c.n_head), -n)
-        )
+        divisors = [n for n in range(1, c.n_embd + 1) if c.n_embd % n == 0]
+        heads = min(divisors, key=lambda n: (abs(n - c.n_head), -n))
         yield (
             f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. "
             f"Try --n-head {heads}, or --n-embd {nearest_multiple(c.n_embd, 8 * c.n_head)}."
@@ -130,11 +129,8 @@ def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
         if value == getattr(config, name) != getattr(preset, name)
     ]
     if taken:
-        print0(
-            plain(
-                f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}.", 2000
-            )
-        )
+        source = config.branch_from or config.init_from
+        print0(plain(f"Settings taken over from {source}: {', '.join(taken)}.", 2000))
 
 
 def with_passes(config: Any, num_windows: int) -> Any:
@@ -144,10 +140,8 @@ def with_passes(config: Any, num_windows: int) -> Any:
     if config.passes > 4:
         print0("note: Beyond four passes over a text, further ones add little (Muennighoff et al. 2023).")
     max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
-    # the warmup keeps its share of the run, up to a tenth
-    return dataclasses.replace(
-        config, max_steps=max_steps, warmup_steps=min(config.warmup_steps, max_steps // 10)
-    )
+    warmup_steps = min(config.warmup_steps, max_steps // 10)  # it keeps its share of the run, up to a tenth
+    return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
 
 
 def changes(config: Any, then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
