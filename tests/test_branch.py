@@ -191,8 +191,7 @@ def test_other_data_is_refused(folder, parent, tmp_path):
     source, other = parent / "model_00008.pt", make_shards(tmp_path / "other", seed=1)
     mixed = shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", mixed)
-    for data in (other, mixed):
-        what = "training" if data is other else "validation"
+    for data, what in ((other, "training"), (mixed, "validation")):
         assert_refused(data, tmp_path / "out", f"The {what} data in {data} are not", branch_from=source)
 
 
@@ -423,9 +422,7 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, bes
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)
 
 
-@pytest.mark.parametrize(
-    "keep, every, kept", [(1, 2, [6, 12, 14]), (2, 2, [6, 12, 14]), (3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])]
-)
+@pytest.mark.parametrize("keep, every, kept", [(1, 2, [6, 12, 14]), (3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])])
 def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, tmp_path):
     """They are written also where no other checkpoint is due."""
     options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)

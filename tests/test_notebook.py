@@ -140,14 +140,12 @@ def write_run(folder, losses, config=None, shards=None, branched=None, stream="v
     return folder
 
 
-GPT2_TOKENS = {"tokenizer": "gpt2", "vocab_size": 50257}
-
-
 def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, names):
     """Made by fineweb.py or ready-made; not for other data, nor for a log that doesn't say what was trained on."""
     folders = {}
     for name, dataset in (("own", "fineweb-edu"), ("ready", "kjj0/finewebedu10B-gpt2"), ("other", "input")):
-        folders[name] = write_run(tmp_path / name, [11, 7, 5], {}, {"dataset": dataset, **GPT2_TOKENS})
+        shards = {"dataset": dataset, "tokenizer": "gpt2", "vocab_size": 50257}
+        folders[name] = write_run(tmp_path / name, [11, 7, 5], {}, shards)
     folders["unknown"] = write_run(tmp_path / "unknown", [11, 7, 5])
     for name, folder in folders.items():
         names["plot_loss"]([names["read_run"](folder)])
