@@ -78,14 +78,15 @@ class World:
         gathered = self.gather(facts)
         expected = gathered[0]
         for rank, theirs in enumerate(gathered):
-            names = [name for name in expected if theirs.get(name) != expected[name]]
-            if names:
-                differences = "; ".join(
-                    f"{name} is {theirs.get(name)} instead of {expected[name]}" for name in names
-                )
+            differences = [
+                f"{name} is {theirs.get(name)} instead of {value}"
+                for name, value in expected.items()
+                if theirs.get(name) != value
+            ]
+            if differences:
                 raise UserError(
-                    f"Rank {rank} does not agree with rank 0: {differences}. Start all ranks with the same program, "
-                    "flags and data."
+                    f"Rank {rank} does not agree with rank 0: {'; '.join(differences)}. Start all ranks with the same "
+                    "program, flags and data."
                 )
 
     def broadcast_from_master(
@@ -169,11 +170,6 @@ def wait_for_name(host: str) -> None:
                     "an IP address of the first node that all nodes know."
                 ) from None
             time.sleep(1)
-
-
-def is_restart() -> bool:
-    """Whether torchrun has restarted this process after a crash."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def environment_number(name: str, default: int) -> int:

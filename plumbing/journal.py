@@ -21,7 +21,7 @@ import torch
 
 from plumbing import program
 from plumbing.distributed import environment_number
-from plumbing.files import Name, atomic_write, open_regular
+from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.program import plain, quote
 
 LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
@@ -54,12 +54,9 @@ def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
 
 def write_log(file: IO[str], step: int, values: dict[str, float]) -> None:
     """Write a line for each stream, {stream: value}, in one go."""
-    try:
+    with named_errors(file.name):
         file.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in values.items()))
         file.flush()
-    except OSError as error:
-        error.filename = file.name  # a failed write does not set it
-        raise
 
 
 # ----- run.txt ------------------------------------------------------------------------------------------
@@ -71,13 +68,6 @@ def read_history(out_dir: Path) -> bytes:
             return file.read()
     except FileNotFoundError:
         return b""
-
-
-def write_history(out_dir: Path, entry: str) -> None:
-    """Add an entry to run.txt, which may have another program's lines in any encoding."""
-    history = read_history(out_dir)
-    with atomic_write(out_dir / "run.txt") as file:
-        file.write(history + entry.encode("utf-8", "surrogateescape"))
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
@@ -92,8 +82,8 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def describe_start(config: Any, start_step: int, branched: dict[str, Any] | None) -> str:
-    """The entry in run.txt for a start: command, settings, versions, machine, commit."""
+def write_start(config: Any, start_step: int, branched: dict[str, Any] | None) -> None:
+    """Add a start to run.txt, which may have another program's lines in any encoding."""
     changes = program.git("diff", "HEAD")  # of what is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
@@ -109,12 +99,17 @@ def describe_start(config: Any, start_step: int, branched: dict[str, Any] | None
         "changes": json.dumps(changes[:20_000]) if changes else "",
         "branched": json.dumps(branched) if branched else "",
     }
-    return "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
+    entry = "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
+    out_dir = Path(config.out_dir)
+    history = read_history(out_dir)
+    with atomic_write(out_dir / "run.txt") as file:
+        file.write(history + entry.encode("utf-8", "surrogateescape"))
 
 
-def was_launched_here(out_dir: Path) -> bool:
-    """Whether the torchrun that started this process has started the run in out_dir, too."""
-    return f"\nlaunch: {launch()}\n".encode() in read_history(out_dir)
+def is_restart(out_dir: Path) -> bool:
+    """Whether torchrun has restarted this process after a crash, and has started the run in out_dir before."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts != "0" and f"\nlaunch: {launch()}\n".encode() in read_history(out_dir)
 
 
 def launch() -> str:

@@ -17,7 +17,7 @@ import torch
 from plumbing import checkpoint as checkpoints
 from plumbing import journal, machine, settings
 from plumbing.checkpoint import Checkpoint
-from plumbing.distributed import World, is_restart
+from plumbing.distributed import World
 from plumbing.files import FolderLock, check_replaceable, free_name, lock_folder
 from plumbing.huggingface import check_export, export_huggingface, is_export_of
 from plumbing.mirror import Mirror
@@ -39,6 +39,10 @@ class Start(NamedTuple):
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     finished: bool = False  # nothing is left to do
 
+    @property
+    def step(self) -> int:
+        return self.checkpoint["step"] if self.checkpoint else 0
+
 
 def lock_out_dir(config: Any, world: World) -> contextlib.AbstractContextManager[FolderLock | None]:
     """The lock on out_dir, taken on rank 0 before anything in it is read; a context of None on other ranks."""
@@ -52,7 +56,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
 
     fingerprints: those of this run's data, {"training data": ..., "validation data": ...}.
     """
-    resumes = config.resume or (is_restart() and journal.was_launched_here(Path(config.out_dir)))
+    resumes = config.resume or journal.is_restart(Path(config.out_dir))
     saved, branched = load_state(config.out_dir) if resumes else None, None
     if saved:
         different = settings.changes(config, saved["config"])
@@ -67,10 +71,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
-        if not saved:
-            raise UserError(
-                f"There is no checkpoint in {config.branch_from}. Give a run's folder or a model_*.pt."
-            )
+        assert saved  # `settings.inherit` has found one
         branched = branch(config, saved)
         # the parent's best weights and its other checkpoints are not in the branch's folder
         saved["best_val_loss"], saved["temporary"] = math.inf, []
@@ -79,40 +80,32 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
     else:
         return Start()
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
-    check_fingerprints(config, saved, fingerprints)
-    hf, finished = Path(config.out_dir, "hf"), False
-    if saved["step"] == config.max_steps:
-        finished = is_export_of(hf, saved["model"], saved["config"], enc)
-    if finished:
-        print(plain(f"The run in {config.out_dir} is finished. Its model is in {hf}.", 2000))
-        print("To train again, name another --out-dir, or add --no-resume to move it aside.")
-        print_next(*next_commands(config, enc))
-    return Start(saved, branched=branched, finished=finished)
+    # only samples of each shard are compared, see files.py
+    then = {"training data": saved["loader"]["fingerprint"], "validation data": saved["val_fingerprint"]}
+    for name, before in then.items():
+        if before != fingerprints[name]:
+            raise UserError(
+                f"The {name} in {config.data} are not what this run began with. Name the folder of those with --data, "
+                "or start a new run with another --out-dir."
+            )
+    hf = Path(config.out_dir, "hf")
+    if saved["step"] < config.max_steps or not is_export_of(hf, saved["model"], saved["config"], enc):
+        return Start(saved, branched=branched)
+    print(plain(f"The run in {config.out_dir} is finished. Its model is in {hf}.", 2000))
+    print("To train again, name another --out-dir, or add --no-resume to move it aside.")
+    print_next_commands(config, enc)
+    return Start(saved, finished=True)
 
 
 def load_state(source: str) -> Checkpoint | None:
     """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
     saved = checkpoints.newest_checkpoint(source)
-    if saved is None:
-        return None
-    if "optimizer" not in saved:
+    if saved and "optimizer" not in saved:
         raise UserError(
             f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
             "them, use --init-from."
         )
-    older: Any = {"temporary": [], "val_fingerprint": None}  # versions that did not write these
-    return older | saved
-
-
-def check_fingerprints(config: Any, saved: Checkpoint, fingerprints: dict[str, str]) -> None:
-    """Raise UserError unless the data are those of the run. Only samples of each shard are compared (files.py)."""
-    then = {"training data": saved["loader"].get("fingerprint"), "validation data": saved["val_fingerprint"]}
-    for name, before in then.items():
-        if before not in (None, fingerprints[name]):  # older versions wrote none
-            raise UserError(
-                f"The {name} in {config.data} are not what this run began with. Name the folder of those with --data, "
-                "or start a new run with another --out-dir."
-            )
+    return saved
 
 
 def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
@@ -141,13 +134,12 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
 # ----- Its folder at the start --------------------------------------------------------------------------
 
 
-def prepare_folder(config: Any, start_step: int, continues: bool, branched: dict[str, Any] | None) -> None:
+def prepare_folder(config: Any, start: Start) -> None:
     """Describe the start in run.txt, and move aside an old run or, of one that continues, what cannot be read."""
     out_dir = Path(config.out_dir)
-    if continues:
-        stale = [
-            path for path in checkpoints.list_checkpoints(out_dir) if checkpoints.step_of(path) > start_step
-        ]
+    if start.checkpoint and not start.branched:
+        found = checkpoints.list_checkpoints(out_dir)
+        stale = [path for path in found if checkpoints.step_of(path) > start.step]
     else:
         stale = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
         if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
@@ -159,7 +151,7 @@ def prepare_folder(config: Any, start_step: int, continues: bool, branched: dict
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    journal.write_history(out_dir, journal.describe_start(config, start_step, branched))
+    journal.write_start(config, start.step, start.branched)
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
@@ -207,11 +199,10 @@ def diverged(config: Any, step: int, *, loss: float, norm: float, loader: Any, w
     )
 
 
-def next_commands(config: Any, enc: Any) -> tuple[list[Any], list[Any]]:
-    """The commands to run after a run: one to see what it has learned, one to train it for longer."""
-    return sample_command(config.out_dir, enc, config.sample_prompt), longer_command(
-        config, 2 * config.max_steps
-    )
+def print_next_commands(config: Any, enc: Any) -> None:
+    """Print two commands that come after a run: one to see what it has learned, one to train it for longer."""
+    sample = sample_command(config.out_dir, enc, config.sample_prompt)
+    print_next(sample, longer_command(config, 2 * config.max_steps))
 
 
 def longer_command(config: Any, max_steps: int) -> list[Any]:
@@ -243,7 +234,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """lock: from `lock_out_dir`; metadata: what every checkpoint holds beside the state."""
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
         saved: Any = start.checkpoint or {}
-        self.start_step, self.max_steps = saved.get("step", 0), config.max_steps
+        self.start_step, self.max_steps = start.step, config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.branched, self.sample = start.branched, ""
@@ -251,25 +242,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
         self.flops_per_token = machine.flops_per_token(config, config.sequence_length)
         self.peak = machine.peak_flops(self.device_name)
-        self.log: Any = None  # these three exist on rank 0 only
-        self.writer: Any = None
-        self.mirror: Mirror | None = None
         self.signals = install_signal_handlers()  # the signals received so far
-        self.started = self.first_step_ended = time.perf_counter()
+        self.started = time.perf_counter()
         world.broadcast_from_master(self.open, lock, start)
 
     def open(self, lock: FolderLock, start: Start) -> None:
+        """Open what rank 0 writes to."""
         c, saved = self.config, start.checkpoint
-        prepare_folder(
-            c, self.start_step, continues=saved is not None and not start.branched, branched=start.branched
-        )
+        prepare_folder(c, start)
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         check_replaceable(self.out_dir / "samples.txt")  # opening a pipe would wait for ever
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
         deletable = saved["temporary"] if saved else []
-        self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
-        if c.wandb:
-            self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt"))
+        self.writer: Any = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
+        self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt")) if c.wandb else None
         if saved and start.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             self.writer.write({**saved, **self.metadata})
 
@@ -346,8 +332,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def log_step(self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float) -> None:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
-        if step == self.start_step:
-            self.first_step_ended = time.perf_counter()
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
@@ -363,8 +347,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
-        if step > self.start_step:
-            seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
+        now = time.perf_counter()
+        if step == self.start_step:
+            self.first_step_ended = now
+        else:
+            seconds = (now - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -396,5 +383,5 @@ class Run(contextlib.AbstractContextManager["Run"]):
             print(
                 f"The lowest validation loss was {self.best_val_loss:.4f}; its weights are in {checkpoints.BEST}."
             )
-        print_next(*next_commands(self.config, enc))
+        print_next_commands(self.config, enc)
         return status

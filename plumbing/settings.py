@@ -46,9 +46,8 @@ def complaints(c: Any, world: World) -> Iterator[str]:
     except UserError as error:
         yield str(error)
     if c.n_embd > 0 and c.n_head > 0 and c.n_embd % c.n_head:
-        heads = min(
-            (n for n in range(1, c.n_embd + 1) if c.n_embd % n == 0), key=lambda n: (abs(n - c.n_head), -n)
-        )
+        divisors = [n for n in range(1, c.n_embd + 1) if c.n_embd % n == 0]
+        heads = min(divisors, key=lambda n: (abs(n - c.n_head), -n))
         yield (
             f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. "
             f"Try --n-head {heads}, or --n-embd {nearest_multiple(c.n_embd, 8 * c.n_head)}."
@@ -64,7 +63,15 @@ def complaints(c: Any, world: World) -> Iterator[str]:
             f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
             "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
         )
-    yield from not_enough_memory(c, world.device)
+    # a lower bound: weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block
+    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
+    num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
+    needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(world.device)
+    if needed > available:
+        yield (
+            f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
+            f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
+        )
     if not c.out_dir:
         yield "--out-dir is empty. Give the folder in which the run is to be kept."
     if T > c.block_size:
@@ -73,8 +80,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
-    if c.init_from == "resume":  # nanoGPT's word
-        yield "--init-from names a model. To resume a run, repeat its command without that flag."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
@@ -88,19 +93,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
 
 def nearest_multiple(value: int, unit: int) -> int:
     return max(unit, (value + (unit - 1) // 2) // unit * unit)
-
-
-def not_enough_memory(c: Any, device: str) -> Iterator[str]:
-    """The complaint that a model of this config needs more memory than the device has."""
-    # a lower bound: weights, gradients and Adam's two moments in float32, and 64 KB of Python's objects per block
-    num_params = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
-    num_params += (c.vocab_size + c.block_size + 2) * c.n_embd
-    needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(device)
-    if needed > available:
-        yield (
-            f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
-            f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
-        )
 
 
 # ----- What another run or model gives ------------------------------------------------------------------
@@ -137,11 +129,8 @@ def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
         if value == getattr(config, name) != getattr(preset, name)
     ]
     if taken:
-        print0(
-            plain(
-                f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}.", 2000
-            )
-        )
+        source = config.branch_from or config.init_from
+        print0(plain(f"Settings taken over from {source}: {', '.join(taken)}.", 2000))
 
 
 def with_passes(config: Any, num_windows: int) -> Any:
@@ -151,10 +140,8 @@ def with_passes(config: Any, num_windows: int) -> Any:
     if config.passes > 4:
         print0("note: Beyond four passes over a text, further ones add little (Muennighoff et al. 2023).")
     max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
-    # the warmup keeps its share of the run, up to a tenth
-    return dataclasses.replace(
-        config, max_steps=max_steps, warmup_steps=min(config.warmup_steps, max_steps // 10)
-    )
+    warmup_steps = min(config.warmup_steps, max_steps // 10)  # it keeps its share of the run, up to a tenth
+    return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
 
 
 def changes(config: Any, then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

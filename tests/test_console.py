@@ -8,8 +8,7 @@ import math
 import os
 import re
 import sys
-import threading
-import time
+from concurrent import futures
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from plumbing import journal, machine, program, runs
 from plumbing.distributed import World
 from train_gpt2 import TrainConfig
 
-from harness import patched, read_log, train
+from harness import examples_file, full_disk, patched, read_log, train
 
 
 @pytest.mark.parametrize("val_tokens, validated", [(512, "512"), (10**6, "1,984")])
@@ -40,11 +39,10 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
     run = object.__new__(runs.Run)
-    run.start_step, run.max_steps, run.first_step_ended = 1000, 2000, None
+    run.start_step, run.max_steps = 1000, 2000
     for step in range(1000, 2000):
         now += 5 * (step % 10 == 0) + 3 * (step % 50 == 0)
         now += 100 if step == 1000 else 1  # the first one compiles
-        run.first_step_ended = run.first_step_ended or now
         estimates[step], ends[step] = run.seconds_left(step, seconds=1), now
     assert estimates[1999] == 0
     for step in range(1200, 2000):
@@ -54,10 +52,10 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
 
 
-def step_lines(data, monkeypatch, device_peak, calls):
+def step_lines(monkeypatch, peak, calls):
     """What calls of log_step print and log, in a run of two ranks: [(line, streams)]."""
-    monkeypatch.setattr(machine, "peak_flops", lambda device: device_peak)
     said = []
+    monkeypatch.setattr(machine, "peak_flops", lambda device: peak)
     monkeypatch.setattr(World, "broadcast_from_master", lambda world, *action: None)  # there is no folder
     monkeypatch.setattr(runs, "install_signal_handlers", list)
     shape = dict(n_layer=2, n_embd=32, vocab_size=320, sequence_length=16)
@@ -70,23 +68,23 @@ def step_lines(data, monkeypatch, device_peak, calls):
     return said
 
 
-def test_mfu_is_the_share_of_the_peak_of_all_gpus(data, monkeypatch):
+def test_mfu_is_the_share_of_the_peak_of_all_gpus(monkeypatch):
     """28,311,552 FLOPs in a second, on two GPUs that can do 100 million each; a clock that stands still is no error.
 
     6 * (2 blocks of 12 * 32^2 weights + 320 * 32 of the output layer) + 12 * 2 layers * 16 tokens * 32 channels are
     221,184 for each of 128 tokens.
     """
     call = dict(step=0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=1.0)
-    (line, _), (still, streams) = step_lines(data, monkeypatch, 1e8, [call, call | dict(seconds=0.0)])
+    (line, _), (still, streams) = step_lines(monkeypatch, 1e8, [call, call | dict(seconds=0.0)])
     assert " 14% MFU " in line and math.isfinite(streams["tok/s"]) and "left" in still
 
 
 @pytest.mark.parametrize("peak", [None, 1e13])
-def test_a_steps_line_fits_into_80_columns(peak, data, monkeypatch):
+def test_a_steps_line_fits_into_80_columns(peak, monkeypatch):
     """Also at the start, when loss and norm are large, and on slow machines."""
     large = dict(step=19072, loss=10.98123, lr=1.2e-3, norm=12.3456, tokens=2**19)
     calls = [large | dict(seconds=seconds) for seconds in (0.0852, 0.852, 9.99, 99.9)]
-    lines = step_lines(data, monkeypatch, peak, calls)
+    lines = step_lines(monkeypatch, peak, calls)
     assert len({line.index(" left") for line, _ in lines}) == 1, "the columns line up"
     for line, streams in lines:
         assert len(line) <= 80, line
@@ -102,22 +100,20 @@ def test_the_time_left_is_readable(seconds, words):
 
 
 @pytest.mark.parametrize(
-    "variables, launcher",
+    "ranks, launcher",
     [
-        ({}, "python"),
-        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, "torchrun --standalone --nproc_per_node=8"),
-        (
-            {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"},
-            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8",
-        ),
+        (0, "python"),
+        (8, "torchrun --standalone --nproc_per_node=8"),
+        (16, "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"),
     ],
 )
-def test_run_txt_has_the_command(monkeypatch, variables, launcher):
+def test_run_txt_has_the_command(monkeypatch, ranks, launcher):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
-    monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    if ranks:
+        monkeypatch.setenv("MASTER_ADDR", "node1")
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert journal.command() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
 
 
@@ -126,16 +122,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def clock(monkeypatch, seconds):
-    """A clock for the bars, which advances by so many seconds whenever they look at it."""
-    now = 0.0
-
-    def time():
-        nonlocal now
-        now += seconds
-        return now
-
-    monkeypatch.setattr(tqdm.std, "time", time)
+def clock(seconds):
+    """A clock that advances by so many seconds whenever somebody looks at it."""
+    return itertools.count(0, seconds).__next__
 
 
 @pytest.mark.parametrize(
@@ -150,74 +139,60 @@ def clock(monkeypatch, seconds):
 )
 def test_a_bar_is_for_rank_0_on_a_terminal_if_it_takes_seconds(monkeypatch, stderr, rank, seconds, shown):
     monkeypatch.setattr(sys, "stderr", stderr)
-    clock(monkeypatch, seconds)
+    monkeypatch.setattr(tqdm.std, "time", clock(seconds))
     assert list(World(rank=rank, size=2).progress_bar(range(10), "validation")) == list(range(10))
     assert ("validation" in stderr.getvalue()) == shown
     assert stderr.getvalue().split("\r")[-1].strip() == "", "nothing of it stays"
 
 
 def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
-    example = {"activity_label": "Roof", "ctx": "A man is on a roof. he", "endings": ["a", "b", "c", "d"], "label": 0}
-    (tmp_path / "examples.jsonl").write_text(8 * (json.dumps(example) + "\n"), encoding="utf-8")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    clock(monkeypatch, 5.0)
-    options = dict(hellaswag_every=2, hellaswag_data=tmp_path / "examples.jsonl")
+    monkeypatch.setattr(tqdm.std, "time", clock(5.0))
+    options = dict(hellaswag_every=2, hellaswag_data=examples_file(tmp_path, ["A man is on a roof. he"] * 8))
     assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
     assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
 
 
-def test_log_txt_has_a_step_a_stream_and_a_value_per_line(data, tmp_path, capsys):
-    assert train(data, tmp_path / "out") == 0
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
     lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
     assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "norm" in line]
-    for step, line in enumerate(printed):
-        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line) and len(line) <= 80, line
-    assert len(printed) == 12
+    printed = capsys.readouterr().out.partition("step ")[2].partition("Exporting")[0].splitlines()
+    assert max(map(len, printed)) <= 80
+    updates = [line for line in printed if "norm" in line]
+    for step, line in enumerate(updates):
+        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line), line
+    assert len(updates) == 12
     text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
     assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine"))
+    samples = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
+    assert [step for step, _, _ in samples] == ["6"] * 4 + ["12"] * 4
+    assert all(json.loads(text).startswith("ab\ncd") for _, _, text in samples)
 
 
 def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
-    clock = itertools.count(0, 0.25)
-    with patched(train_gpt2.time, "perf_counter", lambda: next(clock)):
+    with patched(train_gpt2.time, "perf_counter", clock(0.25)):
         with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
             assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
-def test_samples_fit_into_80_columns_and_are_kept(data, tmp_path, capsys):
-    assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
-    printed = capsys.readouterr().out.partition("step ")[2].partition("Exporting")[0]
-    assert max(map(len, printed.splitlines())) <= 80
-    kept = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
-    assert [step for step, _, _ in kept] == ["6"] * 4 + ["12"] * 4
-    assert all(json.loads(text).startswith("ab\ncd") for _, _, text in kept)
-
-
 def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsys):
     """And not at the next checkpoint, which may be hours away."""
-    failed = threading.Event()
 
-    def save_on_a_full_disk(content, file):
-        failed.set()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def log_step(self, *args, **options):
+        futures.wait(self.writer.pending)
+        original(self, *args, **options)
 
-    def log_step(self, step, *rest, **options):
-        if step >= 4:
-            assert failed.wait(60)
-            time.sleep(0.05)
-        original(self, step, *rest, **options)
-
-    with patched(torch, "save", save_on_a_full_disk), patched(runs.Run, "log_step", log_step) as original:
+    with patched(torch, "save", full_disk), patched(runs.Run, "log_step", log_step) as original:
         assert train(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4) == 2
     assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
-    assert max(read_log(tmp_path / "out")) < 8
+    assert max(read_log(tmp_path / "out")) == 3
 
 
 def test_run_txt_has_what_was_changed_and_not_committed(data, tmp_path):

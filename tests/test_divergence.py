@@ -1,6 +1,7 @@
 """A loss or a gradient norm that is not finite stops all ranks before the update; only float16 skips such a step."""
 
 import contextlib
+import itertools
 import math
 import os
 
@@ -14,24 +15,20 @@ from harness import error_in, losses, patched, read_log, refused, run, tiny_flag
 @contextlib.contextmanager
 def spoiled(step, micro_step, spoil):
     """spoil(model, loss) takes the place of the loss in that micro-step of that step."""
-    at = {"step": -1, "micro_step": None}  # no micro-step: outside of training
-
-    def counting_step(*args, **options):
-        at.update(step=at["step"] + 1, micro_step=-1)
-        try:
-            return train_step(*args, **options)
-        finally:
-            at["micro_step"] = None
+    passes, whole_forward = itertools.count(), train_gpt2.GPT.forward
 
     def forward(self, *args, **options):
         logits, loss = whole_forward(self, *args, **options)
-        if at["micro_step"] is not None:
-            at["micro_step"] += 1
-        return logits, spoil(self, loss) if at == {"step": step, "micro_step": micro_step} else loss
+        return logits, spoil(self, loss) if next(passes) == micro_step else loss
 
-    with patched(train_gpt2, "train_step", counting_step) as train_step:
-        with patched(train_gpt2.GPT, "forward", forward) as whole_forward:
-            yield
+    def step_and_spoil(*args, **options):
+        if options["step"] != step:
+            return train_step(*args, **options)
+        with patched(train_gpt2.GPT, "forward", forward):
+            return train_step(*args, **options)
+
+    with patched(train_gpt2, "train_step", step_and_spoil) as train_step:
+        yield
 
 
 def train_with_a_nan_on_rank_1(args):

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 
+import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
@@ -37,73 +38,63 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def execute(notebook, folder, monkeypatch):
-    """Run the notebook's cells in a kernel of their own in `folder`; returns all that they printed.
+@pytest.fixture
+def run_cells(tmp_path, monkeypatch):
+    """A function that runs the cells before the lessons in this process, in tmp_path, and returns their names."""
 
-    The kernel has no GPU and no network, and GPT-2's tokenizer tables are out of its reach.
-    """
-    blocked = folder / "no_network"
-    blocked.mkdir()
-    (blocked / "sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
-    notes = blocked / "notes.txt"
-    for name, value in {
-        "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]),
-        "NETWORK_NOTES": str(notes),
-        "TIKTOKEN_CACHE_DIR": str(blocked),
-        "CUDA_VISIBLE_DEVICES": "",
-    }.items():
-        monkeypatch.setenv(name, value)
-    where = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
-    client.execute()  # raises CellExecutionError where a cell does
-    assert not notes.exists(), notes.read_text(encoding="utf-8")
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    assert not [output for output in outputs if output.get("name") == "stderr"], "a warning is an error here"
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 16
-    return "".join(output.text for output in outputs if output.output_type == "stream")
+    def run(with_model=False):
+        """with_model: also the lessons' cell that loads a model."""
+        cells = read_notebook().cells
+        lessons = next(i for i, cell in enumerate(cells) if cell.source.startswith("# The lessons"))
+        loading = next(cell for cell in cells[lessons:] if "load_model(" in cell.source)
+        names = {}
+        for cell in cells[:lessons] + [loading] * with_model:
+            if cell.cell_type == "code":
+                exec(cell.source, names)
+        return names
 
-
-def without_lessons():
-    """The notebook up to its lessons, and of these the cell that loads a model."""
-    notebook = read_notebook()
-    lessons = next(i for i, cell in enumerate(notebook.cells) if cell.source.startswith("# The lessons"))
-    loading = next(cell for cell in notebook.cells[lessons:] if "load_model(" in cell.source)
-    notebook.cells = [*notebook.cells[:lessons], loading]
-    return notebook
-
-
-def run_cells(cells, folder, monkeypatch):
-    """The names that these cells define, run in this process with `folder` current."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.close("all")
-    monkeypatch.chdir(folder)
+    plt.switch_backend("Agg")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plt, "show", lambda: None)  # the figures stay open, for a look at them
-    names = {}
-    with matplotlib.rc_context():
-        for cell in cells:
-            exec(cell.source, names)
+    with plt.rc_context():
+        yield run
     plt.close("all")
+
+
+@pytest.fixture
+def names(run_cells, capsys):
+    """The names of the cells before the lessons, which have drawn the recorded run."""
+    names = run_cells()
+    capsys.readouterr()
     return names
 
 
-def run_functions(folder, monkeypatch):
-    """The names of the cells before the lessons."""
-    return run_cells(code_cells(without_lessons())[:-1], folder, monkeypatch)
-
-
 def test_it_runs_through_on_a_fresh_run_whose_log_is_being_written(tmp_path, monkeypatch):
-    """The run's own figures are printed and its own checkpoint is taken; a torn last line is left alone."""
+    """In a kernel without a GPU, a network and GPT-2's tokenizer tables.
+
+    The run's own figures are printed and its own checkpoint is taken; a torn last line is left alone.
+    """
     data = make_shards(tmp_path / "data")
     for name in ("longest", "newest"):
         assert train(data, tmp_path / "log" / name, max_steps=8 if name == "longest" else 1) == 0
     with open(tmp_path / "log" / "longest" / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 train 7777\n9 val 3.5\n10 val 99")
 
-    text = execute(read_notebook(), tmp_path, monkeypatch)
+    blocked = tmp_path / "no_network"
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
+    notes = blocked / "notes.txt"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(blocked), str(ROOT)]))
+    monkeypatch.setenv("NETWORK_NOTES", str(notes))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(blocked))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook, where = read_notebook(), {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()  # raises a cell's error
+    assert not notes.exists(), notes.read_text(encoding="utf-8")
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"], "a warning is an error here"
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 16
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "longest: 2 layers, 2 heads, 32 channels, adamw; 9 of 8 steps, 1,152 tokens" in text
     assert "val: 3.5000 at step 9\n" in text
     # 2 * 12 * 32^2 weights in the blocks, 4 norms and biases of 9 widths a block, 320 + 32 embeddings, the last norm
@@ -111,22 +102,22 @@ def test_it_runs_through_on_a_fresh_run_whose_log_is_being_written(tmp_path, mon
     assert f"longest: {parameters:,} parameters, of which 2,016 pad the vocabulary; tokenizer bytes" in text
 
 
-def test_without_a_run_it_looks_at_the_recorded_one(tmp_path, monkeypatch, capsys):
+def test_without_a_run_it_looks_at_the_recorded_one(run_cells, capsys):
     """In the pictures and where a model is wanted."""
-    run_cells(code_cells(without_lessons()), tmp_path, monkeypatch)
+    run_cells(with_model=True)
     text = capsys.readouterr().out
     assert text.startswith("quickstart: 4 layers") and "\nquickstart: 850,688 parameters" in text
     assert "No HellaSwag scores here" in text
 
 
-def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path, monkeypatch, capsys):
+def test_a_log_of_build_nanogpt_and_a_run_without_a_checkpoint_will_do(tmp_path, run_cells, capsys):
     """Three streams, no run.txt: only what the log says is told, and the model is the recorded one."""
     folder = tmp_path / "log"
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
     (folder / "log.txt").write_text("".join(lines) + "300 tra", encoding="utf-8")
-    run_cells(code_cells(without_lessons()), tmp_path, monkeypatch)
+    run_cells(with_model=True)
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt") and "tokens\n" not in text.split("val:")[0]
     assert "hella: 0.2250 at step 250" in text
@@ -149,17 +140,12 @@ def write_run(folder, losses, config=None, shards=None, branched=None, stream="v
     return folder
 
 
-GPT2_TOKENS = {"tokenizer": "gpt2", "vocab_size": 50257}
-
-
-def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, monkeypatch):
+def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, names):
     """Made by fineweb.py or ready-made; not for other data, nor for a log that doesn't say what was trained on."""
-    import matplotlib.pyplot as plt
-
-    names = run_functions(tmp_path, monkeypatch)
     folders = {}
     for name, dataset in (("own", "fineweb-edu"), ("ready", "kjj0/finewebedu10B-gpt2"), ("other", "input")):
-        folders[name] = write_run(tmp_path / name, [11, 7, 5], {}, {"dataset": dataset, **GPT2_TOKENS})
+        shards = {"dataset": dataset, "tokenizer": "gpt2", "vocab_size": 50257}
+        folders[name] = write_run(tmp_path / name, [11, 7, 5], {}, shards)
     folders["unknown"] = write_run(tmp_path / "unknown", [11, 7, 5])
     for name, folder in folders.items():
         names["plot_loss"]([names["read_run"](folder)])
@@ -167,16 +153,12 @@ def test_openais_loss_is_drawn_for_fineweb_edu_in_gpt2_tokens_only(tmp_path, mon
         labels = [text.get_text() for text in plt.gcf().legends[0].get_texts()]
         assert ("OpenAI's GPT-2 124M: 3.2924" in labels) == (name in ("own", "ready")), name
         assert ax.get_xlabel() == ("step" if name == "unknown" else "tokens seen")
-        plt.close("all")
     told = names["read_run"](folders["unknown"], names["PRESETS"]["gpt2"])  # by somebody who knows how it was trained
     assert names["curve"](told, "val")[0].tolist() == [0, 2**19, 2 * 2**19]
 
 
-def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeypatch, capsys):
+def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, names, capsys):
     """Parent, branch and branch of the branch are found from any of them; tokens before a branch are the parent's."""
-    import matplotlib.pyplot as plt
-
-    names = run_functions(tmp_path, monkeypatch)
     log = tmp_path / "log"
     write_run(log / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {"total_batch_size": 100})
     write_run(log / "unrelated", [6.5, 5.5], {})
@@ -195,7 +177,6 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     diamonds = [line.get_xydata()[0].tolist() for line in ax.lines if line.get_marker() == "D"]
     assert diamonds == [[200, 4.0], [1200, 3.0]]
     assert ax.lines[-2].get_xdata().tolist() == [1200, 1210]  # the last branch's own part
-    plt.close("all")
     names["print_end_losses"](family)
     table = capsys.readouterr().out
     assert "2.5000   max_lr 0.002 -> 0.001" in table and "3.0000   total_batch_size 100 -> 1000" in table
@@ -207,12 +188,8 @@ def test_branches_are_drawn_from_where_they_leave_their_parent(tmp_path, monkeyp
     assert names["read_run"](other.parent / "b").parent is None
 
 
-def test_runs_of_one_idea_are_drawn_as_their_mean_with_a_band(tmp_path, monkeypatch, capsys):
+def test_runs_of_one_idea_are_drawn_as_their_mean_with_a_band(tmp_path, names, capsys):
     """Over the steps that all have; a pattern without a run, and settings that differ beside the seed, are said."""
-    import matplotlib.pyplot as plt
-
-    names = run_functions(tmp_path, monkeypatch)
-    capsys.readouterr()
     for idea, losses in (("a", [[8, 6, 4], [8, 4, 2, 1]]), ("b", [[8, 7, 6], [8, 7, 5]])):
         for seed, of_run in enumerate(losses):
             write_run(tmp_path / "log" / f"{idea}-{seed}", of_run, {"seed": seed, "max_lr": 1 + (idea == "b") * seed})
@@ -229,22 +206,17 @@ def test_runs_of_one_idea_are_drawn_as_their_mean_with_a_band(tmp_path, monkeypa
     assert ax.lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
 
 
-def test_of_many_runs_some_are_drawn_and_the_legend_stays_small(tmp_path, monkeypatch, capsys):
+def test_of_many_runs_some_are_drawn_and_the_legend_stays_small(tmp_path, names, capsys):
     """It is outside of the axes and a fifth of the picture's height at most; what is not drawn is said."""
-    import matplotlib.pyplot as plt
-
-    names = run_functions(tmp_path, monkeypatch)
     for number in range(31):
         write_run(tmp_path / "log" / f"run-{number:02d}", [8, 6, 5], {})
-    capsys.readouterr()
     assert names["choose_runs"]([])[0].name.startswith("run-")
     assert capsys.readouterr().out.startswith("There are 31 runs under log/, and the longest is drawn.")
     runs = names["choose_runs"](["log/run-07", "log/run-[0-2]*"])
     assert [run.name for run in runs[:3]] == ["run-07", "run-00", "run-01"]
     assert capsys.readouterr().out.startswith(f"Of 31 runs, {len(runs)} are drawn.")
     for plot in ("plot_loss", "plot_branches"):
-        with plt.rc_context({"figure.constrained_layout.use": True}):  # as the notebook's style has it
-            names[plot](runs)
+        names[plot](runs)
         figure = plt.gcf()
         figure.canvas.draw()
         legend = figure.legends[0].get_window_extent()
@@ -252,12 +224,10 @@ def test_of_many_runs_some_are_drawn_and_the_legend_stays_small(tmp_path, monkey
         assert legend.y0 >= 0 and legend.height < 0.2 * figure.bbox.height
 
 
-def test_the_table_has_every_run_and_the_lowest_bits_per_byte_first(tmp_path, monkeypatch, capsys):
-    names = run_functions(tmp_path, monkeypatch)
+def test_the_table_has_every_run_and_the_lowest_bits_per_byte_first(tmp_path, names, capsys):
     write_run(tmp_path / "log" / "worse", [3.5, 3, 3.25], {"seed": 5, "vocab_size": 320}, stream="val_bpb")
     write_run(tmp_path / "log" / "better", [3, 2], {"seed": 6, "vocab_size": 320}, stream="val_bpb")
     write_run(tmp_path / "log" / "unknown", [11, 10])
-    capsys.readouterr()
     names["print_table"](list(map(names["read_run"], names["find_runs"]())))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     # GPT-2 124M has 124,439,808 parameters, of which 50,257 * 768 are its table

@@ -51,8 +51,8 @@ def plain_loop(hf_directory, folder, masks):
         loss.backward()
         expected["train"].append(loss.item())
         expected["norm"].append(torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0).item())
-        for group in groups:
-            adamw.param_groups[groups.index(group)]["lr"] = rate
+        for group in adamw.param_groups:
+            group["lr"] = rate
         adamw.step()
         adamw.zero_grad()
     return expected
