@@ -107,30 +107,15 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
         assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
-def test_shards_of_the_peers_are_found_and_read(tmp_path, capsys):
-    for name in ("llmc", "nanogpt"):
-        (tmp_path / name).mkdir()
-    write_bin(tmp_path / "llmc" / "tiny_shakespeare_train.bin", range(2000))
-    write_bin(tmp_path / "llmc" / "tiny_shakespeare_val.bin", range(30))
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "nanogpt" / "train.bin")
-    np.arange(30, dtype=np.uint16).tofile(tmp_path / "nanogpt" / "val.bin")
-    for name in ("llmc", "nanogpt"):
-        for split, length in (("train", 2000), ("val", 30)):
-            (path,) = find_shards(tmp_path / name, split)
-            assert open_shard(path).read().tolist() == list(range(length))
-        check_meta(tmp_path / name, all_shards(tmp_path / name))
-        shards.check_token_ids(all_shards(tmp_path / name), "gpt2", 50257)
-    assert capsys.readouterr().out == ""
-
-
-def test_shards_of_characters_are_not_taken_for_gpt2s_without_a_word(tmp_path, capsys):
-    for name in ("train.bin", "val.bin"):
-        (np.arange(200, dtype=np.uint16) % 65).tofile(tmp_path / name)
-    shards.check_token_ids(all_shards(tmp_path), "gpt2", 50257)
-    assert "are below 1,000, as in nanoGPT's shards of characters" in capsys.readouterr().out
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(UserError, match="nanoGPT's shards of characters"):
-        check_meta(tmp_path, all_shards(tmp_path))
+def test_shards_of_llmc_are_found_and_nanogpts_are_refused_with_what_to_do(tmp_path):
+    write_bin(tmp_path / "tiny_shakespeare_train.bin", range(2000))
+    write_bin(tmp_path / "tiny_shakespeare_val.bin", range(30))
+    for split, length in (("train", 2000), ("val", 30)):
+        (path,) = find_shards(tmp_path, split)
+        assert open_shard(path).read().tolist() == list(range(length))
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
+        shards.open_shards(tmp_path, "train")
 
 
 # the first is Llama 3's shards, of uint32
