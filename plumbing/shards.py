@@ -112,8 +112,8 @@ def open_bin(path):
     if start != [BIN_MAGIC, BIN_VERSION, num_tokens] or num_bytes % 2:
         raise UserError(
             f"{path} has another format or is damaged: its {num_bytes:,} bytes begin with {start}, not with "
-            f"{BIN_MAGIC}, {BIN_VERSION} and the number of its tokens. Fetch it again or, if it is nanoGPT's, which has "
-            "no header, make shards of its text with fineweb.py --input."
+            f"{BIN_MAGIC}, {BIN_VERSION} and the number of its tokens. Fetch it again or, if it is nanoGPT's, which "
+            "has no header, make shards of its text with fineweb.py --input."
         )
     return np.uint16, (num_tokens,), BIN_HEADER
 
