@@ -10,11 +10,10 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-import train_gpt2
 from plumbing.program import UserError
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite, permute
 
-from harness import make_shards, needs, read_log, succeed, tiny_flags
+from harness import make_shards, windows
 
 
 def counting_shards(folder, lengths):
@@ -76,15 +75,15 @@ def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
 def test_shuffled_steps_hold_the_same_windows_for_every_layout_and_each_epoch_each_window_once(tmp_path):
     for case, (lengths, T, S, layouts) in enumerate(random_cases(15, seed=1)):
         folder = counting_shards(tmp_path / str(case), lengths)
-        windows = windows_by_hand(lengths, T)
-        steps = 3 * len(windows) // S + 1
+        starts = windows_by_hand(lengths, T)
+        steps = 3 * len(starts) // S + 1
         streams = []
         for B, world_size in layouts:
             read = list(read_steps(folder, T, S, B, world_size, steps, shuffle=True, seed=case))
             streams.append(read)
             stream = sum(read, [])
             for epoch in range(3):
-                assert sorted(stream[epoch * len(windows) : (epoch + 1) * len(windows)]) == windows
+                assert sorted(stream[epoch * len(starts) : (epoch + 1) * len(starts)]) == starts
         assert streams[0] == streams[1] == streams[2]
 
 
@@ -147,14 +146,10 @@ def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path
 
 
 def test_masked_targets_are_ignored_and_counted(tmp_path):
-    """Compared with a loop over the windows: target i + 1 of a window counts where the mask at i + 1 is 1."""
+    """Target i + 1 of a window counts where the mask at i + 1 is 1."""
     folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
-    loader, expected = DataLoaderLite(folder, "train", 4, 8), []
-    for path in sorted(folder.glob("*_train_*.npy")):
-        tokens, mask = np.load(path).astype(int), np.load(path.with_suffix(".mask"))
-        for start in range(1, len(tokens) - 7, 8):
-            window = slice(start, start + 8)
-            expected.append(np.where(mask[window], tokens[window], IGNORE_INDEX).tolist())
+    loader = DataLoaderLite(folder, "train", 4, 8)
+    expected = windows(folder, "train", 8, masks=True)[1].tolist()
     for number in range(0, 16, 4):
         num_targets = loader.count_targets(4)
         _, y = loader.next_batch()
@@ -194,19 +189,3 @@ def test_a_batch_has_the_strides_of_the_trial_step_also_for_a_single_row(tmp_pat
     """Or the compiler compiles once more for it."""
     loader = DataLoaderLite(make_shards(tmp_path, masks=masks), "train", 1, 16)
     assert [tensor.stride() for tensor in loader.next_batch()] == [(16, 1), (16, 1)]
-
-
-def train_with_few_files(args):
-    import resource  # not on Windows
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    train_gpt2.main(args)
-
-
-@needs("resource")
-def test_more_shards_than_files_may_be_open(tmp_path):
-    """1,100 shards under the usual ulimit -n 1024."""
-    data = make_shards(tmp_path / "many", lengths=(600,) + (60,) * 1100)
-    args = tiny_flags(data, tmp_path / "out", max_steps=6)
-    succeed(train_with_few_files, args, output=tmp_path / "output")
-    assert sorted(read_log(tmp_path / "out")) == list(range(6))

@@ -180,10 +180,13 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
     check_meta(folder, all_shards(folder))
 
 
-def test_a_malformed_meta_is_one_line(tmp_path):
+def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path):
     path = tmp_path / "meta.json"
+    for name in ("metadata.json", "meta-data.json", "meta.backup.json"):
+        (tmp_path / name).write_text('{"tokenizer": 3}', encoding="utf-8")
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    assert read_metas(tmp_path)[path]["complete"]  # people write short ones by hand
+    metas = read_metas(tmp_path)
+    assert list(metas) == [path] and metas[path]["complete"]  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
     wrong += [{"shards": {"x": value}} for value in ("3", None, -3, True, [3])]
     wrong += [{"ends": {"x": value}} for value in (3, [1, 2, 3], [0] * 6, [0, 0, "0", 0], [0, 0, -1, 0, 0], {})]
@@ -218,15 +221,6 @@ def test_a_damaged_shard_is_one_line_whatever_is_in_it(tmp_path, name):
         except UserError:
             refused.append(content)
     assert refused[:5] == contents[:5] and len(refused) > 50
-
-
-def test_another_programs_metadata_beside_the_shards_is_not_read(tmp_path):
-    """It was "damaged: its tokenizer is not of type str"."""
-    folder = make_shards(tmp_path / "data")
-    for name in ("metadata.json", "meta-data.json", "meta.backup.json"):
-        (folder / name).write_text('{"tokenizer": 3}', encoding="utf-8")
-    assert [path.name for path in read_metas(folder)] == ["meta.json"]
-    check_meta(folder, all_shards(folder))
 
 
 def test_a_part_that_was_never_made_or_not_copied_is_missed(tmp_path):
