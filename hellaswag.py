@@ -30,8 +30,6 @@ from plumbing.program import UserError
 
 @dataclass
 class Options:
-    """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
-
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
     model_type: Annotated[str, "-m", "--model"] = "gpt2"
     device: Annotated[str, "-d"] = "auto"  # cpu, cuda or mps; auto: best available
@@ -315,15 +313,13 @@ def main(args=None):
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
     labels = [int(example["label"]) for example in examples]
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
-    report = []
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
         scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
         acc, acc_norm = (chosen == labels).mean(1)
-        report.append(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
-    print("\n".join(report), flush=True)  # first: the disk may be full
+        print(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}", flush=True)
     if options.predictions:
         with new_output(options.predictions) as file:
             for values in zip(*columns.values()):
