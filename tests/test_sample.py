@@ -201,38 +201,28 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
     assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
-@pytest.fixture
-def parrot(tmp_path):
-    return save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
-
-
-def chat(monkeypatch, capsys, path, stdin, *args):
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert status_of(sample.main, ["--chat", "-m", path, "--device", "cpu", "--temperature", "0", *args]) == 0
-    return capsys.readouterr()
-
-
-def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys):
-    lines = io.StringIO("hi\n\nyou?\n/reset\nagain\n/quit\nnever\n")
-    said = chat(monkeypatch, capsys, parrot, lines, "--max-new-tokens", "5")
-    assert said.out == "ok\nok\nok\n"
-    assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
-    said = chat(monkeypatch, capsys, parrot, io.StringIO("x" * 60 + "\nhi"), "--max-new-tokens", "5")
-    assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
-
-
-def test_chat_ends_quietly_where_there_is_no_input(parrot, monkeypatch, capsys):
-    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
-        assert chat(monkeypatch, capsys, parrot, stdin).out == ""
-
-
 class BrokenInput(io.StringIO):
     def readline(self, *args):
         raise OSError(5, "Input/output error")
 
 
-def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
-    said = chat(monkeypatch, capsys, save(tmp_path / "model", model), io.StringIO("hi\n"), "--max-new-tokens", "3")
+def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
+    parrot = save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
+    options = flags(chat=True, device="cpu", temperature=0, max_new_tokens=5)
+
+    def chat(path, stdin):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert status_of(sample.main, ["-m", path, *options]) == 0
+        return capsys.readouterr()
+
+    said = chat(parrot, io.StringIO("hi\n\nyou?\n/reset\nagain\n/quit\nnever\n"))
+    assert said.out == "ok\nok\nok\n"
+    assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
+    said = chat(parrot, io.StringIO("x" * 60 + "\nhi"))
+    assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
+    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
+        assert chat(parrot, stdin).out == ""
+    said = chat(save(tmp_path / "model", model), io.StringIO("hi\n"))
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
 

@@ -40,7 +40,7 @@ def write_bin(path, tokens, **changes):
     return path
 
 
-def test_a_shard_reads_like_its_array(tmp_path):
+def test_a_shard_reads_like_its_array_and_one_that_is_cut_short_meanwhile_is_one_line(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     np.save(tmp_path / "a_train_000001.npy", tokens)
     for path in (tmp_path / "a_train_000001.npy", write_bin(tmp_path / "b_train_000001.bin", tokens)):
@@ -48,6 +48,9 @@ def test_a_shard_reads_like_its_array(tmp_path):
         assert len(shard) == 1000 and shard.read().tolist() == tokens.tolist()
         for start, count in ((0, 10), (5, 0), (990, 100), (1000, 5)):
             assert shard.read(start, count).tolist() == tokens[start : start + count].tolist()
+        os.truncate(path, 1500)
+        with pytest.raises(UserError, match="became shorter"):
+            shard.read(0, 1000)
 
 
 def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path):
@@ -79,14 +82,6 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
         assert len(opens) <= shards.MAX_OPEN
 
 
-def test_a_shard_that_is_cut_short_while_it_is_in_use_is_one_line(tmp_path):
-    np.save(tmp_path / "x_train_000001.npy", np.arange(50, dtype=np.uint16))
-    shard = open_shard(tmp_path / "x_train_000001.npy")
-    os.truncate(tmp_path / "x_train_000001.npy", 150)
-    with pytest.raises(UserError, match="became shorter"):
-        shard.read(0, 50)
-
-
 def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_path):
     """As a network disk does in the middle of a run: the read fails, and the error of a read has no file's name."""
     path = tmp_path / "x_train_000001.npy"
@@ -107,7 +102,7 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
         assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
-def test_shards_of_llmc_are_found_and_nanogpts_are_refused_with_what_to_do(tmp_path):
+def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_path):
     write_bin(tmp_path / "tiny_shakespeare_train.bin", range(2000))
     write_bin(tmp_path / "tiny_shakespeare_val.bin", range(30))
     for split, length in (("train", 2000), ("val", 30)):
@@ -116,13 +111,12 @@ def test_shards_of_llmc_are_found_and_nanogpts_are_refused_with_what_to_do(tmp_p
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
         shards.open_shards(tmp_path, "train")
-
-
-# the first is Llama 3's shards, of uint32
-@pytest.mark.parametrize("change", [dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001)])
-def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
-    with pytest.raises(UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"):
-        open_shard(write_bin(tmp_path / "x_train_000001.bin", range(1000), **change))
+    # the first is Llama 3's shards, of uint32
+    for change in (dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001)):
+        with pytest.raises(
+            UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"
+        ):
+            open_shard(write_bin(tmp_path / "train.bin", range(1000), **change))
 
 
 def test_masks_that_mean_nothing_are_refused(tmp_path):
