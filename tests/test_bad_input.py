@@ -164,19 +164,15 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
 
 
-def other_encoding():
-    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
-    special = {"<|endoftext|>": 257}
-    return tiktoken.Encoding("my-1a2b3c4d", pat_str="(?s:.)", special_tokens=special, mergeable_ranks=ranks)
-
-
 def without_a_weight(content):
     del content["model"]["transformer.h.1.ln_2.bias"]
     return content
 
 
 def with_another_tokenizer(content):
-    enc = other_encoding()
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
+    enc = tiktoken.Encoding("my-1a2b3c4d", **parts)
     return content | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizer.dumps(enc)}
 
 
