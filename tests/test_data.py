@@ -4,6 +4,7 @@ The shards here count: token i of the whole split is the number i, so that a bat
 """
 
 import itertools
+import os
 import random
 import tracemalloc
 
@@ -157,16 +158,14 @@ def test_masked_targets_are_ignored_and_counted(tmp_path):
         assert num_targets == max(1, sum(token != IGNORE_INDEX for row in y.tolist() for token in row))
 
 
-def test_damaged_shards_and_masks_and_shards_shorter_than_a_window_are_refused(tmp_path):
+def test_masks_that_are_damaged_or_missing_and_shards_shorter_than_a_window_are_refused(tmp_path):
     folder = make_shards(tmp_path / "masks", lengths=(100, 90, 70), masks=True)
-    for name in ("tiny_train_000001.npy", "tiny_train_000001.mask"):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[:-5])
-        with pytest.raises(UserError, match=name):
-            DataLoaderLite(folder, "train", 2, 4)
-        (folder / name).write_bytes(whole)
-    (folder / "tiny_train_000002.mask").unlink()
-    with pytest.raises(UserError, match="tiny_train_000002.mask is missing"):
+    mask = folder / "tiny_train_000001.mask"
+    os.truncate(mask, mask.stat().st_size - 5)
+    with pytest.raises(UserError, match=f"{mask.name} is missing or damaged"):
+        DataLoaderLite(folder, "train", 2, 4)
+    mask.unlink()
+    with pytest.raises(UserError, match=f"{mask.name} is missing"):
         DataLoaderLite(folder, "train", 2, 4)
     with pytest.raises(UserError, match="only 0 tokens in whole sequences of 4, but 4 are needed"):
         DataLoaderLite(counting_shards(tmp_path / "short", [4]), "train", 2, 4)
