@@ -186,7 +186,12 @@ def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, 
     """
     check_size(folder, "train", train_loader.T, num_windows=train_loader.num_windows, at_least=step_tokens)
     shards = train_loader.shards + val_loader.shards
-    check_token_ids(shards, enc.name, enc.n_vocab)
+    largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
+    if largest >= enc.n_vocab:
+        raise UserError(
+            f"Shard {path} contains token id {largest}, but tokenizer {enc.name} has only {enc.n_vocab} ids. The "
+            "meta.json is missing or wrong: make the shards again in a new folder."
+        )
     check_meta(folder, shards)
     for masks in (train_loader.masks, val_loader.masks):
         check_masks(masks)
@@ -196,16 +201,6 @@ def find_largest(arrays, count=sys.maxsize):
     """(largest entry, path) of the array with the largest one among its first `count` entries."""
     largest = [(int(array.read(0, count).max(initial=0)), array.path) for array in arrays]
     return max(largest)
-
-
-def check_token_ids(shards, tokenizer, n_vocab):
-    """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
-    largest, path = find_largest(shards, 2**27 // len(shards))
-    if largest >= n_vocab:
-        raise UserError(
-            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
-            "meta.json is missing or wrong: make the shards again in a new folder."
-        )
 
 
 def check_masks(masks):
