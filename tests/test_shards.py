@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,14 +59,15 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
     number_of_shard = np.arange(1010, dtype=np.uint16)
     for number in number_of_shard:
         np.save(tmp_path / f"x_train_{number:06d}.npy", np.full(20, number))
-    opened, opens = [], []
+    opened, opens, counting = [], [], threading.Lock()
 
     def count_open(path):
         opens.append(path)
         file = open_regular(path)
-        opened.append(weakref.ref(file))  # a file that nobody refers to is closed
-        # each of the seven threads may hold one more, and be about to drop another
-        assert sum(file() is not None for file in opened) <= shards.MAX_OPEN + 2 * 7
+        with counting:  # or the others go on meanwhile, and files are counted that are never open together
+            opened.append(weakref.ref(file))  # a file that nobody refers to is closed
+            # each of the seven threads may hold one more, and be about to drop another
+            assert sum(file() is not None for file in opened) <= shards.MAX_OPEN + 2 * 7
         return file
 
     with patched(shards, "open_regular", count_open) as open_regular:
