@@ -162,13 +162,14 @@ def report(folder, path, num_proc=0):
         for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
     longest = longest_overlaps(examples, index, found)
+    lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
     print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
-    by_length = sorted(longest.items(), key=lambda item: item[1][0], reverse=True)
-    for number, (length, shard, position, tokens) in by_length[:10]:
+    for number in sorted(lengths, key=lambda number: lengths[number], reverse=True)[:10]:
+        length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
         print(f"  line {number}: {length} tokens, {program.plain(shard.path.name)} at {position:,}: {text!r}")
-    return {number: length for number, (length, *_) in longest.items()}
+    return lengths
 
 
 def main(args=None):
