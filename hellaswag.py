@@ -30,8 +30,6 @@ from plumbing.program import UserError
 
 @dataclass
 class Options:
-    """HellaSwag accuracy of a GPT-2, in the two conventions that people quote."""
-
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
     model_type: Annotated[str, "-m", "--model"] = "gpt2"
     device: Annotated[str, "-d"] = "auto"  # cpu, cuda or mps; auto: best available
@@ -54,10 +52,7 @@ SYNONYMS = {
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
     options = flags.parse(Options, args, synonyms=SYNONYMS)
-    complaints = []
-    if options.data != Options.data and not os.path.exists(options.data):
-        complaints.append(f"There is no file {options.data}. Give HellaSwag's JSON lines, or leave --data out.")
-    flags.check(options, complaints)
+    flags.check(options)
     return options
 
 
@@ -87,12 +82,8 @@ def iterate_examples(path):
     """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
     number = 0
     for number, place, example in documents.read_records(path):
-        texts = [
-            example.get("activity_label"),
-            example.get("ctx"),
-            example.get("ctx_a", ""),
-            example.get("ctx_b", ""),
-        ]
+        fields = {"ctx_a": "", "ctx_b": ""} | example
+        texts = [fields.get(name) for name in ("activity_label", "ctx", "ctx_a", "ctx_b")]
         if isinstance(example.get("endings"), list):
             texts += example["endings"]
         has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
@@ -316,21 +307,19 @@ def main(args=None):
     from train_gpt2 import load_model  # not above: train_gpt2 imports this file
 
     device = choose_device(options.device)
+    examples = read_examples(options.data, options.limit)
     model, enc = load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
-    examples = read_examples(options.data, options.limit)
     labels = [int(example["label"]) for example in examples]
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
-    report = []
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
         scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
         acc, acc_norm = (chosen == labels).mean(1)
-        report.append(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
-    print("\n".join(report), flush=True)  # first: the disk may be full
+        print(f"{name}:\n{len(labels)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}", flush=True)
     if options.predictions:
         with new_output(options.predictions) as file:
             for values in zip(*columns.values()):

@@ -25,8 +25,6 @@ from plumbing.program import UserError
 
 @dataclass
 class Options:
-    """Continue a prompt with a GPT-2, or chat with it."""
-
     prompt: Annotated[str, "positional"] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"

@@ -139,11 +139,9 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         """path: of the lock file; lock: filelock's, taken; created: the folders that were made for it."""
         self.path, self.folder, self.lock, self.created = path, path.parent, lock, created
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-        try:
-            path.write_text(self.owner, encoding="utf-8")
-        except OSError:  # a full disk; Windows, where nobody writes to a locked file
-            self.owner = read_owner(path)
+        with contextlib.suppress(OSError):  # a full disk; Windows, where nobody writes to a locked file
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}", encoding="utf-8")
+        self.owner = read_owner(path)
 
     def is_ours(self) -> bool:
         """Whether the lock at its path is still this one: its folder may have been moved, and another made there."""

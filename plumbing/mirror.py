@@ -11,9 +11,6 @@ from typing import Any
 from plumbing.files import atomic_write
 from plumbing.program import first_line
 
-INIT_SECONDS = 8  # how long the start waits for the server before going offline
-FINISH_SECONDS = 20  # how long the end waits for the last lines to arrive
-
 
 def is_installed():
     """Whether the package wandb is installed. A folder of that name, which wandb leaves behind, has no origin."""
@@ -30,8 +27,9 @@ def start_wandb(config):
         id_file.parent.mkdir(exist_ok=True)
         with atomic_write(id_file, "w") as file:
             file.write(uuid.uuid4().hex[:12])
+    # seconds: the start waits so long for the server before it goes offline, the end for the last lines to arrive
+    timeouts = dict(init_timeout=8, finish_timeout=20, finish_timeout_raises=True)
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
-    timeouts = dict(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
     wandb.setup(settings)
     options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=id_file.read_text())

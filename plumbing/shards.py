@@ -2,9 +2,8 @@
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
 is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
-counts as a target. Shards of two other programs are read, too: llm.c's .bin (a header of 256 int32:
-20240520, version 1, number of tokens; then uint16), also without a number in the name
-(tiny_shakespeare_train.bin), and nanoGPT's train.bin and val.bin, which are plain uint16.
+counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
+version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
 """
 
 import functools
@@ -28,7 +27,6 @@ from plumbing.program import UserError
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
-NANOGPT_NAMES = ("train.bin", "val.bin")
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
 
 
@@ -70,8 +68,7 @@ def open_masks(shards):
     paths = [shard.path.with_suffix(".mask") for shard in shards]
     if not any(path.exists() for path in paths):
         return []
-    pairs = zip(paths, shards)
-    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in pairs]
+    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
 
 
 def open_shard(
@@ -107,18 +104,18 @@ def open_npy(path):
 
 
 def open_bin(path):
-    """(dtype, shape, offset of the data in bytes) of a shard from llm.c or nanoGPT; ValueError unless it is whole."""
+    """(dtype, shape, offset of the data in bytes) of a shard with llm.c's header; UserError unless it is whole."""
     with open_regular(path) as file:
         start = np.fromfile(file, np.int32, 3).tolist()
         num_bytes = os.fstat(file.fileno()).st_size
     num_tokens = (num_bytes - BIN_HEADER) // 2
-    if start == [BIN_MAGIC, BIN_VERSION, num_tokens] and num_bytes % 2 == 0:
-        return np.uint16, (num_tokens,), BIN_HEADER
-    if path.name in NANOGPT_NAMES and start[:1] != [BIN_MAGIC] and num_bytes % 2 == 0:
-        return np.uint16, (num_bytes // 2,), 0
-    raise ValueError(
-        f"its {num_bytes:,} bytes begin with {start}, not with {BIN_MAGIC}, {BIN_VERSION} and the number of its tokens"
-    )
+    if start != [BIN_MAGIC, BIN_VERSION, num_tokens] or num_bytes % 2:
+        raise UserError(
+            f"{path} has another format or is damaged: its {num_bytes:,} bytes begin with {start}, not with "
+            f"{BIN_MAGIC}, {BIN_VERSION} and the number of its tokens. Fetch it again or, if it is nanoGPT's, which "
+            "has no header, make shards of its text with fineweb.py --input."
+        )
+    return np.uint16, (num_tokens,), BIN_HEADER
 
 
 def find_shards(folder, split):
@@ -187,10 +184,14 @@ def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, 
 
     There must also be as many tokens to train on as a step takes.
     """
-    num_windows = train_loader.num_windows
-    check_size(folder, "train", train_loader.T, num_windows=num_windows, at_least=step_tokens)
+    check_size(folder, "train", train_loader.T, num_windows=train_loader.num_windows, at_least=step_tokens)
     shards = train_loader.shards + val_loader.shards
-    check_token_ids(shards, enc.name, enc.n_vocab)
+    largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
+    if largest >= enc.n_vocab:
+        raise UserError(
+            f"Shard {path} contains token id {largest}, but tokenizer {enc.name} has only {enc.n_vocab} ids. The "
+            "meta.json is missing or wrong: make the shards again in a new folder."
+        )
     check_meta(folder, shards)
     for masks in (train_loader.masks, val_loader.masks):
         check_masks(masks)
@@ -200,21 +201,6 @@ def find_largest(arrays, count=sys.maxsize):
     """(largest entry, path) of the array with the largest one among its first `count` entries."""
     largest = [(int(array.read(0, count).max(initial=0)), array.path) for array in arrays]
     return max(largest)
-
-
-def check_token_ids(shards, tokenizer, n_vocab):
-    """Raise UserError if a shard has ids >= n_vocab: checks 128M ids, spread evenly over the shards."""
-    largest, path = find_largest(shards, 2**27 // len(shards))
-    if largest >= n_vocab:
-        raise UserError(
-            f"Shard {path} contains token id {largest}, but tokenizer {tokenizer} has only {n_vocab} ids. The "
-            "meta.json is missing or wrong: make the shards again in a new folder."
-        )
-    if path.name in NANOGPT_NAMES and largest < 1000 <= n_vocab:
-        program.print0(
-            f"note: All ids in {path.parent} are below 1,000, as in nanoGPT's shards of characters. They are read as\n"
-            f"{tokenizer}'s. If they are characters, make shards of the text with fineweb.py --input."
-        )
 
 
 def check_masks(masks):
@@ -230,10 +216,6 @@ def check_masks(masks):
 
 def check_meta(folder, shards):
     """Raise UserError unless the meta.json in `folder`, if it has any, are complete and list the shards."""
-    if (Path(folder) / "meta.pkl").exists():
-        raise UserError(
-            f"{folder} has nanoGPT's shards of characters (meta.pkl). Make others with fineweb.py --input."
-        )
     metas = read_metas(folder)
     num_parts = max(map(num_parts_of, metas), default=0)
     if len(metas) < num_parts:
@@ -266,8 +248,6 @@ def shard_name(prefix, number):
 
 def output_folder(out_dir, sources, default):
     """--out-dir, or else a folder named after the first input: "texts/books.jsonl.gz" -> "books"."""
-    if out_dir == "":
-        raise UserError("--out-dir is empty. Give the name of a folder, or leave the flag out.")
     if out_dir or not sources:
         return out_dir or default
     return os.path.basename(sources[0].name).lstrip(".").split(".")[0]
@@ -288,12 +268,6 @@ class Position(NamedTuple):
     token: int = 0  # tokens of that piece that stand in the shard and those before
     sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
     documents: int = 0  # documents so far
-
-    @classmethod
-    def read(cls, recorded: list[int]) -> "Position":
-        """The position that meta.json has. Older versions wrote only the last number if nothing was sampled."""
-        source, piece, token, *sampled, documents = recorded
-        return cls(source, piece, token, sampled[0] if sampled else 0, documents)
 
 
 class ShardWriter:
@@ -347,7 +321,7 @@ class ShardWriter:
         for file, recorded in meta["ends"].items():
             if not self.is_whole(file):
                 break
-            kept[file], end = meta["shards"][file], Position.read(recorded)
+            kept[file], end = meta["shards"][file], Position(*recorded)
         if self.validation_file in meta["shards"]:
             if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
                 kept, end = {}, Position()
@@ -453,12 +427,11 @@ def is_valid(key, value):
     if key == "shards":
         return are_counts(value.values())
     if key == "ends":
-        return all(type(end) is list and len(end) in (4, 5) and are_counts(end) for end in value.values())
+        return all(type(end) is list and len(end) == 5 and are_counts(end) for end in value.values())
     if key == "made_from":
         sources = value.get("sources", [])
         return type(sources) is list and all(
-            type(source) is list and list(map(type, source)) in ([str, int], [str, int, str])
-            for source in sources
+            type(source) is list and list(map(type, source)) == [str, int, str] for source in sources
         )
     return key not in ("tokens", "documents", "vocab_size", "validation_every") or are_counts([value])
 
@@ -478,11 +451,7 @@ def continue_meta(folder, path, meta):
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )
     for other_path, old in metas.items():
-        was, now = settings(other_path, old), settings(path, meta)
-        changes = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
-        if other_path == path:  # the parts of a data set differ in their files
-            changes += compare_sources(old, meta)
-        for key, before, after in changes:
+        for key, before, after in compare(other_path, old, path, meta):
             if before != after:
                 change = f"{key} was {program.plain(repr(before))} and is now {program.plain(repr(after))}"
                 raise UserError(
@@ -491,29 +460,24 @@ def continue_meta(folder, path, meta):
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
 
 
-def settings(path, meta):
-    """What must be the same in meta.json, besides the sources, if one run continues another."""
-    named = {
-        "the number of parts": num_parts_of(path),
-        "dataset": meta["dataset"],
-        "tokenizer": meta["tokenizer"],
-    }
-    return named | meta["made_from"] | {"sources": None}
-
-
-def compare_sources(old, meta):
-    """[("the input", before, now)] for each file, as far as it must be the same to go on where `old` ends."""
-    # older versions recorded all of a URL, and the signature in it changes
-    then = [[documents.public_name(name), *rest] for name, *rest in old["made_from"]["sources"]]
-    now = meta["made_from"]["sources"]
-    ends = list(map(Position.read, old["ends"].values()))
-    num_read = len(then) if old["complete"] else ends[-1].source if ends else -1
-    changes = []
-    for i, (before, after) in enumerate(itertools.zip_longest(then, now, fillvalue=["no file", 0])):
-        after = after[: len(before)]  # older runs recorded no hash
+def compare(other_path, old, path, meta):
+    """Yield (what, before, now) for all that must be the same in meta.json if a run is to continue where `old` ends."""
+    yield "the number of parts", num_parts_of(other_path), num_parts_of(path)
+    for key in ("dataset", "tokenizer"):
+        yield key, old[key], meta[key]
+    was, now = old["made_from"], meta["made_from"]
+    for key in was | now:
+        if key != "sources":
+            yield key, was.get(key, ""), now.get(key, "")
+    if other_path != path:  # the parts of a data set differ in their files
+        return
+    num_read = max((Position(*end).source for end in old["ends"].values()), default=-1)
+    if old["complete"]:
+        num_read = len(was["sources"])
+    pairs = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["no file", 0, ""])
+    for i, (before, after) in enumerate(pairs):
         if i > num_read:
             before, after = before[:1], after[:1]
         elif i == num_read and before[1] != after[1]:  # it may have been mended after its first bytes
-            before, after = ([name, "".join(digests)[:8]] for name, _, *digests in (before, after))
-        changes.append(("the input (name, bytes, hash)", before, after))
-    return changes
+            before, after = ([name, digests[:8]] for name, _, digests in (before, after))
+        yield "the input (name, bytes, hash)", before, after

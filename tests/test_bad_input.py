@@ -6,8 +6,6 @@ Each mistake is made in a folder that already holds good data and a finished run
 import ast
 import contextlib
 import errno
-import importlib
-import json
 import os
 import pickle
 import shutil
@@ -15,8 +13,10 @@ import signal
 import types
 from pathlib import Path
 
+import hellaswag
 import numpy as np
 import pytest
+import sample
 import tiktoken
 import torch
 import train_gpt2
@@ -27,6 +27,7 @@ from plumbing.program import UserError
 from harness import (
     change_checkpoint,
     error_in,
+    examples_file,
     listing,
     make_shards,
     needs,
@@ -100,12 +101,10 @@ def error_of_run(folder, **changes):
             ["run has a run with other settings (seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
         ),
         (dict(init_from="resume"), ["To resume a run, repeat its command"]),
-        (dict(n_layer=10**6), ["Lower --n-layer"]),
         (dict(n_embd=2**20), ["Lower --n-layer"]),
         (dict(block_size=2**40), ["--block-size"]),
         (dict(max_steps=10**400), ["--max-steps is 1000"]),
         (dict(beta1=1), ["--beta1 is 1.0"]),
-        (dict(device="cpu:abc"), ["'cpu:abc'"]),
         (dict(device="cuda:-1"), ["'cuda:-1'"]),
     ],
     ids=lambda value: str(value)[:40],
@@ -128,13 +127,12 @@ class Touch:
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"\x93NUMPY\x01\x00v\x00{'descr'", "damaged"),
         (np.arange(1000), "int64"),
         (np.array([{"a": 1}] * 500, dtype=object), "damaged"),
         (pickle.dumps(Touch(Path("touched"))), "damaged"),
         (np.full(1000, 257, np.uint16), "token id 257"),
     ],
-    ids=["truncated", "another dtype", "a pickled array", "code", "ids beyond the vocabulary"],
+    ids=["another dtype", "a pickled array", "code", "ids beyond the vocabulary"],
 )
 def test_a_shard_that_is_none(content, said, folder):
     path = folder / "data" / "tiny_train_000002.npy"
@@ -143,23 +141,18 @@ def test_a_shard_that_is_none(content, said, folder):
     assert said in line and path.name in line, line
 
 
-def test_a_folder_without_validation_shards(folder):
-    (folder / "data" / "tiny_val_000000.npy").unlink()
-    assert "no val shards in data" in error_of_run(folder)
-
-
 @pytest.mark.parametrize(
     "meta, said",
     [
-        ('{"tokenizer": "byt', "meta.json"),
         ('{"tokenizer": "bytes", "complete": false}', "not complete"),
-        ('{"tokenizer": "bytes", "shards": {"x_train_000001.npy": 50}}', "0 tokens in meta.json"),
         ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken"),
     ],
 )
 def test_a_meta_json_that_does_not_describe_the_shards(meta, said, folder):
     (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")
     assert said in error_of_run(folder)
+    (folder / "data" / "tiny_val_000000.npy").unlink()
+    assert "no val shards in data" in error_of_run(folder)
 
 
 def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
@@ -171,19 +164,15 @@ def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
     assert "TIKTOKEN_CACHE_DIR" in line and "--tokenizer bytes" in line
 
 
-def other_encoding():
-    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
-    special = {"<|endoftext|>": 257}
-    return tiktoken.Encoding("my-1a2b3c4d", pat_str="(?s:.)", special_tokens=special, mergeable_ranks=ranks)
-
-
 def without_a_weight(content):
     del content["model"]["transformer.h.1.ln_2.bias"]
     return content
 
 
 def with_another_tokenizer(content):
-    enc = other_encoding()
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
+    enc = tiktoken.Encoding("my-1a2b3c4d", **parts)
     return content | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizer.dumps(enc)}
 
 
@@ -193,6 +182,8 @@ def with_another_tokenizer(content):
         (lambda content: torch.zeros(3), "it has no model"),
         (lambda content: content["model"], "it has no model, no config"),
         (lambda content: content | {"config": {"n_head": 3}}, "an n_head of 3"),
+        (lambda content: content | {"config": [1]}, "bad.pt"),
+        (lambda content: content | {"config": None}, "bad.pt"),
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
@@ -225,13 +216,6 @@ def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused_or_the
             assert number % 2 and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_a_run_whose_checkpoints_cannot_be_read_or_hold_code(folder):
-    for path in (folder / "run").glob("model_*.pt"):
-        torch.save(torch.load(path, weights_only=True) | {"rng": Touch(folder / "touched")}, path)
-    line = error_of_run(folder, out_dir="run")
-    assert "None of the checkpoints" in line and "--no-resume" in line
-
-
 def test_a_run_whose_data_has_changed(folder):
     (folder / "run" / "model_00004.pt").unlink()
     more = make_shards(folder / "more", lengths=(2000, 3000, 2700))
@@ -240,17 +224,16 @@ def test_a_run_whose_data_has_changed(folder):
     )
 
 
-@pytest.mark.parametrize("script", ["sample", "hellaswag"])
-def test_a_hostile_checkpoint_is_refused_by_every_script(script, folder):
+def test_hostile_checkpoints_are_refused_by_the_run_that_has_them_and_by_every_script(folder):
     """Through -m, as the file itself and as the folder of a run; its code would make the file `touched`."""
     for path in (folder / "run").glob("model_*.pt"):
-        torch.save(torch.load(path, weights_only=True) | {"val_loss": Touch(folder / "touched")}, path)
-    example = dict(activity_label="a", ctx="b", endings=list("cdef"), label=0)
-    (folder / "examples.jsonl").write_text(json.dumps(example), encoding="utf-8")
-    module = importlib.import_module(script)
+        change_checkpoint(path, lambda content: content.update(rng=Touch(folder / "touched")))
+    line = error_of_run(folder, out_dir="run")
+    assert "None of the checkpoints" in line and "--no-resume" in line
+    examples = examples_file(folder, ["he"])
     for source in ("run/model_00004.pt", "run"):
-        rest = ["To be"] if script == "sample" else ["--data", "examples.jsonl"]
-        refused(module.main, *rest, "-m", source)
+        refused(sample.main, "To be", "-m", source)
+        refused(hellaswag.main, "--data", examples, "-m", source)
     assert not (folder / "touched").exists()
     torch.load(folder / "run" / "model_00004.pt", weights_only=False)
     assert (folder / "touched").exists(), "the file does hold code"
@@ -266,10 +249,10 @@ def test_hellaswag_is_not_there_or_damaged(folder):
     assert "ine 1" in error_of_run(folder, **options)
 
 
-@pytest.mark.parametrize("out_dir", ["afile", "afile/out"])
-def test_an_out_dir_that_is_a_file_or_below_one(out_dir, folder):
+def test_an_out_dir_that_is_a_file_or_below_one(folder):
     (folder / "afile").write_text("something dear", encoding="utf-8")
-    assert "afile" in error_of_run(folder, out_dir=out_dir)
+    for out_dir in ("afile", "afile/out"):
+        assert "afile" in error_of_run(folder, out_dir=out_dir)
 
 
 def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
@@ -382,9 +365,3 @@ def test_a_full_disk_while_the_model_is_exported_costs_one_line_and_the_same_com
     assert not (out / "hf").exists()
     assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
     assert (out / "hf" / "model.safetensors").read_bytes() == (good / "run" / "hf" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("config", [[1], "x", None])
-def test_settings_that_are_none_are_one_line(config, folder):
-    change_checkpoint(folder / "run" / "model_00004.pt", lambda content: content.update(config=config))
-    assert "model_00004.pt" in error_of_run(folder, init_from="run/model_00004.pt")

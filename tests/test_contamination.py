@@ -69,23 +69,18 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     write_lines(tmp_path / "text.jsonl", [{"text": "a"}])
     write_lines(tmp_path / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
+    (tmp_path / "part").mkdir()
+    np.save(tmp_path / "part" / "x_val_000000.npy", np.zeros(20, np.uint16))
+    (tmp_path / "part" / "meta.part-0-of-2.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     cases = [
         (tmp_path / "none", "text.jsonl", "no shards in"),
+        (tmp_path / "part", "text.jsonl", "not complete: 1 of 2 parts"),
         (tmp_path, "text.jsonl", "Line 1 of"),
         (tmp_path, "short.jsonl", "13 tokens"),
         (tmp_path, "missing.jsonl", "hellaswag.py downloads HellaSwag's"),
     ]
     for folder, name, words in cases:
         assert words in refused(contamination.main, "--data", folder, "--eval", tmp_path / name)
-
-
-def test_a_part_that_is_missing_is_not_searched_without_a_word(tmp_path):
-    np.save(tmp_path / "x_val_000000.npy", np.zeros(20, np.uint16))
-    meta = {"tokenizer": "bytes", "shards": {"x_val_000000.npy": 20}}
-    write_lines(tmp_path / "meta.part-0-of-2.json", [meta])
-    evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
-    line = refused(contamination.main, "--data", tmp_path, "--eval", evaluation)
-    assert "not complete: 1 of 2 parts" in line
 
 
 def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys):

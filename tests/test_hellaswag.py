@@ -83,35 +83,23 @@ def test_a_row_holds_the_context_once_hides_the_endings_from_one_another_and_sco
     assert idx.flatten()[positions].tolist() == [12, 20, 21, 12, 30, 12, 12, 50, 1, 1, 1, 1]
 
 
-def test_winners_computed_by_hand():
+@pytest.mark.parametrize("padding", [0.0, 100.0])
+def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding(padding):
     """Sum: "b", 10 bits. Mean over tokens: E_ACUTE * 4, 17/9. Mean over characters: "aaab", 13/4."""
-    example = render_example(WINNERS, ENC)
-    bits = -score(Planted(), [example], ENC.n_vocab)[:, 0] / np.log(2)
+    model, example = Planted(padding), render_example(WINNERS, ENC)
+    bits = -score(model, [example], ENC.n_vocab)[:, 0] / np.log(2)
     assert bits[0] == pytest.approx([10, 17, 13, 11], rel=1e-5)
     assert bits[1] == pytest.approx([10 / 2, 17 / 9, 13 / 5, 11 / 3], rel=1e-5)
     assert bits[2] == pytest.approx([10 / 1, 17 / 4, 13 / 4, 11 / 2], rel=1e-5)
-    assert evaluate(Planted(), [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
+    assert evaluate(model, [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
 
 
-def test_the_vocabularys_padding_takes_no_probability():
-    examples = [render_example(example, ENC) for example in (WINNERS, *EXAMPLES)]
-    plain = score(Planted(), examples, ENC.n_vocab)
-    assert np.array_equal(plain, score(Planted(padding=100.0), examples, ENC.n_vocab))
-
-
-def test_scores_equal_four_independent_rows():
-    examples = [render_example(example, ENC, harness) for example in EXAMPLES for harness in (False, True)]
+def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of_logits(monkeypatch):
+    examples = [render_example(example, ENC, harness) for example in EXAMPLES * 3 for harness in (False, True)]
     model = tiny_model(block_size=1024)
-    assert score(model, examples, ENC.n_vocab)[0] == pytest.approx(four_rows(model, examples), abs=1e-3)
-
-
-def test_neither_the_batch_budget_nor_the_chunks_of_logits_change_a_score(monkeypatch):
-    examples = [render_example(example, ENC) for example in EXAMPLES * 5]
-    model = tiny_model(block_size=1024)
-    expected = score(model, examples, ENC.n_vocab)[0]
     # logits below 10 have errors below 1e-5 whatever the order of their sums, and an ending has 45 tokens
-    same = pytest.approx(expected, abs=1e-3)
-    for batch_tokens in (1, 300, 10**6):
+    same = pytest.approx(four_rows(model, examples), abs=1e-3)
+    for batch_tokens in (0, 1, 300, 10**6):
         assert score(model, examples, ENC.n_vocab, batch_tokens)[0] == same
     for chunk in (1, 7, 2048):
         monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
@@ -202,13 +190,6 @@ def test_bad_examples_name_file_and_line(tmp_path, text, reason):
         list(iterate_examples(tmp_path / "bad.jsonl"))
 
 
-@pytest.mark.parametrize("args", [("--limt", "3"), ("--limit", "-1"), ("--data", "bad.jsonl"), ("--data", "nowhere")])
-def test_a_mistake_is_one_line_and_status_2(tmp_path, args):
-    (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
-    flag, value = args
-    refused(hellaswag.main, flag, tmp_path / value if flag == "--data" else value)
-
-
 def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast this test
     model = tiny_model(block_size=1024)
@@ -232,11 +213,17 @@ def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, mo
     assert [[line[name] for line in written] for name in ("pred", "pred_norm")] == chosen[:2]
 
 
-@pytest.mark.parametrize("name", ["data.jsonl", "link", "folder"])
-def test_predictions_replace_nothing(tmp_path, name):
+def test_mistakes_are_one_line_and_predictions_replace_nothing(tmp_path):
     (tmp_path / "data.jsonl").write_text(GOOD, encoding="utf-8")
+    (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "folder").mkdir()
     before = listing(tmp_path)
-    args = ["--data", tmp_path / "data.jsonl", "--predictions", tmp_path / name, "-m", "no-such-model"]
-    assert "exists already" in refused(hellaswag.main, *args) and listing(tmp_path) == before
+    mistakes = [(["--limit", "-1"], "--limit is -1")]
+    for name, words in {"bad.jsonl": "is not valid JSON", "nowhere": "There is no file"}.items():
+        mistakes.append((["--data", tmp_path / name], words))
+    for name in ("data.jsonl", "link", "folder"):
+        mistakes.append((["--predictions", tmp_path / name, "-m", "no-such-model"], "exists already"))
+    for args, words in mistakes:
+        assert words in refused(hellaswag.main, *args)
+    assert listing(tmp_path) == before

@@ -85,38 +85,41 @@ def log_of(out_dir):
     return {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
 
 
-def test_the_log_and_the_settings_are_mirrored(data, tmp_path, wandb, capsys):
-    assert train(data, tmp_path / "run", wandb="gpt2") == 0
-    assert logged(wandb.calls_of("log")) == log_of(tmp_path / "run")
-    (init,) = wandb.calls_of("init")
-    assert init["mode"] == "online" and init["project"] == "gpt2" and init["dir"] == str(tmp_path / "run")
-    assert init["config"]["max_lr"] == 3e-3 and init["config"]["vocab_size"] == 320
-    assert wandb.calls_of("finish") == [{"exit_code": 0}]
-    assert f"mirrored at https://wandb.example/{init['id']}" in capsys.readouterr().out
-
-
 def lose_the_last_steps(out_dir):
     """Leave a finished run as a crash after step 11 would, whose newest checkpoint is of step 8."""
     (out_dir / "model_00012.pt").unlink()
     shutil.rmtree(out_dir / "hf")
 
 
-def test_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb):
-    """The server has the steps up to 9, the checkpoint is of step 8, the new process repeats all from there."""
+def test_the_log_and_the_settings_are_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(
+    data, tmp_path, wandb, capsys
+):
     run = tmp_path / "run"
     assert train(data, run, wandb="gpt2") == 0
+    assert logged(wandb.calls_of("log")) == log_of(run)
+    (init,) = wandb.calls_of("init")
+    assert init["mode"] == "online" and init["project"] == "gpt2" and init["dir"] == str(run)
+    assert init["config"]["max_lr"] == 3e-3 and init["config"]["vocab_size"] == 320
+    assert wandb.calls_of("finish") == [{"exit_code": 0}]
+    assert f"mirrored at https://wandb.example/{init['id']}" in capsys.readouterr().out
+
+    # the server has the steps up to 9, the checkpoint is of step 8, the new process repeats all from there
     sent = [call for call in wandb.calls_of("log") if call["step"] < 10]
     lose_the_last_steps(run)
-    (identity,) = {call["id"] for call in wandb.calls_of("init")}
-    wandb.next_steps[identity] = 10
+    wandb.next_steps[init["id"]] = 10
     wandb.calls.clear()
-
     assert train(data, run, wandb="gpt2", batch_size=2) == 0
-    (init,) = wandb.calls_of("init")
-    assert init["id"] == identity and init["resume"] == "allow" and init["allow_val_change"]
-    again = wandb.calls_of("log")
-    assert {call["step"] for call in again} == {10, 11, 12}
-    assert logged(sent + again).keys() == log_of(run).keys()
+    (again,) = wandb.calls_of("init")
+    assert again["id"] == init["id"] and again["resume"] == "allow" and again["allow_val_change"]
+    assert {call["step"] for call in wandb.calls_of("log")} == {10, 11, 12}
+    assert logged(sent + wandb.calls_of("log")).keys() == log_of(run).keys()
+
+    wandb.calls.clear()
+    branch = tmp_path / "branch"  # a run of its own with its parent's curve
+    assert train(data, branch, wandb="gpt2", branch_from=run / "model_00008.pt", max_lr=1e-3) == 0
+    (branched,) = wandb.calls_of("init")
+    assert branched["id"] != init["id"]
+    assert logged(wandb.calls_of("log")) == log_of(branch)
 
 
 def test_an_offline_run_has_the_whole_curve_after_a_resume(data, tmp_path, wandb, capsys):
@@ -130,16 +133,6 @@ def test_an_offline_run_has_the_whole_curve_after_a_resume(data, tmp_path, wandb
     assert train(data, run, wandb="gpt2") == 0
     assert [init["mode"] for init in wandb.calls_of("init")] == ["offline"]
     assert logged(wandb.calls_of("log")) == log_of(run)
-
-
-def test_a_branch_is_a_run_of_its_own_with_its_parents_curve(data, tmp_path, wandb):
-    parent, branch = tmp_path / "parent", tmp_path / "branch"
-    assert train(data, parent, wandb="gpt2") == 0
-    wandb.calls.clear()
-    assert train(data, branch, wandb="gpt2", branch_from=parent / "model_00008.pt", max_lr=1e-3) == 0
-    (init,) = wandb.calls_of("init")
-    assert init["id"] != (parent / "wandb" / "run_id.txt").read_text()
-    assert logged(wandb.calls_of("log")) == log_of(branch)
 
 
 def test_without_a_network_an_offline_run_is_written(data, tmp_path, wandb):

@@ -163,29 +163,30 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     assert listing(tmp_path) == before
 
 
-def test_the_words_of_other_programs_are_known():
-    words = {"--out_dir": "--model", "--length": "--max-new-tokens", "--num_return_sequences": "--num-samples"}
-    for theirs, ours in words.items():
-        assert f"Use {ours}." in refusal_of(sample.main, theirs, "x")[2]
-    for flag in ("--prompt=x", "--start=x"):
-        assert "Give the text in quotes, without a flag." in refusal_of(sample.main, flag)[2]
-
-
 def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     path = save(tmp_path / "model", model)
+    for second, name in enumerate("cab"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.txt").touch()
+        os.utime(tmp_path / "runs" / name / "run.txt", (second, second))
+    newest_first = ", ".join(str(tmp_path / "runs" / name) for name in "bac")
     mistakes = {
         "prompt is empty": [""],
         "not UTF-8": [os.fsdecode(b"a\xff\xfeb")],  # as in sys.argv: the bytes are half surrogate pairs
         "The prompt has 33 tokens": ["x" * 33],
         "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
+        f"Name one of them: {newest_first}.": ["x", "-m", tmp_path / "runs"],
         "--temperature is -1": ["x", "--temperature", "-1"],
-        "--temperature is nan": ["x", "--temperature", "nan"],
         "--top-p is 0": ["x", "--top-p", "0"],
         "--top-p is 1.5": ["x", "--top-p", "1.5"],
         "--seed is 18446744073709551616": ["x", "--seed", 2**64],
         "--num-samples is 0": ["x", "-n", "0"],
-        "--top-kk": ["x", "--top-kk", "3"],
         "no device 'tpu'": ["x", "--device", "tpu"],
+        # the words of other programs
+        "Use --model.": ["--out_dir", "x"],
+        "Use --max-new-tokens.": ["--length", "x"],
+        "Use --num-samples.": ["--num_return_sequences", "x"],
+        "Give the text in quotes, without a flag.": ["--prompt=x"],
     }
     for part, args in mistakes.items():
         assert part in refused(sample.main, "-m", path, *args)
@@ -200,38 +201,28 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
     assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
-@pytest.fixture
-def parrot(tmp_path):
-    return save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
-
-
-def chat(monkeypatch, capsys, path, stdin, *args):
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert status_of(sample.main, ["--chat", "-m", path, "--device", "cpu", "--temperature", "0", *args]) == 0
-    return capsys.readouterr()
-
-
-def test_chat_answers_each_line_of_a_pipe_until_quit(parrot, monkeypatch, capsys):
-    lines = io.StringIO("hi\n\nyou?\n/reset\nagain\n/quit\nnever\n")
-    said = chat(monkeypatch, capsys, parrot, lines, "--max-new-tokens", "5")
-    assert said.out == "ok\nok\nok\n"
-    assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
-    said = chat(monkeypatch, capsys, parrot, io.StringIO("x" * 60 + "\nhi"), "--max-new-tokens", "5")
-    assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
-
-
-def test_chat_ends_quietly_where_there_is_no_input(parrot, monkeypatch, capsys):
-    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
-        assert chat(monkeypatch, capsys, parrot, stdin).out == ""
-
-
 class BrokenInput(io.StringIO):
     def readline(self, *args):
         raise OSError(5, "Input/output error")
 
 
-def test_chat_says_that_a_model_was_not_tuned_for_it(model, tmp_path, monkeypatch, capsys):
-    said = chat(monkeypatch, capsys, save(tmp_path / "model", model), io.StringIO("hi\n"), "--max-new-tokens", "3")
+def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
+    parrot = save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
+    options = flags(chat=True, device="cpu", temperature=0, max_new_tokens=5)
+
+    def chat(path, stdin):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert status_of(sample.main, ["-m", path, *options]) == 0
+        return capsys.readouterr()
+
+    said = chat(parrot, io.StringIO("hi\n\nyou?\n/reset\nagain\n/quit\nnever\n"))
+    assert said.out == "ok\nok\nok\n"
+    assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
+    said = chat(parrot, io.StringIO("x" * 60 + "\nhi"))
+    assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
+    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
+        assert chat(parrot, stdin).out == ""
+    said = chat(save(tmp_path / "model", model), io.StringIO("hi\n"))
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
 
@@ -248,12 +239,3 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(b"/quit\n", timeout=60)
     assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err
-
-
-def test_a_folder_of_runs_names_them_newest_first(tmp_path):
-    for second, name in enumerate("cab"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.txt").touch()
-        os.utime(tmp_path / name / "run.txt", (second, second))
-    line = refused(sample.main, "Hi", "-m", tmp_path)
-    assert f"Name one of them: {tmp_path / 'b'}, {tmp_path / 'a'}, {tmp_path / 'c'}." in line

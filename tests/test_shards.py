@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,7 +41,7 @@ def write_bin(path, tokens, **changes):
     return path
 
 
-def test_a_shard_reads_like_its_array(tmp_path):
+def test_a_shard_reads_like_its_array_and_one_that_is_cut_short_meanwhile_is_one_line(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     np.save(tmp_path / "a_train_000001.npy", tokens)
     for path in (tmp_path / "a_train_000001.npy", write_bin(tmp_path / "b_train_000001.bin", tokens)):
@@ -48,6 +49,9 @@ def test_a_shard_reads_like_its_array(tmp_path):
         assert len(shard) == 1000 and shard.read().tolist() == tokens.tolist()
         for start, count in ((0, 10), (5, 0), (990, 100), (1000, 5)):
             assert shard.read(start, count).tolist() == tokens[start : start + count].tolist()
+        os.truncate(path, 1500)
+        with pytest.raises(UserError, match="became shorter"):
+            shard.read(0, 1000)
 
 
 def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path):
@@ -55,14 +59,15 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
     number_of_shard = np.arange(1010, dtype=np.uint16)
     for number in number_of_shard:
         np.save(tmp_path / f"x_train_{number:06d}.npy", np.full(20, number))
-    opened, opens = [], []
+    opened, opens, counting = [], [], threading.Lock()
 
     def count_open(path):
         opens.append(path)
         file = open_regular(path)
-        opened.append(weakref.ref(file))  # a file that nobody refers to is closed
-        # each of the seven threads may hold one more, and be about to drop another
-        assert sum(file() is not None for file in opened) <= shards.MAX_OPEN + 2 * 7
+        with counting:  # or the others go on meanwhile, and files are counted that are never open together
+            opened.append(weakref.ref(file))  # a file that nobody refers to is closed
+            # each of the seven threads may hold one more, and be about to drop another
+            assert sum(file() is not None for file in opened) <= shards.MAX_OPEN + 2 * 7
         return file
 
     with patched(shards, "open_regular", count_open) as open_regular:
@@ -77,14 +82,6 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
             for shard in found[: shards.MAX_OPEN]:
                 shard.read(0, 1)
         assert len(opens) <= shards.MAX_OPEN
-
-
-def test_a_shard_that_is_cut_short_while_it_is_in_use_is_one_line(tmp_path):
-    np.save(tmp_path / "x_train_000001.npy", np.arange(50, dtype=np.uint16))
-    shard = open_shard(tmp_path / "x_train_000001.npy")
-    os.truncate(tmp_path / "x_train_000001.npy", 150)
-    with pytest.raises(UserError, match="became shorter"):
-        shard.read(0, 50)
 
 
 def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_path):
@@ -107,37 +104,21 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
         assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
-def test_shards_of_the_peers_are_found_and_read(tmp_path, capsys):
-    for name in ("llmc", "nanogpt"):
-        (tmp_path / name).mkdir()
-    write_bin(tmp_path / "llmc" / "tiny_shakespeare_train.bin", range(2000))
-    write_bin(tmp_path / "llmc" / "tiny_shakespeare_val.bin", range(30))
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "nanogpt" / "train.bin")
-    np.arange(30, dtype=np.uint16).tofile(tmp_path / "nanogpt" / "val.bin")
-    for name in ("llmc", "nanogpt"):
-        for split, length in (("train", 2000), ("val", 30)):
-            (path,) = find_shards(tmp_path / name, split)
-            assert open_shard(path).read().tolist() == list(range(length))
-        check_meta(tmp_path / name, all_shards(tmp_path / name))
-        shards.check_token_ids(all_shards(tmp_path / name), "gpt2", 50257)
-    assert capsys.readouterr().out == ""
-
-
-def test_shards_of_characters_are_not_taken_for_gpt2s_without_a_word(tmp_path, capsys):
-    for name in ("train.bin", "val.bin"):
-        (np.arange(200, dtype=np.uint16) % 65).tofile(tmp_path / name)
-    shards.check_token_ids(all_shards(tmp_path), "gpt2", 50257)
-    assert "are below 1,000, as in nanoGPT's shards of characters" in capsys.readouterr().out
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(UserError, match="nanoGPT's shards of characters"):
-        check_meta(tmp_path, all_shards(tmp_path))
-
-
-# the first is Llama 3's shards, of uint32
-@pytest.mark.parametrize("change", [dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001)])
-def test_a_bin_with_a_wrong_header_or_length_is_refused(tmp_path, change):
-    with pytest.raises(UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"):
-        open_shard(write_bin(tmp_path / "x_train_000001.bin", range(1000), **change))
+def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_path):
+    write_bin(tmp_path / "tiny_shakespeare_train.bin", range(2000))
+    write_bin(tmp_path / "tiny_shakespeare_val.bin", range(30))
+    for split, length in (("train", 2000), ("val", 30)):
+        (path,) = find_shards(tmp_path, split)
+        assert open_shard(path).read().tolist() == list(range(length))
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
+        shards.open_shards(tmp_path, "train")
+    # the first is Llama 3's shards, of uint32
+    for change in (dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001)):
+        with pytest.raises(
+            UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"
+        ):
+            open_shard(write_bin(tmp_path / "train.bin", range(1000), **change))
 
 
 def test_masks_that_mean_nothing_are_refused(tmp_path):
@@ -195,10 +176,13 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
     check_meta(folder, all_shards(folder))
 
 
-def test_a_malformed_meta_is_one_line(tmp_path):
+def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path):
     path = tmp_path / "meta.json"
+    for name in ("metadata.json", "meta-data.json", "meta.backup.json"):
+        (tmp_path / name).write_text('{"tokenizer": 3}', encoding="utf-8")
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    assert read_metas(tmp_path)[path]["complete"]  # people write short ones by hand
+    metas = read_metas(tmp_path)
+    assert list(metas) == [path] and metas[path]["complete"]  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
     wrong += [{"shards": {"x": value}} for value in ("3", None, -3, True, [3])]
     wrong += [{"ends": {"x": value}} for value in (3, [1, 2, 3], [0] * 6, [0, 0, "0", 0], [0, 0, -1, 0, 0], {})]
@@ -233,15 +217,6 @@ def test_a_damaged_shard_is_one_line_whatever_is_in_it(tmp_path, name):
         except UserError:
             refused.append(content)
     assert refused[:5] == contents[:5] and len(refused) > 50
-
-
-def test_another_programs_metadata_beside_the_shards_is_not_read(tmp_path):
-    """It was "damaged: its tokenizer is not of type str"."""
-    folder = make_shards(tmp_path / "data")
-    for name in ("metadata.json", "meta-data.json", "meta.backup.json"):
-        (folder / name).write_text('{"tokenizer": 3}', encoding="utf-8")
-    assert [path.name for path in read_metas(folder)] == ["meta.json"]
-    check_meta(folder, all_shards(folder))
 
 
 def test_a_part_that_was_never_made_or_not_copied_is_missed(tmp_path):
