@@ -53,10 +53,9 @@ def parse(args=None):
     words = list(sys.argv[1:] if args is None else args)
     if words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    others = {
-        f"--input {word}": word for word in words if not word.startswith("-")
-    }  # what a word may be meant as
-    return flags.parse(Options, words, synonyms=others)
+    # what a word after the flags may be meant as
+    inputs = {f"--input {word}": word for word in words if not word.startswith("-")}
+    return flags.parse(Options, words, synonyms=inputs)
 
 
 if __name__ == "__main__":
@@ -105,15 +104,13 @@ def check_options(options):
         complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")
-    if options.separator and all(
-        documents.file_type(documents.public_name(name)) not in ("", ".txt") for name in options.input
-    ):
+    types = {documents.file_type(documents.public_name(name)) for name in options.input}
+    if options.separator and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     part, num_parts = read_part(options.part)
     if part > num_parts:
-        complaints.append(
-            f"--part {program.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."
-        )
+        shown = program.plain(options.part)
+        complaints.append(f"--part {shown} is not of the form I/N; the first of four parts is 0/4.")
     flags.check(options, complaints, above_0=["shard_size"])
 
 

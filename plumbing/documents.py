@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shutil
+import string
 import sysconfig
 import time
 import urllib.parse
@@ -222,17 +223,17 @@ def list_row_groups(source, text_column):
     """
     if file_type(source.name) != ".parquet":
         return []
-    batches, first, num_bytes = [], 0, 0
     with explain_errors(source.name):
         metadata = open_parquet(source, text_column).metadata
-        for number in range(metadata.num_row_groups):
-            batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
-            group = metadata.row_group(number)
-            first += group.num_rows
-            num_bytes += group.total_byte_size
-            if group.total_byte_size > MAX_ROW_GROUP:
-                return []
-    return batches if num_bytes >= BATCH_CHARS * len(batches) else []
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    sizes = [group.total_byte_size for group in groups]
+    if max(sizes, default=0) > MAX_ROW_GROUP or sum(sizes) < BATCH_CHARS * len(sizes):
+        return []
+    batches, first = [], 0
+    for number, group in enumerate(groups):
+        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
+        first += group.num_rows
+    return batches
 
 
 def read_csv(source, text_column):
@@ -455,34 +456,31 @@ def retry(name, advice, function, attempts=3):
 
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
-    address = public_name(url)
-    try:  # urllib knows no users in a URL
-        request = urllib.request.Request(re.sub("//[^/?#]*@", "//", url, count=1))
-    except ValueError:  # of brackets that are no IPv6 address
-        raise UserError(f"{address} is not a valid address. Check its host.") from None
-    user = re.match("https?://([^/?#]*)@", url)
-    if user:
-        code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
-        request.add_unredirected_header("Authorization", f"Basic {code}")
+    address, user = public_name(url), re.match("https?://([^/?#]*)@", url)
 
     # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
     # refused connection for 5 seconds in each of our attempts
     def attempt():
-        try:
+        try:  # urllib knows no users in a URL, and no blanks
+            plain_url = re.sub("//[^/?#]*@", "//", url, count=1)
+            request = urllib.request.Request(urllib.parse.quote(plain_url, safe=string.punctuation))
+            if user:
+                code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
+                request.add_unredirected_header("Authorization", f"Basic {code}")
             response = urllib.request.urlopen(request, timeout=60)
-        except http.client.InvalidURL:  # its own words have the whole address
-            raise UserError(f"{address} is not a valid address. Write a blank in it as %20.") from None
-        with response, contextlib.ExitStack() as stack:
+        except (ValueError, http.client.InvalidURL):  # brackets around no IPv6 address, a port that is no number
+            raise UserError(f"{address} is not a valid address. Check its host and port.") from None
+        with response:
             # not before: a download that cannot begin leaves nothing
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            file = stack.enter_context(atomic_write(path))
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
-            bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
-            with bar as output:
-                shutil.copyfileobj(response, output)
-            if file.tell() < size:
-                raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
+            with atomic_write(path) as file:
+                bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
+                with bar as output:
+                    shutil.copyfileobj(response, output)
+                if file.tell() < size:
+                    raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
     retry(address, advice, attempt, attempts)
 

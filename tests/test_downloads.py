@@ -71,7 +71,7 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
     write_parquet(tmp_path / "x.parquet", texts[20:30])
     write_parquet(tmp_path / "y.parquet", texts[30:])
-    files = {"/a.jsonl.gz": "a.jsonl.gz", "/x/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
+    files = {"/a.jsonl.gz": "a.jsonl.gz", "/x y/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
     server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
     server.flaky = flaky
     with patched(documents, "RETRY_SECONDS", 0):
