@@ -141,9 +141,10 @@ def encode_all(enc, batches, num_proc):
             # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time, and GPT-2's own is pickled by
             # name, so a process would spend a second loading it
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
-            worker.encode = (
-                functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
-            )
+            if num_proc > MAX_THREADS:
+                worker.encode = start_process(own)
+            else:
+                worker.encode = functools.partial(encode_pieces, own)
         return worker.encode(read)
 
     def take(batch, future):
@@ -177,9 +178,8 @@ def start_process(enc):
     # multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
     command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
-    process: Any = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def ask(question):
         try:
@@ -331,9 +331,7 @@ def plan(options, part, num_parts):
             return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
-        raise UserError(
-            f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part)."
-        )
+        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts.")
     recorded = [source.recorded() for source in sources]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
@@ -386,9 +384,9 @@ def check_disk_space(folder, size):
     """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        needed = f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free"
         raise UserError(
-            f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized."
+            f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Make room, "
+            "choose another --out-dir, or lower --max-tokens or --pretokenized."
         )
 
 
@@ -434,7 +432,7 @@ def fetch_pretokenized(options):
         downloads, attempts = os.path.join(folder, ".download"), 3
         try:
             for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
-                source = documents.Source(file, repo=READY_REPO)
+                source = documents.Source(file, repo=READY_REPO, revision="main")
                 path = documents.fetch(source, downloads, attempts).path
                 attempts = 9
                 tokens = shards.open_shard(path).read()

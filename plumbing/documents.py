@@ -55,7 +55,7 @@ class Source(NamedTuple):
     name: str  # a path, a URL as `public_name` shows it, or a path in a repository on the hub
     size: int = 0  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
-    revision: str = ""  # on the hub: the commit
+    revision: str = ""  # on the hub: the commit or branch
     sampled_hash: str = ""  # recognizes other contents of the same size in a local file
     path: str = ""  # of the file on this machine; `fetch` fills it in for the others
     url: str = ""  # only for the request: it may hold a password or a signature
@@ -203,10 +203,8 @@ def check_column(name, text_column, texts, found="missing"):
     if not texts:
         raise UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
     if text_column not in texts:
-        choice = ", ".join(texts)
-        raise UserError(
-            f"Column {text_column!r} of {name} is {found}. Choose text with --text-column: {choice}."
-        )
+        wrong, choice = f"Column {text_column!r} of {name} is {found}", ", ".join(texts)
+        raise UserError(f"{wrong}. Choose text with --text-column: {choice}.")
 
 
 def read_parquet(source, text_column, row_groups=None):
@@ -325,12 +323,11 @@ def open_text(path):
 
 def read_txt(source, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+    name = program.plain(source.name)
     with open_text(source.path) as file:
-        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
+        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
-                print(
-                    f"note: {program.plain(source.name)} has lines with <|endoftext|>, which are treated as text."
-                )
+                print(f"note: {name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, add --separator "<|endoftext|>".')
             yield piece
 
@@ -363,7 +360,7 @@ def split_text(blocks, separator="", name=""):
                 yield Piece(held[:cut], starts)
                 held, starts = held[cut:], False
     if separator and not found:
-        print(f"note: {program.plain(name)} does not contain --separator {separator!r}, so it is one document.")
+        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -508,9 +505,8 @@ def fetch(source, folder, attempts=3):
     if source.repo:
         import huggingface_hub  # slow to import
 
-        place: dict[str, Any] = dict(
-            repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None
-        )
+        place: dict[str, Any] = dict(repo_id=source.repo, filename=name, revision=source.revision)
+        place["repo_type"] = "dataset"
 
         def load():
             # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
