@@ -110,78 +110,59 @@ def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
     assert f"{len(training):,} tokens to train on, {len(validation):,} to validate on" in said
 
 
-def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it(tmp_path):
-    texts = [f"{i:03d} " * 20 for i in range(1000)]
+def test_no_more_than_a_shard_validates_and_max_tokens_may_end_in_a_document(tmp_path):
+    texts = random_texts(400, longest=30)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, shard_size=2000)
-    assert is_split(folder, [texts], [path], shard_size=2000) and len(read(folder, "*_val_*")) <= 2000
-
-
-def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
-    texts = random_texts(30)
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
+    folder = make(tmp_path, path, shard_size=1000)
+    assert is_split(folder, [texts], [path], shard_size=1000) and len(read(folder, "*_val_*")) <= 1000
+    folder = make(tmp_path, path, name="limited", shard_size=1000, max_tokens=2345)
     assert is_split(folder, [texts], [path], shard_size=1000, limit=2345) and len(read(folder)) == 2345
 
 
-@pytest.mark.parametrize("length", [40, 900, 30_000])
-def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, length",
+    [("a text.txt", 40), ("a text.txt", 900), ("a b.md", 30_000), (".notes.txt", 7000), ("-x.txt", 7000)]
+    + [("\x1b[31m.txt", 7000)],
+)
+def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length, monkeypatch, capsys):
+    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
     monkeypatch.chdir(tmp_path)
-    Path("a text.txt").write_text("To be. " * (length // 7), encoding="utf-8")
-    fineweb.main(["--input", "a text.txt", "--tokenizer", "bytes"])
-    command = printed_commands(capsys.readouterr().out)[-1]
-    assert Path(command[1]).name == "train_gpt2.py" and command[2:4] == ["--data", "a text"]
-    assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+    Path(name).write_text("To be. " * (length // 7), encoding="utf-8")
+    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
+    said = capsys.readouterr().out
+    folder = name.lstrip(".").split(".")[0]
+    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
+    if "\x1b" not in name:  # a shell other than this test's reads it
+        command = printed_commands(said)[-1]
+        assert Path(command[1]).name == "train_gpt2.py"
+        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
 
-def test_much_text_is_for_gpt2(monkeypatch):
+def test_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
+    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
+    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
+        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
+        assert command[2:] == [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(9))
+    for name, is_noted in (("gpt2", True), ("bytes", False)):
+        fineweb.main([path, "--out-dir", str(tmp_path / name), "--tokenizer", name])
+        assert ("with --tokenizer bytes --out-dir" in capsys.readouterr().out) == is_noted
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # there is a GPU
+    fineweb.main([path, "--out-dir", str(tmp_path / "gpt2")])
+    assert "--tokenizer bytes" not in capsys.readouterr().out
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
 
 
-def test_without_a_gpu_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
-    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
-        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
-        expected = [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
-        assert command == ["python", "train_gpt2.py", *expected]
-    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("To be. " * 99, encoding="utf-8")
-    for name, is_noted in (("gpt2", True), ("bytes", False)):
-        fineweb.main(["a.txt", "--out-dir", name, "--tokenizer", name])
-        said = capsys.readouterr().out
-        assert ("with --tokenizer bytes --out-dir gpt2_bytes" in said) == is_noted
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    fineweb.main(["a.txt", "--out-dir", "gpt2"])
-    assert "--tokenizer bytes" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "a b.md", "\x1b[31m.txt"])
-def test_a_name_of_any_kind_gives_a_folder_and_a_command_that_works(tmp_path, name, monkeypatch, capsys):
-    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text("To be. " * 999, encoding="utf-8")
-    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
-    said = capsys.readouterr().out
-    command = printed_commands(said)[-1]
-    folder = name.lstrip(".").split(".")[0]
-    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
-    if "\x1b" not in name:  # a shell other than this test's reads it
-        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
-
-
-def test_words_before_the_flags_are_inputs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = [["To be.\n" * 20], ["Or not.\n" * 20]]
-    for name, [text] in zip("ab", texts):
-        Path(f"{name}.txt").write_text(text, encoding="utf-8")
-    fineweb.main(["b.txt", "a.txt", "--tokenizer", "bytes"])
-    assert is_split(tmp_path / "b", texts[::-1], ["b.txt", "a.txt"])
+def test_words_before_the_flags_are_inputs(tmp_path):
+    texts = [random_texts(3), random_texts(3, seed=1)]
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", each) for name, each in zip("ba", texts)]
+    fineweb.main([*paths, "--tokenizer", "bytes", "--out-dir", str(tmp_path / "out")])
+    assert is_split(tmp_path / "out", texts, paths)
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
