@@ -20,6 +20,7 @@ from plumbing import documents
 from plumbing.program import UserError
 
 from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
+from harness import patched
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
 KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
@@ -142,7 +143,7 @@ def test_a_long_text_is_neither_held_in_memory_nor_searched_twice(unit, separato
 
 
 @pytest.mark.parametrize("block", [1, 5, 40, 100_000])
-def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
+def test_a_separator_ends_a_document(tmp_path, block, monkeypatch, capsys):
     monkeypatch.setattr(documents, "BLOCK_CHARS", block)
     texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five <|endof"]
     joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>"
@@ -154,10 +155,9 @@ def test_a_separator_ends_a_document(tmp_path, block, monkeypatch):
         if not starts:
             found[-1] += text
     assert found == texts
-
-
-def test_a_last_text_that_ends_as_the_separator_begins_is_whole():
+    # what ends as the separator begins is whole, and a single document that ends with it needs no note
     assert list(documents.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
+    assert list(documents.split_text(["a\n---\n"], "---")) == [("a", True)] and not capsys.readouterr().out
 
 
 def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path, capsys):
@@ -172,12 +172,6 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
     assert is_split(folder, [stories], [path]) and "note" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"separator was '<\|endoftext\|>' and is now ''\."):
         make(tmp_path, str(path), name="out")
-
-
-def test_a_single_story_that_ends_with_the_separator_has_it(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("Once upon a time.\n<|endoftext|>\n", encoding="utf-8")
-    assert len(list(documents.read_txt(documents.local_source(str(tmp_path / "a.txt")), "<|endoftext|>"))) == 1
-    assert not capsys.readouterr().out
 
 
 def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
@@ -299,20 +293,13 @@ def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
     assert 50_000 < 2 * File.largest < 200_000
 
 
-def test_a_failing_disk_is_one_error_with_the_name_of_the_file(tmp_path, monkeypatch):
-    """An error of a read, unlike one of open(), has no file name."""
+def test_a_failing_disk_is_one_error_with_the_name_of_the_file(tmp_path):
+    """An error of a file that is open, unlike one of open(), has no file name."""
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
 
-    class Failing(io.BytesIO):
-        def read(self, *args):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fail(number):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        def fileno(self):
-            return number
-
-    with open(tmp_path / "a.txt", "rb") as file, monkeypatch.context() as patch:
-        number = file.fileno()
-        patch.setattr(documents, "open_regular", lambda path: Failing())
-        with pytest.raises(OSError) as caught:
-            documents.list_inputs([str(tmp_path / "a.txt")])
+    with patched(os, "fstat", fail), pytest.raises(OSError) as caught:
+        documents.list_inputs([str(tmp_path / "a.txt")])
     assert caught.value.filename == str(tmp_path / "a.txt")

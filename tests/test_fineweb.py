@@ -505,6 +505,7 @@ def bad_inputs(tmp_path):
         ([], ["--dataset python-docs", "--input"]),  # no network
         (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
         (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
+        (["--input", "http://[::1/text.txt"], ["not a valid address"]),
     ]
 
 
