@@ -133,47 +133,33 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monk
         tokenizer.folder_encoding(folder)
 
 
-def test_a_damaged_tokenizer_is_one_error():
-    text = tokenizer.dumps(tokenizer.get_encoding("bytes"))
-    # no JSON; no base64; a byte twice, another one missing; an id twice
-    for old, new in (("{", ""), ("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")):
-        assert old in text
-        with pytest.raises(ValueError):
-            tokenizer.loads(text.replace(old, new, 1))
-
-
-def test_a_file_without_its_json_or_with_that_of_another_is_refused(tmp_path):
-    path, json_path = tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
+def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
+    enc, path, json_path = tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
     with pytest.raises(UserError, match="Tokenizer .*x.tiktoken is missing or damaged"):
         tokenizer.get_encoding(path)
-    tokenizer.write_encoding(tokenizer.get_encoding("bytes"), path)
-    fields = json_path.read_text(encoding="ascii")
-    for content in (fields.replace('"sha256": "', '"sha256": "0'), "{", "[]", "\u00e9"):
-        json_path.write_text(content, encoding="utf-8")
-        with pytest.raises(UserError, match="x.tiktoken is missing or damaged"):
-            tokenizer.get_encoding(path)
-    json_path.unlink()
-    with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file .*x.tiktoken.json"):
-        tokenizer.get_encoding(path)
-
-
-def test_fields_made_by_hand_are_refused_in_one_line(tmp_path):
-    path, json_path = tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
-    enc = tokenizer.get_encoding("bytes")
     tokenizer.write_encoding(enc, path)
     fields = json.loads(json_path.read_text(encoding="ascii"))
     changes = [{"name": value} for value in (3, None, ["x"], "x\x1b[31m", "x\n")]
     changes += [{"special_tokens": value} for value in (3, ["<|endoftext|>"], {"<|endoftext|>": "256"}, None)]
-    changes += [{"pat_str": value} for value in (3, None, {})] + [{"sha256": 3}]
-    for content in [*(json.dumps(fields | change) for change in changes), "[" * 100_000, "3", "[]"]:
+    changes += [{"pat_str": value} for value in (3, None, {})]
+    headers = [json.dumps(fields | change) for change in changes] + ["[" * 100_000, "3", "[]", "{", "\u00e9"]
+    for content in [*headers, json.dumps(fields | {"sha256": 3}), json.dumps(fields | {"sha256": "0"})]:
         json_path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="x.tiktoken is missing or damaged: ") as caught:
             tokenizer.get_encoding(path)
         assert str(caught.value).isprintable()
-    ranks = tokenizer.dumps(enc).split("\n", 1)[1]  # a checkpoint holds it as one text
-    for header in [*(json.dumps(fields | change) for change in changes[:-1]), "[" * 100_000, "3", "{}"]:
+    json_path.unlink()
+    with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file .*x.tiktoken.json"):
+        tokenizer.get_encoding(path)
+    text = tokenizer.dumps(enc)  # a checkpoint holds it as one text
+    damaged = [header + "\n" + text.split("\n", 1)[1] for header in [*headers, "{}"]]
+    # no JSON; no base64; a byte twice, another one missing; an id twice
+    for old, new in (("{", ""), ("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")):
+        assert old in text
+        damaged.append(text.replace(old, new, 1))
+    for content in damaged:
         with pytest.raises(ValueError):
-            tokenizer.loads(header + "\n" + ranks)
+            tokenizer.loads(content)
 
 
 @pytest.mark.parametrize("name", ["char", "gpt4", "r50k_base", "bytes.json"])
@@ -242,14 +228,17 @@ def test_openais_own_files_are_gpt2_and_so_are_those_that_are_exported(tmp_path)
     assert [" ".join(pair) for pair in merges] == MERGES.read_text(encoding="utf-8").split("\n")[1:-1]
 
 
-def save_huggingfaces(folder, special_tokens):
+@pytest.fixture
+def huggingfaces(tmp_path):
+    """A file of Hugging Face's with special tokens before the bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    train_huggingfaces(ByteLevel(add_prefix_space=False), 700, special_tokens).save(str(folder / "tokenizer.json"))
+    path, special_tokens = tmp_path / "tokenizer.json", ["<|endoftext|>", "<|pad|>"]
+    train_huggingfaces(ByteLevel(add_prefix_space=False), 700, special_tokens).save(str(path))
+    return path
 
 
-def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
-    save_huggingfaces(tmp_path, ["<|endoftext|>", "<|pad|>"])
+def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path, huggingfaces):
     enc = import_tokenizer(tmp_path)
     assert enc.eot_token == 0 and enc._mergeable_ranks[b"!"] == 2
     export_tokenizer(enc, tmp_path / "out")
@@ -266,12 +255,10 @@ def test_special_tokens_before_the_bytes_keep_their_ids(tmp_path):
         ("order of its merges", lambda fields: fields["model"]["merges"].reverse()),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path, reason, change):
-    save_huggingfaces(tmp_path, ["<|endoftext|>"])
-    path = tmp_path / "tokenizer.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path, huggingfaces, reason, change):
+    fields = json.loads(huggingfaces.read_text(encoding="utf-8"))
     change(fields)
-    path.write_text(json.dumps(fields), encoding="utf-8")
+    huggingfaces.write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(UserError, match=reason) as caught:
         import_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
@@ -335,7 +322,7 @@ def test_a_pattern_that_does_not_split_all_text_is_refused(pattern):
 def test_half_a_surrogate_pair_in_json_is_learned_from_as_a_replacement_character(tmp_path):
     line = '{"text": "%s ab ab"}\n'
     for name, half in (("half", "\\ud800"), ("whole", "\\ufffd")):
-        (tmp_path / f"{name}.jsonl").write_text(line % half * 9, encoding="utf-8")
-        args = ["--input", str(tmp_path / f"{name}.jsonl"), "--vocab-size", "260", "--out", str(tmp_path / name)]
-        tokenizer.main([*args[:-1], f"{args[-1]}.tiktoken"])
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(line % half * 9, encoding="utf-8")
+        tokenizer.main(["--input", str(path), "--vocab-size", "260", "--out", str(path.with_suffix(".tiktoken"))])
     assert (tmp_path / "half.tiktoken").read_bytes() == (tmp_path / "whole.tiktoken").read_bytes()
