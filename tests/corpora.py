@@ -44,9 +44,8 @@ def train_small(pattern):
 
 
 TABLES = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
-WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
-    " "
-)
+WORDS = ["the", "of", "a", "and", "cat's", "don't", "\u00fcber", "na\u00efve", "\u65e5\u672c", "\U0001f642"]
+WORDS += ["3.14", "x=1", "\t", "\n\n", "<|endoftext|>"]
 
 
 def random_texts(count, seed=0, longest=300):
