@@ -91,6 +91,10 @@ def read(folder, pattern="*.npy"):
     return np.concatenate(shards)
 
 
+def read_meta(folder, name="meta.json"):
+    return json.loads(Path(folder, name).read_text(encoding="utf-8"))
+
+
 def write_jsonl(path, texts, key="text"):
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as file:

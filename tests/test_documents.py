@@ -19,7 +19,7 @@ from fineweb import Options, prepare
 from plumbing import documents
 from plumbing.program import UserError
 
-from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
+from corpora import WORDS, is_split, make, random_texts, read, read_meta, train_small, write_jsonl, write_parquet
 from harness import patched
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
@@ -200,7 +200,7 @@ def test_a_column_with_the_name_of_a_field_of_another_column_is_read(tmp_path):
 def test_python_docs_are_the_documentation_of_this_python(tmp_path):
     folder = prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs")))
     tokens = read(folder)
-    meta = json.loads((tmp_path / "docs" / "meta.json").read_text(encoding="utf-8"))
+    meta = read_meta(folder)
     assert 1e6 < len(tokens) == meta["tokens"] and np.count_nonzero(tokens == 256) == meta["documents"] > 300
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
     # a piece of the language reference, and a docstring of the library

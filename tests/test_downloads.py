@@ -20,7 +20,18 @@ from plumbing import documents
 from plumbing.program import UserError
 from tqdm import tqdm
 
-from corpora import TABLES, as_bytes, is_split, make, random_texts, read, script, write_jsonl, write_parquet
+from corpora import (
+    TABLES,
+    as_bytes,
+    is_split,
+    make,
+    random_texts,
+    read,
+    read_meta,
+    script,
+    write_jsonl,
+    write_parquet,
+)
 from harness import ROOT, full_disk, patched, refused
 
 
@@ -171,7 +182,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     assert set(os.listdir(folder)) - set(TABLES) == {*shards, "meta.json"}
     # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
     assert ("note: The tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = read_meta(folder)
     assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays
     done = script("--pretokenized", 3, cwd=tmp_path, environment=server.env)
@@ -187,8 +198,7 @@ def test_the_secrets_in_a_url_are_only_for_its_server(tmp_path, server, capsys):
     secret = shown.replace("http://", "http://me:pass%20word@") + "?X-Amz-Signature="
     folder = make(tmp_path, secret + "one", shard_size=5000)
     assert base64.b64decode(server.users[0].removeprefix("Basic ")) == b"me:pass word"
-    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    assert meta["made_from"]["sources"] == [[shown, 0, ""]]
+    assert read_meta(folder)["made_from"]["sources"] == [[shown, 0, ""]]
     make(tmp_path, secret + "two", shard_size=5000)
     assert len(server.asked) == 1 and "is complete" in capsys.readouterr().out
     server.files["/bad.jsonl"], server.files["/b.csv"] = b"{broken", b"title\n"

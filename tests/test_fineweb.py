@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from corpora import (
     make,
     random_texts,
     read,
+    read_meta,
     split_texts,
     train_small,
     write_jsonl,
@@ -66,7 +68,7 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
     assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TABLES])
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text(encoding="utf-8"))
+    meta = read_meta(folder)
     lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
@@ -92,8 +94,7 @@ def test_one_document_is_cut_into_two_splits(tmp_path, dataset, length, lengths)
     source = {"dataset": dataset} if dataset else {"input": (str(tmp_path / "a.txt"),)}
     with patched(documents, "python_docs", lambda: [text]):
         folder = make(tmp_path, shard_size=1000, **source)
-    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    assert list(meta["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
+    assert list(read_meta(folder)["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
 
 
 def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
@@ -298,8 +299,8 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_p
     assert "is complete" in capsys.readouterr().out
 
     def lose_shards(shard):
-        meta = json.loads((shard.parent / "meta.json").read_text(encoding="utf-8"))
-        (shard.parent / "meta.json").write_text(json.dumps(meta | {"shards": {}}), encoding="utf-8")
+        meta = read_meta(shard.parent) | {"shards": {}}
+        (shard.parent / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
     for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove, lose_shards):
         damage(Path(folder) / "out_train_000002.npy")
@@ -330,7 +331,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
 def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     path = Path(write_jsonl(tmp_path / "a.jsonl", random_texts(60)))
     folder = Path(make(tmp_path, str(path), shard_size=5000))
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"complete": not begun}
+    meta = read_meta(folder) | {"complete": not begun}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     text, middle = path.read_bytes(), path.stat().st_size // 2
     refusal = r"the input \(name, bytes, hash\) was \['a.jsonl', .* and is now \['a.jsonl', "
@@ -396,7 +397,7 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
         list(executor.map(make_part, ("1/3", "2/3", "3/3")))  # as `seq 3` counts; 0/3 is 3/3
     make_part("0/3")
     folder = tmp_path / "out"
-    metas = [json.loads((folder / f"meta.part-{i}-of-3.json").read_text(encoding="utf-8")) for i in range(3)]
+    metas = [read_meta(folder, f"meta.part-{i}-of-3.json") for i in range(3)]
     assert {file for meta in metas for file in meta["shards"]} == {file.name for file in folder.glob("*.npy")}
     assert sum(len(meta["shards"]) for meta in metas) == len(list(folder.glob("*.npy")))
     first = [texts[:10], texts[30:40]]  # of the part that validates
@@ -426,17 +427,61 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-def bad_inputs(tmp_path):
-    """[(arguments, words that the line must have)]"""
-    texts = random_texts(5)
-    good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
+# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
+BAD_INPUTS = {
+    "--input p.parquet": "'text' of ",
+    "--input broken.jsonl": "Line 3",
+    "--input empty.jsonl": "contains no text",
+    "--input cut.parquet": "is damaged",
+    "--input cut.jsonl.gz": "is damaged",
+    "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
+    "--input foreign": "x_train_000001.npy is not of a type that is read",
+    # what is wrong with the input is said before what is wrong with the tokenizer
+    "--input none*.txt --tokenizer nowhere": "none*.txt",
+    "--input good.jsonl --out-dir ''": "--out-dir: its value is empty",
+    "--input good.jsonl --tokenizer a.tiktoken": "a.tiktoken",
+    "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
+    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes",
+    "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
+    "--input good.jsonl --part 5/4 --shard-size 0": "5/4 & 0/4 & --shard-size is 0",
+    "--input good.jsonl --part 1/" + "4" * 5000: "is not of the form",
+    "--input good.jsonl --part 0/4": "only 1 input files",
+    "--input good.jsonl --shard-size 7 --out-dir taken": "shard_size was 100000000 and is now 7",
+    "--input other.jsonl --out-dir taken": "good.jsonl & other.jsonl",
+    "--input good.jsonl --out-dir foreign": "did not write",
+    "--input good.jsonl --out-dir trained": "other contents",
+    "--input good.jsonl --out-dir strange": "strange",
+    "--input good.jsonl --out-dir file": "file",
+    "--input p.parquet --text-column id": "int64",
+    "--input nested.parquet --text-column lists": "list< & --text-column: good.",
+    "--dataset python-docs --out-dir taken": "input & python-docs",
+    "--dataset python-docs --input good.jsonl": "leave --dataset out",
+    "--pretokenized 1 --max-tokens 5 --tokenizer gpt2": "leave --max-tokens out",
+    "--pretokenized 1 --dataset python-docs": "leave --dataset, --tokenizer out",
+    "--separator </s> --input good.jsonl *.csv": "--separator only divides text files",
+    "--separator x --dataset python-docs": "--separator only divides text files",
+    "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
+    "--out-dir ready": "dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'",
+    "--dataset python-doc": "Did you mean python-docs?",
+    "": "--dataset python-docs & --input",  # no network
+    "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
+    "--input http://127.0.0.1:9/a.txt --num-proc 1": "127.0.0.1:9",
+    "--input http://[::1/text.txt": "not a valid address",
+}
+
+
+def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
+    texts, enc = random_texts(5), tokenizer.get_encoding("bytes")
+    for name in ("good", "other"):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
-    lists, enc = pa.array([["a"]], pa.list_(pa.string())), tokenizer.get_encoding("bytes")
-    pq.write_table(pa.table({"lists": lists, "good": ["c"]}), tmp_path / "nested.parquet")
+    lists = pa.array([["a"]], pa.list_(pa.string()))
+    pq.write_table(pa.table({"lists": lists, "good": ["c"]}), "nested.parquet")
     contents = {
         "broken.jsonl": b'{"text": "a"}\n\n{"text": \n',
         "empty.jsonl": b"\n",
-        "latin.txt": b"\xe9",
         "cut.parquet": Path(parquet).read_bytes()[:-20],
         "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 99)[:-9],
         "a.pdf": b"text\n",
@@ -448,74 +493,21 @@ def bad_inputs(tmp_path):
         "ready/meta.json": json.dumps(new_meta("finewebedu10B-gpt2", enc, {"sources": []})).encode(),
     }
     for name, content in contents.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    cases = dict(BAD_INPUTS)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe.txt")
+        cases["--input pipe.txt"] = "is a pipe or a device"
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})
-    tokenizer.write_encoding(tiktoken.Encoding("big", **parts), tmp_path / "big.tiktoken")
-    make(tmp_path, good, name="taken")
-    taken = ["--out-dir", tmp_path / "taken"]
-    wrong_inputs = [
-        ("p.parquet", "'text' of "),
-        ("broken.jsonl", "Line 3"),
-        ("empty.jsonl", "contains no text"),
-        ("latin.txt", "UTF-8"),
-        ("cut.parquet", "is damaged"),
-        ("cut.jsonl.gz", "is damaged"),
-        ("a.pdf", "a.pdf is not of a type that is read here. Give files that end in .parquet"),
-        ("foreign", "x_train_000001.npy is not of a type that is read"),
-    ]
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe.txt")
-        wrong_inputs.append(("pipe.txt", "is a pipe or a device"))
-    cases = [(["--input", tmp_path / name], [words]) for name, words in wrong_inputs]
-    # what is wrong with the input is said before what is wrong with the tokenizer
-    cases.append((["--input", tmp_path / "none*.txt", "--tokenizer", "nowhere"], ["none*.txt"]))
-    cases += [
-        (["--input", good, *args], words.split(" & "))
-        for args, words in [
-            (["--out-dir", ""], "--out-dir: its value is empty"),
-            (["--tokenizer", tmp_path / "a.tiktoken"], "a.tiktoken"),
-            (["--tokenizer", tmp_path / "big.tiktoken"], "65,537 & 65,536"),
-            (["--part", "5/4", "--shard-size", 0], "5/4 & 0/4 & --shard-size is 0"),
-            (["--part", "1/" + "4" * 5000], "is not of the form"),
-            (["--part", "0/4"], "only 1 input files"),
-            (["--tokenizer", "bytes+chat", *taken], "+chat"),
-            (["--shard-size", 7, *taken], "shard_size was 100000000 and is now 7"),
-            (["--out-dir", tmp_path / "foreign"], "did not write"),
-            (["--out-dir", tmp_path / "trained"], "other contents"),
-            (["--out-dir", tmp_path / "strange"], "strange"),
-            (["--out-dir", tmp_path / "file"], "file"),
-        ]
-    ]
-    return cases + [
-        (["--input", parquet, "--text-column", "id"], ["int64"]),
-        (["--input", tmp_path / "nested.parquet", "--text-column", "lists"], ["list<", "--text-column: good."]),
-        (["--input", other, *taken], ["good.jsonl", "other.jsonl"]),
-        (["--dataset", "python-docs", *taken], ["input", "python-docs"]),
-        (["--dataset", "python-docs", "--input", good], ["leave --dataset out"]),
-        (["--pretokenized", 1, "--max-tokens", 5, "--tokenizer", "gpt2"], ["leave --max-tokens out"]),
-        (["--pretokenized", 1, "--dataset", "python-docs"], ["leave --dataset, --tokenizer out"]),
-        (["--separator", "</s>", "--input", good, "*.csv"], ["--separator only divides text files"]),
-        (["--separator", "x", "--dataset", "python-docs"], ["--separator only divides text files"]),
-        ([good, "--tokenizer", "bytes", "a.txt"], ["Use --input a.txt."]),
-        (["--tokenizer", "char", "--input", good], ["There is no tokenizer 'char'. Use gpt2, bytes"]),
-        (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
-        (["--dataset", "python-doc"], ["Did you mean python-docs?"]),
-        ([], ["--dataset python-docs", "--input"]),  # no network
-        (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
-        (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
-        (["--input", "http://[::1/text.txt"], ["not a valid address"]),
-    ]
-
-
-def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
-    cases = bad_inputs(tmp_path)
+    tokenizer.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
+    make(tmp_path, "good.jsonl", name="taken")
     before = listing(tmp_path)
-    for number, (args, words) in enumerate(cases):
-        args = args if "--tokenizer" in args else [*args, "--tokenizer", "bytes"]
-        args = args if "--out-dir" in args else [*args, "--out-dir", tmp_path / f"out{number}"]
-        with patched(documents, "RETRY_SECONDS", 0):
-            line = refused(fineweb.main, *args)
-        assert all(word in line for word in words), (args, line)
+    for number, (words, said) in enumerate(cases.items()):
+        args = shlex.split(words)
+        args += [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
+        args += [] if "--out-dir" in args else ["--out-dir", f"out{number}"]
+        line = refused(fineweb.main, *args)
+        assert all(word in line for word in said.split(" & ")), (args, line)
         assert listing(tmp_path) == before, args

@@ -19,6 +19,7 @@ from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
+from corpora import read_meta
 from harness import TINY, flags, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -39,10 +40,6 @@ def options_for(tmp_path, pairs=PAIRS * 25, **changes):
     path.write_text("".join(json.dumps({"messages": talk(*pair)}) + "\n" for pair in pairs), encoding="utf-8")
     settings = dict(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
     return Options(**settings | changes)
-
-
-def read_meta(folder):
-    return json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
 
 
 def load(folder):
