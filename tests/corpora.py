@@ -6,8 +6,6 @@ import json
 import os
 import pydoc_data.topics
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizer
 from fineweb import Options, prepare
-
-from harness import ROOT
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -109,10 +105,3 @@ def write_parquet(path, texts, column="text"):
 
 def make(tmp_path, *inputs, name="out", **options):
     return prepare(Options(**{"input": inputs, "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options))
-
-
-def script(*args, cwd, environment):
-    """`python fineweb.py ...` as a user runs it."""
-    command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
-    options = dict(capture_output=True, encoding="utf-8", timeout=60)
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, **options)

@@ -20,18 +20,7 @@ from plumbing import documents
 from plumbing.program import UserError
 from tqdm import tqdm
 
-from corpora import (
-    TABLES,
-    as_bytes,
-    is_split,
-    make,
-    random_texts,
-    read,
-    read_meta,
-    script,
-    write_jsonl,
-    write_parquet,
-)
+from corpora import TABLES, as_bytes, is_split, make, random_texts, read, read_meta, write_jsonl, write_parquet
 from harness import ROOT, full_disk, patched, refused
 
 
@@ -81,6 +70,12 @@ def server():
     yield server
     server.shutdown()
     server.server_close()
+
+
+def script(*args, server, folder):
+    """`python fineweb.py ...` as a user runs it."""
+    command, environment = [sys.executable, ROOT / "fineweb.py", *map(str, args)], os.environ | server.env
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=60)
 
 
 @pytest.mark.parametrize("flaky", ["status", "short"])
@@ -151,7 +146,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
     server.flaky = "status"
     tokens = as_bytes(texts)
     args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
-    done = script(*args, cwd=tmp_path, environment=server.env)
+    done = script(*args, server=server, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert np.array_equal(read(folder), tokens[:-100])
@@ -160,7 +155,7 @@ def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
     assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TABLES])  # and no parquet
     # what is complete needs no network
     asked = len(server.asked)
-    assert "is complete" in script(*args, cwd=tmp_path, environment=server.env).stdout and len(server.asked) == asked
+    assert "is complete" in script(*args, server=server, folder=tmp_path).stdout and len(server.asked) == asked
 
 
 def test_ready_made_shards_come_whole_or_again(tmp_path, server):
@@ -175,7 +170,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     prefix = "/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
     server.files = {prefix + file: content for file, content in shards.items()}
     server.flaky = "short"
-    done = script("--pretokenized", 2, cwd=tmp_path, environment=server.env)
+    done = script("--pretokenized", 2, server=server, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "edu_fineweb10B"
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
@@ -185,7 +180,7 @@ def test_ready_made_shards_come_whole_or_again(tmp_path, server):
     meta = read_meta(folder)
     assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays
-    done = script("--pretokenized", 3, cwd=tmp_path, environment=server.env)
+    done = script("--pretokenized", 3, server=server, folder=tmp_path)
     assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
 

@@ -287,26 +287,25 @@ def test_the_command_trains_and_saves_and_goes_on_if_it_was_killed_between_its_t
     assert {"*" + name.removeprefix("x") for name in before if name.startswith("x")} <= set(ignored)
 
 
-def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
+def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     files = {"a.txt": "text", "empty.txt": "", "old.tiktoken": "mine", "x.tiktoken.json": "mine"}
     for name, content in files.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    text, new = ["--input", tmp_path / "a.txt"], ["--out", tmp_path / "new.tiktoken"]
-    cases = [
-        ([*text, *new, "--vocab-size", 257, "--special-tokens", "<|a|>"], "must be from 258"),
-        ([*text, *new, "--vocab-size", 65537], "to 65536"),
-        (["--input", tmp_path / "none.txt", *new], "none.txt"),
-        (["--input", tmp_path / "empty.txt", *new], "There is no text in"),
-        ([], "--input is missing. Give the files to learn from. --out is ''"),
-        ([*text, "--out", tmp_path / "old.tiktoken"], "exists already"),
-        ([*text, "--out", tmp_path / "x.tiktoken"], "exists already"),
-        ([*text, "--out", tmp_path / "no" / "x.tiktoken"], "a folder that can be written to"),
-        ([*text, "--out", tmp_path / "\x1b.tiktoken"], "a folder that can be written to"),
-        ([*text, *new, "--special-tokens", ""], "--special-tokens: its value is empty"),
-    ]
+        Path(name).write_text(content, encoding="utf-8")
+    cases = {
+        "--input a.txt --out new.tiktoken --vocab-size 257 --special-tokens <|a|>": "must be from 258",
+        "--input a.txt --out new.tiktoken --vocab-size 65537": "to 65536",
+        "--input none.txt --out new.tiktoken": "none.txt",
+        "--input empty.txt --out new.tiktoken": "There is no text in",
+        "": "--input is missing. Give the files to learn from. --out is ''",
+        "--input a.txt --out old.tiktoken": "exists already",
+        "--input a.txt --out x.tiktoken": "exists already",
+        "--input a.txt --out no/x.tiktoken": "a folder that can be written to",
+        "--input a.txt --out \x1b.tiktoken": "a folder that can be written to",
+    }
     before = listing(tmp_path)
-    for args, words in cases:
-        assert words in refused(tokenizer.main, *args)
+    for words, said in cases.items():
+        assert said in refused(tokenizer.main, *words.split())
     assert listing(tmp_path) == before
 
 
