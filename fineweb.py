@@ -295,10 +295,8 @@ def prepare(options):
     part %= num_parts  # 4/4 is 0/4
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.get_encoding(options.tokenizer)
-    dataset, prefix = options.dataset, DATASETS[options.dataset][1]
-    if options.input:
-        dataset, prefix = "input", ""
-    meta = shards.new_meta(dataset, enc, made_from)
+    prefix = "" if options.input else DATASETS[options.dataset][1]
+    meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
     if options.input:
         # a large corpus needs fewer pieces; with --part only the first part has a validation split
         num_bytes = sum(source.size for source in sources)

@@ -441,7 +441,7 @@ BAD_INPUTS = {
     "--input good.jsonl --out-dir ''": "--out-dir: its value is empty",
     "--input good.jsonl --tokenizer a.tiktoken": "a.tiktoken",
     "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
-    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes",
+    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
     "--input good.jsonl --part 5/4 --shard-size 0": "5/4 & 0/4 & --shard-size is 0",
     "--input good.jsonl --part 1/" + "4" * 5000: "is not of the form",
@@ -453,6 +453,7 @@ BAD_INPUTS = {
     "--input good.jsonl --out-dir strange": "strange",
     "--input good.jsonl --out-dir file": "file",
     "--input p.parquet --text-column id": "int64",
+    "--input numbers.parquet": "numbers.parquet has no column of strings, so there is no text in it",
     "--input nested.parquet --text-column lists": "list< & --text-column: good.",
     "--dataset python-docs --out-dir taken": "input & python-docs",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
@@ -479,6 +480,7 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
     lists = pa.array([["a"]], pa.list_(pa.string()))
     pq.write_table(pa.table({"lists": lists, "good": ["c"]}), "nested.parquet")
+    pq.write_table(pa.table({"id": [1, 2]}), "numbers.parquet")
     contents = {
         "broken.jsonl": b'{"text": "a"}\n\n{"text": \n',
         "empty.jsonl": b"\n",

@@ -162,12 +162,6 @@ def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
             tokenizer.loads(content)
 
 
-@pytest.mark.parametrize("name", ["char", "gpt4", "r50k_base", "bytes.json"])
-def test_a_name_that_there_is_not_is_answered_with_those_that_there_are(name):
-    with pytest.raises(UserError, match=f"There is no tokenizer '{name}'. Use gpt2, bytes .*, or a .tiktoken file"):
-        tokenizer.get_encoding(name)
-
-
 @pytest.mark.parametrize("calls", [0, 1])  # the full disk refuses the first of the two files, or the second
 def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     answers = iter([os.fsync] * calls + [full_disk] * 2)
