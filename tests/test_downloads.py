@@ -32,25 +32,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.asked.append(path)
         self.server.users.append(self.headers["Authorization"])
         content = self.server.files.get(path)
-        if content is None:
-            self.send_error(404)
+        flaky = self.server.flaky if self.server.asked.count(path) == 1 and self.command == "GET" else ""
+        if content is None or flaky == "status":
+            self.send_error(404 if content is None else 503)
             return
+        headers = {"Content-Length": len(content), "ETag": '"0123456789abcdef"', "X-Repo-Commit": "c" * 40}
         if isinstance(content, str):  # the address where it is
-            self.send_response(302)
-            self.send_header("Location", content)
-            self.end_headers()
-            return
-        first = self.server.asked.count(path) == 1 and self.command == "GET"
-        if first and self.server.flaky == "status":
-            self.send_error(503)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", '"0123456789abcdef"')
-        self.send_header("X-Repo-Commit", "c" * 40)
+            content, headers = b"", {"Location": content}
+        self.send_response(302 if "Location" in headers else 200)
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[: len(content) // 2] if first and self.server.flaky == "short" else content)
+            self.wfile.write(content[: len(content) // 2] if flaky == "short" else content)
 
     do_HEAD = do_GET
 
@@ -59,8 +53,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     """Also the hub, as `python fineweb.py` sees it with `server.env`."""
+    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.asked, server.users, server.flaky = {}, [], [], ""
     server.url = f"http://127.0.0.1:{server.server_port}"
@@ -87,9 +82,8 @@ def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_pat
     files = {"/a.jsonl.gz": "a.jsonl.gz", "/x y/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
     server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
     server.flaky = flaky
-    with patched(documents, "RETRY_SECONDS", 0):
-        urls = [f"{server.url}{path}" for path in files]
-        folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
+    urls = [f"{server.url}{path}" for path in files]
+    folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
     assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
     assert all(server.asked.count(path) == 2 for path in files)
     assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
@@ -118,9 +112,8 @@ def test_a_download_is_whole_or_not_there(tmp_path, server):
             super().__init__(*args, **options, file=io.StringIO())
             bars.append(self)
 
-    with patched(documents, "RETRY_SECONDS", 0), patched(documents, "tqdm", Bar):
-        match = "ended after 3,500 of 7,000 bytes. Call a friend."
-        with pytest.raises(UserError, match=match):
+    with patched(documents, "tqdm", Bar):
+        with pytest.raises(UserError, match="ended after 3,500 of 7,000 bytes. Call a friend."):
             documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
         assert not any(tmp_path.iterdir())
         documents.download(f"{server.url}/a.bin", str(path), "")
@@ -200,7 +193,7 @@ def test_the_secrets_in_a_url_are_only_for_its_server(tmp_path, server, capsys):
     wrong = ["/none.jsonl", "/bad.jsonl", "/b.csv", "/blank in it.jsonl", ":port/a.jsonl", "/a.pdf"]
     for path in wrong:
         url = secret.replace(urllib.parse.urlsplit(shown).netloc + "/a.jsonl", shown.split("/")[2] + path)
-        with patched(documents, "RETRY_SECONDS", 0), pytest.raises(UserError, match=f"{server.url}{path}") as caught:
+        with pytest.raises(UserError, match=f"{server.url}{path}") as caught:
             make(tmp_path, url, name="other")
         assert "pass" not in str(caught.value) and "Signature" not in str(caught.value)
     with pytest.raises(UserError, match=f"input .* was .'{shown}', 0, ''. and is now .'{server.url}/b.csv'"):
@@ -220,7 +213,7 @@ def test_an_address_that_is_not_read_is_named_without_its_secrets(scheme, tmp_pa
 def test_a_redirect_is_followed_but_not_to_a_file_of_this_machine(tmp_path, server):
     server.files = {"/content": b"content", "/there": "/content", "/file": (ROOT / "README.md").as_uri()}
     documents.download(f"{server.url}/there", str(tmp_path / "a"), "")
-    with patched(documents, "RETRY_SECONDS", 0), pytest.raises(UserError, match="is not allowed"):
+    with pytest.raises(UserError, match="is not allowed"):
         documents.download(f"{server.url}/file", str(tmp_path / "b"), "")
     assert (tmp_path / "a").read_bytes() == b"content" and not (tmp_path / "b").exists()
 
