@@ -329,7 +329,7 @@ def plan(options, part, num_parts):
             return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
-        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts.")
+        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Lower N in --part.")
     recorded = [source.recorded() for source in sources]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
