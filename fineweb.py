@@ -53,10 +53,9 @@ def parse(args=None):
     words = list(sys.argv[1:] if args is None else args)
     if words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    others = {
-        f"--input {word}": word for word in words if not word.startswith("-")
-    }  # what a word may be meant as
-    return flags.parse(Options, words, synonyms=others)
+    # what a word after the flags may be meant as
+    inputs = {f"--input {word}": word for word in words if not word.startswith("-")}
+    return flags.parse(Options, words, synonyms=inputs)
 
 
 if __name__ == "__main__":
@@ -105,15 +104,13 @@ def check_options(options):
         complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")
-    if options.separator and all(
-        documents.file_type(documents.public_name(name)) not in ("", ".txt") for name in options.input
-    ):
+    types = {documents.file_type(documents.public_name(name)) for name in options.input}
+    if options.separator and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     part, num_parts = read_part(options.part)
     if part > num_parts:
-        complaints.append(
-            f"--part {program.plain(options.part)} is not of the form I/N; the first of four parts is 0/4."
-        )
+        shown = program.plain(options.part)
+        complaints.append(f"--part {shown} is not of the form I/N; the first of four parts is 0/4.")
     flags.check(options, complaints, above_0=["shard_size"])
 
 
@@ -144,9 +141,10 @@ def encode_all(enc, batches, num_proc):
             # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time, and GPT-2's own is pickled by
             # name, so a process would spend a second loading it
             own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
-            worker.encode = (
-                functools.partial(encode_pieces, own) if num_proc <= MAX_THREADS else start_process(own)
-            )
+            if num_proc > MAX_THREADS:
+                worker.encode = start_process(own)
+            else:
+                worker.encode = functools.partial(encode_pieces, own)
         return worker.encode(read)
 
     def take(batch, future):
@@ -180,9 +178,8 @@ def start_process(enc):
     # multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
     command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
-    process: Any = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def ask(question):
         try:
@@ -298,10 +295,8 @@ def prepare(options):
     part %= num_parts  # 4/4 is 0/4
     folder, sources, made_from = plan(options, part, num_parts)
     enc = tokenizer.get_encoding(options.tokenizer)
-    dataset, prefix = options.dataset, DATASETS[options.dataset][1]
-    if options.input:
-        dataset, prefix = "input", ""
-    meta = shards.new_meta(dataset, enc, made_from)
+    prefix = "" if options.input else DATASETS[options.dataset][1]
+    meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
     if options.input:
         # a large corpus needs fewer pieces; with --part only the first part has a validation split
         num_bytes = sum(source.size for source in sources)
@@ -334,9 +329,7 @@ def plan(options, part, num_parts):
             return folder, sources, made_from
         sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
     if num_parts > len(sources):
-        raise UserError(
-            f"There are only {len(sources)} input files for {num_parts} parts. Make fewer parts (--part)."
-        )
+        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Lower N in --part.")
     recorded = [source.recorded() for source in sources]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
@@ -389,9 +382,9 @@ def check_disk_space(folder, size):
     """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        needed = f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free"
         raise UserError(
-            f"{needed}. Make room, choose another --out-dir, or lower --max-tokens or --pretokenized."
+            f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Make room, "
+            "choose another --out-dir, or lower --max-tokens or --pretokenized."
         )
 
 
@@ -437,7 +430,7 @@ def fetch_pretokenized(options):
         downloads, attempts = os.path.join(folder, ".download"), 3
         try:
             for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
-                source = documents.Source(file, repo=READY_REPO)
+                source = documents.Source(file, repo=READY_REPO, revision="main")
                 path = documents.fetch(source, downloads, attempts).path
                 attempts = 9
                 tokens = shards.open_shard(path).read()

@@ -61,9 +61,8 @@ from plumbing.program import UserError
 HUB_DATASET = "HuggingFaceTB/smoltalk"
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
-ROLE_NAMES = {"human": "user", "developer": "system"} | dict.fromkeys(
-    ["gpt", "chatgpt", "bing", "bard"], "assistant"
-)
+ROLE_NAMES = {"human": "user", "developer": "system"}
+ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
 TOOL_ROLES = ("tool", "function", "observation", "function_call")
 
 # ----- Conversations ------------------------------------------------------------------------------------
@@ -93,8 +92,8 @@ def read_hub():
 def read_files(sources):
     """The conversations of JSON files; a UserError names the one that is wrong."""
     num_left_out = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for source in sources:
+    for source in sources:
+        with tempfile.TemporaryDirectory() as folder:
             path = documents.fetch(source, folder).path
             records = documents.read_records(path, source.name, kinds=(dict, list))
             desc = program.plain(source.name)
@@ -127,14 +126,15 @@ def read_message(message):
         return message
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
-    parts = content if isinstance(content, list) else []
-    texts: list[Any] = [
-        part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
-    ]
-    if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
-        content = "".join(texts)
+    if isinstance(content, list) and all(map(is_text, content)):
+        content = "".join(part["text"] for part in content)
     calls = {"tool_calls": True} if message.get("tool_calls") else {}
     return {"role": ROLE_NAMES.get(str(role), role), "content": content, **calls}
+
+
+def is_text(part):
+    """Whether a part of OpenAI's content is text, and not an image or a sound."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def is_for_tools(message):
@@ -232,6 +232,7 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
             write_blocks(writer, blocks, pad, enc)
             blocks = []
         blocks.append(block)
+    read, cut, left_out = counts.values()
     if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
         if len(blocks) < 2:
             advice = "Add conversations, or lower --max-length."
@@ -240,19 +241,15 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
                     f"The shortest with an answer needs --max-length {shortest}, and a model that reads as many."
                 )
             raise UserError(
-                f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) "
-                f"fill {len(blocks)} of the two blocks of {max_length} tokens needed. {advice}"
+                f"{program.count(read, 'conversation')} ({left_out} without an answer that fits) fill {len(blocks)} of "
+                f"the two blocks of {max_length} tokens needed. {advice}"
             )
         write_blocks(writer, blocks[::10], pad, enc)
         del blocks[::10]
     write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
-    print(
-        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut"
-    )
-    print(
-        f"after the last answer within {max_length} tokens, and {counts['left out']:,} without one were left out"
-    )
+    print(f"{meta['targets']:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
+    print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
 
 
 def training_command(init_from, folder, shape, max_length, lengths):

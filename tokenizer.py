@@ -8,7 +8,6 @@
 Train your own byte-level BPE for fineweb.py and smoltalk.py:
 
     python tokenizer.py --input docs --vocab-size 32768 --out my.tiktoken
-    python tokenizer.py --input a.txt --out a.tiktoken --compare other.txt
 
 `my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token. That format has no
 place for the name, the pre-tokenization pattern and the special tokens: these are in `my.tiktoken.json`.
@@ -29,7 +28,6 @@ class Options:
     pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
     special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
     text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
-    compare: tuple[str, ...] = ()  # text not trained on, to compare the compression with GPT-2's
 
 
 if __name__ == "__main__":
@@ -80,21 +78,19 @@ def get_encoding(name_or_path):
     if name == "bytes":  # without a single merge: ids 0..255 are the bytes of UTF-8
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
-    if name != "gpt2":
-        if not name.endswith(".tiktoken") and not os.path.exists(name):
+    if name == "gpt2":
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
             raise UserError(
-                f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
-            )
-        return read_encoding(name)
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
-        problem = (
-            f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__})"
-        )
+                f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__}). "
+                "Set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes."
+            ) from None
+    if not name.endswith(".tiktoken") and not os.path.exists(name):
         raise UserError(
-            f"{problem}. Set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes."
-        ) from None
+            f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
+        )
+    return read_encoding(name)
 
 
 def copy_encoding(enc, name, special_tokens):
@@ -341,60 +337,47 @@ def last_merge(token, ranks):
 
 def read_texts(patterns, text_column):
     """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
-    is_empty, sources = True, documents.list_inputs(patterns)
-    with tempfile.TemporaryDirectory() as folder:
-        for batch in documents.read_batches(sources, text_column, folder):
-            for piece in batch.read():
+    is_empty = True
+    for source in documents.list_inputs(patterns):
+        with tempfile.TemporaryDirectory() as folder:
+            for piece in documents.read_pieces(documents.fetch(source, folder), text_column):
                 if piece.text:
                     is_empty = False
                     yield whole_characters(piece.text)
-            if batch.finished_download:
-                os.remove(batch.finished_download)
     if is_empty:
         raise UserError(
             f"There is no text in {', '.join(map(documents.public_name, patterns))}. Check the files and --text-column."
         )
 
 
-def complaints(options):
-    """A sentence for each thing that is wrong with the flags."""
+def check_options(options):
+    """Raise one UserError listing everything that is wrong with the flags."""
+    complaints, out = [], options.out
     least = 256 + len({EOT, *options.special_tokens})
     if not options.input:
-        yield "--input is missing. Give the files to learn from."
-    is_name = options.out.endswith(".tiktoken") and options.out.isprintable()
-    if not is_name or not os.access(os.path.dirname(options.out) or ".", os.W_OK):
-        yield f"--out is {options.out!r}, but it must be a new .tiktoken file in a folder that can be written to."
+        complaints.append("--input is missing. Give the files to learn from.")
+    is_name = out.endswith(".tiktoken") and out.isprintable()
+    if not is_name or not os.access(os.path.dirname(out) or ".", os.W_OK):
+        complaints.append(
+            f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."
+        )
     if not least <= options.vocab_size <= MAX_VOCAB:
-        yield (
+        complaints.append(
             f"--vocab-size is {options.vocab_size}, but it must be from {least} (the bytes and special tokens) to "
             f"{MAX_VOCAB} (what shards can store)."
         )
-
-
-def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
-    flags.check(options, complaints(options))
-    check_new_output(
-        options.out
-    )  # its .json may be there: `write_encoding` may have been killed between the two
+    flags.check(options, complaints)
+    check_new_output(out)  # its .json may be there: `write_encoding` may have been killed between the two
 
 
 def main(args=None):
     options = flags.parse(Options, args)
     check_options(options)
     column = options.text_column
-    if options.compare:
-        compared = list(read_texts(options.compare, column))
-        gpt2 = get_encoding("gpt2")  # before the work: it may need the network
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
-    if options.compare:
-        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in compared)
-        for each in (enc, gpt2):
-            num_tokens = sum(len(encode_text(each, text)) for text in compared)
-            print(f"{each.name}: {num_bytes / num_tokens:.3f} bytes per token on {num_bytes:,} bytes")
     inputs = (f"./{name}" if name[0] == "-" else documents.public_name(name) for name in options.input)
     command = ["python", "fineweb.py", ("--input", *inputs), ("--tokenizer", options.out)]
     if column != "text":

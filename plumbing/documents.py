@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shutil
+import string
 import sysconfig
 import time
 import urllib.parse
@@ -54,7 +55,7 @@ class Source(NamedTuple):
     name: str  # a path, a URL as `public_name` shows it, or a path in a repository on the hub
     size: int = 0  # bytes, to recognize another file of the same name; 0 if unknown
     repo: str = ""  # on the hub: the data set
-    revision: str = ""  # on the hub: the commit
+    revision: str = ""  # on the hub: the commit or branch
     sampled_hash: str = ""  # recognizes other contents of the same size in a local file
     path: str = ""  # of the file on this machine; `fetch` fills it in for the others
     url: str = ""  # only for the request: it may hold a password or a signature
@@ -202,10 +203,8 @@ def check_column(name, text_column, texts, found="missing"):
     if not texts:
         raise UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
     if text_column not in texts:
-        choice = ", ".join(texts)
-        raise UserError(
-            f"Column {text_column!r} of {name} is {found}. Choose text with --text-column: {choice}."
-        )
+        wrong, choice = f"Column {text_column!r} of {name} is {found}", ", ".join(texts)
+        raise UserError(f"{wrong}. Choose text with --text-column: {choice}.")
 
 
 def read_parquet(source, text_column, row_groups=None):
@@ -222,17 +221,17 @@ def list_row_groups(source, text_column):
     """
     if file_type(source.name) != ".parquet":
         return []
-    batches, first, num_bytes = [], 0, 0
     with explain_errors(source.name):
         metadata = open_parquet(source, text_column).metadata
-        for number in range(metadata.num_row_groups):
-            batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
-            group = metadata.row_group(number)
-            first += group.num_rows
-            num_bytes += group.total_byte_size
-            if group.total_byte_size > MAX_ROW_GROUP:
-                return []
-    return batches if num_bytes >= BATCH_CHARS * len(batches) else []
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    sizes = [group.total_byte_size for group in groups]
+    if max(sizes, default=0) > MAX_ROW_GROUP or sum(sizes) < BATCH_CHARS * len(sizes):
+        return []
+    batches, first = [], 0
+    for number, group in enumerate(groups):
+        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
+        first += group.num_rows
+    return batches
 
 
 def read_csv(source, text_column):
@@ -324,12 +323,11 @@ def open_text(path):
 
 def read_txt(source, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+    name = program.plain(source.name)
     with open_text(source.path) as file:
-        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
+        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
-                print(
-                    f"note: {program.plain(source.name)} has lines with <|endoftext|>, which are treated as text."
-                )
+                print(f"note: {name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, add --separator "<|endoftext|>".')
             yield piece
 
@@ -362,7 +360,7 @@ def split_text(blocks, separator="", name=""):
                 yield Piece(held[:cut], starts)
                 held, starts = held[cut:], False
     if separator and not found:
-        print(f"note: {program.plain(name)} does not contain --separator {separator!r}, so it is one document.")
+        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -455,34 +453,31 @@ def retry(name, advice, function, attempts=3):
 
 def download(url, path, advice, attempts=3):
     """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
-    address = public_name(url)
-    try:  # urllib knows no users in a URL
-        request = urllib.request.Request(re.sub("//[^/?#]*@", "//", url, count=1))
-    except ValueError:  # of brackets that are no IPv6 address
-        raise UserError(f"{address} is not a valid address. Check its host.") from None
-    user = re.match("https?://([^/?#]*)@", url)
-    if user:
-        code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
-        request.add_unredirected_header("Authorization", f"Basic {code}")
+    address, user = public_name(url), re.match("https?://([^/?#]*)@", url)
 
     # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
     # refused connection for 5 seconds in each of our attempts
     def attempt():
-        try:
+        try:  # urllib knows no users in a URL, and no blanks
+            plain_url = re.sub("//[^/?#]*@", "//", url, count=1)
+            request = urllib.request.Request(urllib.parse.quote(plain_url, safe=string.punctuation))
+            if user:
+                code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
+                request.add_unredirected_header("Authorization", f"Basic {code}")
             response = urllib.request.urlopen(request, timeout=60)
-        except http.client.InvalidURL:  # its own words have the whole address
-            raise UserError(f"{address} is not a valid address. Write a blank in it as %20.") from None
-        with response, contextlib.ExitStack() as stack:
+        except (ValueError, http.client.InvalidURL):  # brackets around no IPv6 address, a port that is no number
+            raise UserError(f"{address} is not a valid address. Check its host and port.") from None
+        with response:
             # not before: a download that cannot begin leaves nothing
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            file = stack.enter_context(atomic_write(path))
             size = int(response.headers.get("Content-Length") or 0)
             name = os.path.basename(path)
-            bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
-            with bar as output:
-                shutil.copyfileobj(response, output)
-            if file.tell() < size:
-                raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
+            with atomic_write(path) as file:
+                bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
+                with bar as output:
+                    shutil.copyfileobj(response, output)
+                if file.tell() < size:
+                    raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
 
     retry(address, advice, attempt, attempts)
 
@@ -510,9 +505,8 @@ def fetch(source, folder, attempts=3):
     if source.repo:
         import huggingface_hub  # slow to import
 
-        place: dict[str, Any] = dict(
-            repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision or None
-        )
+        place: dict[str, Any] = dict(repo_id=source.repo, filename=name, revision=source.revision)
+        place["repo_type"] = "dataset"
 
         def load():
             # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds

@@ -6,8 +6,6 @@ import json
 import os
 import pydoc_data.topics
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizer
 from fineweb import Options, prepare
-
-from harness import ROOT
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -44,9 +40,8 @@ def train_small(pattern):
 
 
 TABLES = ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]  # beside all shards
-WORDS = "the of a and \u00fcber na\u00efve \u65e5\u672c cat's 3.14 x=1 \t \n\n <|endoftext|> don't \U0001f642".split(
-    " "
-)
+WORDS = ["the", "of", "a", "and", "cat's", "don't", "\u00fcber", "na\u00efve", "\u65e5\u672c", "\U0001f642"]
+WORDS += ["3.14", "x=1", "\t", "\n\n", "<|endoftext|>"]
 
 
 def random_texts(count, seed=0, longest=300):
@@ -92,6 +87,10 @@ def read(folder, pattern="*.npy"):
     return np.concatenate(shards)
 
 
+def read_meta(folder, name="meta.json"):
+    return json.loads(Path(folder, name).read_text(encoding="utf-8"))
+
+
 def write_jsonl(path, texts, key="text"):
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as file:
@@ -106,10 +105,3 @@ def write_parquet(path, texts, column="text"):
 
 def make(tmp_path, *inputs, name="out", **options):
     return prepare(Options(**{"input": inputs, "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options))
-
-
-def script(*args, cwd, environment):
-    """`python fineweb.py ...` as a user runs it."""
-    command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
-    options = dict(capture_output=True, encoding="utf-8", timeout=60)
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, **options)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from corpora import (
     make,
     random_texts,
     read,
+    read_meta,
     split_texts,
     train_small,
     write_jsonl,
@@ -66,7 +68,7 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     tokens = as_bytes(texts)
     files = ["out_val_000000.npy"] + [f"out_train_{i:06d}.npy" for i in range(1, -(-len(training) // 6000) + 1)]
     assert sorted(os.listdir(folder)) == sorted([*files, "meta.json", *TABLES])
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text(encoding="utf-8"))
+    meta = read_meta(folder)
     lengths = [len(validation)] + [6000] * (len(files) - 2) + [len(training) % 6000]
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
@@ -92,8 +94,7 @@ def test_one_document_is_cut_into_two_splits(tmp_path, dataset, length, lengths)
     source = {"dataset": dataset} if dataset else {"input": (str(tmp_path / "a.txt"),)}
     with patched(documents, "python_docs", lambda: [text]):
         folder = make(tmp_path, shard_size=1000, **source)
-    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    assert list(meta["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
+    assert list(read_meta(folder)["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
 
 
 def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
@@ -110,78 +111,59 @@ def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
     assert f"{len(training):,} tokens to train on, {len(validation):,} to validate on" in said
 
 
-def test_a_large_corpus_validates_on_no_more_than_a_shard_and_still_on_all_of_it(tmp_path):
-    texts = [f"{i:03d} " * 20 for i in range(1000)]
+def test_no_more_than_a_shard_validates_and_max_tokens_may_end_in_a_document(tmp_path):
+    texts = random_texts(400, longest=30)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, shard_size=2000)
-    assert is_split(folder, [texts], [path], shard_size=2000) and len(read(folder, "*_val_*")) <= 2000
-
-
-def test_max_tokens_ends_in_the_middle_of_a_document(tmp_path):
-    texts = random_texts(30)
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
+    folder = make(tmp_path, path, shard_size=1000)
+    assert is_split(folder, [texts], [path], shard_size=1000) and len(read(folder, "*_val_*")) <= 1000
+    folder = make(tmp_path, path, name="limited", shard_size=1000, max_tokens=2345)
     assert is_split(folder, [texts], [path], shard_size=1000, limit=2345) and len(read(folder)) == 2345
 
 
-@pytest.mark.parametrize("length", [40, 900, 30_000])
-def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, length",
+    [("a text.txt", 40), ("a text.txt", 900), ("a b.md", 30_000), (".notes.txt", 7000), ("-x.txt", 7000)]
+    + [("\x1b[31m.txt", 7000)],
+)
+def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length, monkeypatch, capsys):
+    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
     monkeypatch.chdir(tmp_path)
-    Path("a text.txt").write_text("To be. " * (length // 7), encoding="utf-8")
-    fineweb.main(["--input", "a text.txt", "--tokenizer", "bytes"])
-    command = printed_commands(capsys.readouterr().out)[-1]
-    assert Path(command[1]).name == "train_gpt2.py" and command[2:4] == ["--data", "a text"]
-    assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+    Path(name).write_text("To be. " * (length // 7), encoding="utf-8")
+    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
+    said = capsys.readouterr().out
+    folder = name.lstrip(".").split(".")[0]
+    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
+    if "\x1b" not in name:  # a shell other than this test's reads it
+        command = printed_commands(said)[-1]
+        assert Path(command[1]).name == "train_gpt2.py"
+        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
 
-def test_much_text_is_for_gpt2(monkeypatch):
+def test_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
+    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
+    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
+        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
+        assert command[2:] == [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(9))
+    for name, is_noted in (("gpt2", True), ("bytes", False)):
+        fineweb.main([path, "--out-dir", str(tmp_path / name), "--tokenizer", name])
+        assert ("with --tokenizer bytes --out-dir" in capsys.readouterr().out) == is_noted
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # there is a GPU
+    fineweb.main([path, "--out-dir", str(tmp_path / "gpt2")])
+    assert "--tokenizer bytes" not in capsys.readouterr().out
     assert fineweb.training_command("edu_fineweb10B", {"train": [10**8] * 99, "val": [10**8]})[2:] == []
     command = fineweb.training_command("x", {"train": [10**8] * 10, "val": [10**8]})
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
 
 
-def test_without_a_gpu_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, capsys):
-    """134 MB of bytes printed the command of a GPT-2 of 124M on a laptop."""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    for folder, length in (("x", 10**8), ("edu_fineweb10B", 10**10), ("edu_fineweb10B", 10**6)):
-        command = fineweb.training_command(folder, {"train": [length], "val": [10**5]})
-        expected = [("--data", folder), ("--preset", "quickstart"), ("--out-dir", f"log/{folder}")]
-        assert command == ["python", "train_gpt2.py", *expected]
-    enc = tokenizer.copy_encoding(train_small("gpt2"), "gpt2", train_small("gpt2")._special_tokens)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("To be. " * 99, encoding="utf-8")
-    for name, is_noted in (("gpt2", True), ("bytes", False)):
-        fineweb.main(["a.txt", "--out-dir", name, "--tokenizer", name])
-        said = capsys.readouterr().out
-        assert ("with --tokenizer bytes --out-dir gpt2_bytes" in said) == is_noted
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    fineweb.main(["a.txt", "--out-dir", "gpt2"])
-    assert "--tokenizer bytes" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "a b.md", "\x1b[31m.txt"])
-def test_a_name_of_any_kind_gives_a_folder_and_a_command_that_works(tmp_path, name, monkeypatch, capsys):
-    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text("To be. " * 999, encoding="utf-8")
-    fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
-    said = capsys.readouterr().out
-    command = printed_commands(said)[-1]
-    folder = name.lstrip(".").split(".")[0]
-    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
-    if "\x1b" not in name:  # a shell other than this test's reads it
-        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
-
-
-def test_words_before_the_flags_are_inputs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = [["To be.\n" * 20], ["Or not.\n" * 20]]
-    for name, [text] in zip("ab", texts):
-        Path(f"{name}.txt").write_text(text, encoding="utf-8")
-    fineweb.main(["b.txt", "a.txt", "--tokenizer", "bytes"])
-    assert is_split(tmp_path / "b", texts[::-1], ["b.txt", "a.txt"])
+def test_words_before_the_flags_are_inputs(tmp_path):
+    texts = [random_texts(3), random_texts(3, seed=1)]
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", each) for name, each in zip("ba", texts)]
+    fineweb.main([*paths, "--tokenizer", "bytes", "--out-dir", str(tmp_path / "out")])
+    assert is_split(tmp_path / "out", texts, paths)
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
@@ -209,12 +191,12 @@ def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_pat
     """Also from the middle of a row group on, where a shard ended when it was killed."""
     path, texts = row_groups
     paths = path, write_jsonl(tmp_path / "b.jsonl", texts)
-    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000, num_proc=2))
-    assert is_split(tmp_path / "whole" / "out", [texts, texts], paths, shard_size=9000)
+    folder = make(tmp_path, *paths, name="whole/out", shard_size=9000, num_proc=2)
+    assert is_split(folder, [texts, texts], paths, shard_size=9000)
     for renames in (9, 30):
         die(tmp_path, paths, f"{renames}/out", renames, True)
-        make(tmp_path, *paths, name=f"{renames}/out", shard_size=9000, num_proc=2)
-        assert listing(tmp_path / f"{renames}" / "out") == whole
+        again = make(tmp_path, *paths, name=f"{renames}/out", shard_size=9000, num_proc=2)
+        assert listing(again) == listing(folder)
 
 
 def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, row_groups):
@@ -296,33 +278,36 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     texts = random_texts(40) + ["one long document " * 300]
     if kind == "txt":
         (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
-        paths = (str(tmp_path / "a.txt"),)
+        paths = [str(tmp_path / "a.txt")]
     else:
         writer = write_jsonl if kind == "jsonl" else write_parquet
-        paths = (writer(tmp_path / f"a.{kind}", texts[:20]), writer(tmp_path / f"b.{kind}", texts[20:]))
+        paths = [writer(tmp_path / f"{i}.{kind}", texts[20 * i : 20 * i + 20]) for i in range(3)]
     whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
         die(tmp_path, paths, f"{count}/out", count, count % 2 == 0)
-        make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)
-        assert listing(tmp_path / f"{count}" / "out") == whole
+        assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)) == whole
 
 
-def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again(tmp_path, capsys):
+def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_process(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     folder = make(tmp_path, path, shard_size=5000)
     before = listing(folder)
-    make(tmp_path, path, shard_size=5000)
+    with lock_folder(folder):  # what is complete can be used by several at once
+        make(tmp_path, path, shard_size=5000)
     assert "is complete" in capsys.readouterr().out
-    for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove):
+
+    def lose_shards(shard):
+        meta = read_meta(shard.parent) | {"shards": {}}
+        (shard.parent / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove, lose_shards):
         damage(Path(folder) / "out_train_000002.npy")
+        with lock_folder(folder), pytest.raises(UserError, match="in use by process"):
+            make(tmp_path, path, shard_size=5000)
         make(tmp_path, path, shard_size=5000)
         assert listing(folder) == before
-    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    Path(folder, "meta.json").write_text(json.dumps(meta | {"shards": {}}), encoding="utf-8")
-    make(tmp_path, path, shard_size=5000)
-    assert listing(folder) == before
 
 
 def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
@@ -346,7 +331,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
 def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     path = Path(write_jsonl(tmp_path / "a.jsonl", random_texts(60)))
     folder = Path(make(tmp_path, str(path), shard_size=5000))
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"complete": not begun}
+    meta = read_meta(folder) | {"complete": not begun}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     text, middle = path.read_bytes(), path.stat().st_size // 2
     refusal = r"the input \(name, bytes, hash\) was \['a.jsonl', .* and is now \['a.jsonl', "
@@ -356,28 +341,19 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
         with pytest.raises(UserError, match=refusal):
             make(tmp_path, str(path), shard_size=5000)
     path.write_bytes(text)
-    meta["made_from"]["sources"] = [source[:2] for source in meta["made_from"]["sources"]]  # as older runs wrote it
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     folder.rename(tmp_path / "renamed")  # the names of its shards stay
     make(tmp_path, str(path), name="renamed", shard_size=5000)
     assert ("is complete" in capsys.readouterr().out) != begun
     assert {file.name[:4] for file in (tmp_path / "renamed").glob("*.npy")} == {"out_"}
 
 
-def test_a_folder_that_another_process_works_on_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
-    with lock_folder(tmp_path / "out"):
-        with pytest.raises(UserError, match="in use by process"):
-            make(tmp_path, path)
-    with lock_folder(make(tmp_path, path)):  # what is complete can be used by several at once
-        make(tmp_path, path)
-
-
 def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     usage = types.SimpleNamespace(free=10**8)
-    with patched(shutil, "disk_usage", lambda folder: usage):
-        with pytest.raises(UserError, match="0.4 GB, .* 0.1 GB free"):
-            prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
+    with (
+        patched(shutil, "disk_usage", lambda folder: usage),
+        pytest.raises(UserError, match="0.4 GB, .* 0.1 GB free"),
+    ):
+        prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
 @needs("mkfifo")
@@ -421,17 +397,15 @@ def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
         list(executor.map(make_part, ("1/3", "2/3", "3/3")))  # as `seq 3` counts; 0/3 is 3/3
     make_part("0/3")
     folder = tmp_path / "out"
-    metas = [json.loads((folder / f"meta.part-{i}-of-3.json").read_text(encoding="utf-8")) for i in range(3)]
+    metas = [read_meta(folder, f"meta.part-{i}-of-3.json") for i in range(3)]
     assert {file for meta in metas for file in meta["shards"]} == {file.name for file in folder.glob("*.npy")}
     assert sum(len(meta["shards"]) for meta in metas) == len(list(folder.glob("*.npy")))
-    for i, meta in enumerate(metas):
-        tokens = np.concatenate([np.load(folder / file) for file in meta["shards"]])
-        mine = [texts[10 * number : 10 * number + 10] for number in range(i, 5, 3)]
-        if i == 0:  # the part that validates
-            paths = [tmp_path / f"{number}.jsonl" for number in range(i, 5, 3)]
-            assert np.array_equal(tokens, np.concatenate(split_texts(mine, sum(map(os.path.getsize, paths)), 3000)))
-        else:
-            assert np.array_equal(tokens, as_bytes([text for texts in mine for text in texts]))
+    first = [texts[:10], texts[30:40]]  # of the part that validates
+    num_bytes = sum(os.path.getsize(tmp_path / f"{number}.jsonl") for number in (0, 3))
+    expected = [np.concatenate(split_texts(first, num_bytes, 3000))]
+    expected += [as_bytes(texts[10:20] + texts[40:]), as_bytes(texts[20:30])]
+    for meta, tokens in zip(metas, expected):
+        assert np.array_equal(np.concatenate([np.load(folder / file) for file in meta["shards"]]), tokens)
     write_jsonl(tmp_path / "5.jsonl", texts[:5])
     with pytest.raises(UserError, match="all_inputs was"):
         make_part("0/3")
@@ -453,19 +427,63 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-def bad_inputs(tmp_path):
-    """[(arguments, words that the line must have)]"""
-    texts = random_texts(5)
-    good, other = (write_jsonl(tmp_path / f"{name}.jsonl", texts) for name in ("good", "other"))
+# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
+BAD_INPUTS = {
+    "--input p.parquet": "'text' of ",
+    "--input broken.jsonl": "Line 3",
+    "--input empty.jsonl": "contains no text",
+    "--input cut.parquet": "is damaged",
+    "--input cut.jsonl.gz": "is damaged",
+    "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
+    "--input foreign": "x_train_000001.npy is not of a type that is read",
+    # what is wrong with the input is said before what is wrong with the tokenizer
+    "--input none*.txt --tokenizer nowhere": "none*.txt",
+    "--input good.jsonl --out-dir ''": "--out-dir: its value is empty",
+    "--input good.jsonl --tokenizer a.tiktoken": "a.tiktoken",
+    "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
+    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
+    "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
+    "--input good.jsonl --part 5/4 --shard-size 0": "5/4 & 0/4 & --shard-size is 0",
+    "--input good.jsonl --part 1/" + "4" * 5000: "is not of the form",
+    "--input good.jsonl --part 0/4": "only 1 input files",
+    "--input good.jsonl --shard-size 7 --out-dir taken": "shard_size was 100000000 and is now 7",
+    "--input other.jsonl --out-dir taken": "good.jsonl & other.jsonl",
+    "--input good.jsonl --out-dir foreign": "did not write",
+    "--input good.jsonl --out-dir trained": "other contents",
+    "--input good.jsonl --out-dir strange": "strange",
+    "--input good.jsonl --out-dir file": "file",
+    "--input p.parquet --text-column id": "int64",
+    "--input numbers.parquet": "numbers.parquet has no column of strings, so there is no text in it",
+    "--input nested.parquet --text-column lists": "list< & --text-column: good.",
+    "--dataset python-docs --out-dir taken": "input & python-docs",
+    "--dataset python-docs --input good.jsonl": "leave --dataset out",
+    "--pretokenized 1 --max-tokens 5 --tokenizer gpt2": "leave --max-tokens out",
+    "--pretokenized 1 --dataset python-docs": "leave --dataset, --tokenizer out",
+    "--separator </s> --input good.jsonl *.csv": "--separator only divides text files",
+    "--separator x --dataset python-docs": "--separator only divides text files",
+    "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
+    "--out-dir ready": "dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'",
+    "--dataset python-doc": "Did you mean python-docs?",
+    "": "--dataset python-docs & --input",  # no network
+    "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
+    "--input http://127.0.0.1:9/a.txt --num-proc 1": "127.0.0.1:9",
+    "--input http://[::1/text.txt": "not a valid address",
+}
+
+
+def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
+    texts, enc = random_texts(5), tokenizer.get_encoding("bytes")
+    for name in ("good", "other"):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
-    lists, enc = pa.array([["a"]], pa.list_(pa.string())), tokenizer.get_encoding("bytes")
-    pq.write_table(pa.table({"lists": lists, "good": ["c"]}), tmp_path / "nested.parquet")
+    lists = pa.array([["a"]], pa.list_(pa.string()))
+    pq.write_table(pa.table({"lists": lists, "good": ["c"]}), "nested.parquet")
+    pq.write_table(pa.table({"id": [1, 2]}), "numbers.parquet")
     contents = {
         "broken.jsonl": b'{"text": "a"}\n\n{"text": \n',
-        "list.jsonl": b'{"text": "a"}\n["b"]\n',
-        "number.jsonl": b'{"text": 3}\n',
         "empty.jsonl": b"\n",
-        "latin.txt": b"\xe9",
         "cut.parquet": Path(parquet).read_bytes()[:-20],
         "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 99)[:-9],
         "a.pdf": b"text\n",
@@ -477,76 +495,21 @@ def bad_inputs(tmp_path):
         "ready/meta.json": json.dumps(new_meta("finewebedu10B-gpt2", enc, {"sources": []})).encode(),
     }
     for name, content in contents.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    cases = dict(BAD_INPUTS)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe.txt")
+        cases["--input pipe.txt"] = "is a pipe or a device"
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})
-    tokenizer.write_encoding(tiktoken.Encoding("big", **parts), tmp_path / "big.tiktoken")
-    make(tmp_path, good, name="taken")
-    taken = ["--out-dir", tmp_path / "taken"]
-    wrong_inputs = [
-        ("p.parquet", "'text' of "),
-        ("broken.jsonl", "Line 3"),
-        ("list.jsonl", "Line 2"),
-        ("number.jsonl", "Line 1"),
-        ("empty.jsonl", "contains no text"),
-        ("latin.txt", "UTF-8"),
-        ("cut.parquet", "is damaged"),
-        ("cut.jsonl.gz", "is damaged"),
-        ("a.pdf", "a.pdf is not of a type that is read here. Give files that end in .parquet"),
-        ("foreign", "x_train_000001.npy is not of a type that is read"),
-    ]
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe.txt")
-        wrong_inputs.append(("pipe.txt", "is a pipe or a device"))
-    cases = [(["--input", tmp_path / name], [words]) for name, words in wrong_inputs]
-    # what is wrong with the input is said before what is wrong with the tokenizer
-    cases.append((["--input", tmp_path / "none*.txt", "--tokenizer", "nowhere"], ["none*.txt"]))
-    cases += [
-        (["--input", good, *args], words.split(" & "))
-        for args, words in [
-            (["--out-dir", ""], "--out-dir: its value is empty"),
-            (["--tokenizer", tmp_path / "a.tiktoken"], "a.tiktoken"),
-            (["--tokenizer", "gpt3"], "gpt2"),
-            (["--tokenizer", tmp_path / "big.tiktoken"], "65,537 & 65,536"),
-            (["--part", "5/4", "--shard-size", 0], "5/4 & 0/4 & --shard-size is 0"),
-            (["--part", "1/" + "4" * 5000], "is not of the form"),
-            (["--part", "0/4"], "only 1 input files"),
-            (["--tokenizer", "bytes+chat", *taken], "+chat"),
-            (["--shard-size", 7, *taken], "shard_size was 100000000 and is now 7"),
-            (["--out-dir", tmp_path / "foreign"], "did not write"),
-            (["--out-dir", tmp_path / "trained"], "other contents"),
-            (["--out-dir", tmp_path / "strange"], "strange"),
-            (["--out-dir", tmp_path / "file"], "file"),
-        ]
-    ]
-    return cases + [
-        (["--input", parquet, "--text-column", "id"], ["int64"]),
-        (["--input", tmp_path / "nested.parquet", "--text-column", "lists"], ["list<", "--text-column: good."]),
-        (["--input", other, *taken], ["good.jsonl", "other.jsonl"]),
-        (["--dataset", "python-docs", *taken], ["input", "python-docs"]),
-        (["--dataset", "python-docs", "--input", good], ["leave --dataset out"]),
-        (["--pretokenized", 1, "--max-tokens", 5, "--tokenizer", "gpt2"], ["leave --max-tokens out"]),
-        (["--pretokenized", 1, "--dataset", "python-docs"], ["leave --dataset, --tokenizer out"]),
-        (["--separator", "</s>", "--input", good, "*.csv"], ["--separator only divides text files"]),
-        (["--separator", "x", "--dataset", "python-docs"], ["--separator only divides text files"]),
-        ([good, "--tokenizer", "bytes", "a.txt"], ["Use --input a.txt."]),
-        (["--tokenizer", "char", "--input", good], ["There is no tokenizer 'char'. Use gpt2, bytes"]),
-        (["--out-dir", tmp_path / "ready"], ["dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'"]),
-        (["--dataset", "python-doc"], ["Did you mean python-docs?"]),
-        ([], ["--dataset python-docs", "--input"]),  # no network
-        (["--pretokenized", 1, "--tokenizer", "gpt2"], ["val_000000.bin"]),
-        (["--input", "http://127.0.0.1:9/a.txt", "--num-proc", 1], ["127.0.0.1:9"]),
-    ]
-
-
-def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path):
-    cases = bad_inputs(tmp_path)
+    tokenizer.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
+    make(tmp_path, "good.jsonl", name="taken")
     before = listing(tmp_path)
-    for number, (args, words) in enumerate(cases):
-        args = args if "--tokenizer" in args else [*args, "--tokenizer", "bytes"]
-        args = args if "--out-dir" in args else [*args, "--out-dir", tmp_path / f"out{number}"]
-        with patched(documents, "RETRY_SECONDS", 0):
-            line = refused(fineweb.main, *args)
-        assert all(word in line for word in words), (args, line)
+    for number, (words, said) in enumerate(cases.items()):
+        args = shlex.split(words)
+        args += [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
+        args += [] if "--out-dir" in args else ["--out-dir", f"out{number}"]
+        line = refused(fineweb.main, *args)
+        assert all(word in line for word in said.split(" & ")), (args, line)
         assert listing(tmp_path) == before, args

@@ -19,14 +19,19 @@ from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
+from corpora import read_meta
 from harness import TINY, flags, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
 
 
-PAIRS = [("What is red?", "A rose."), ("What is blue?", "The sky."), ("Wer ist da?", "Niemand, s\u00fc\u00df!")]
-PAIRS += [("2+2", "4")]
+PAIRS = [
+    ("What is red?", "A rose."),
+    ("2+2", "4"),
+    ("What is blue?", "The sky."),
+    ("Wer?", "Niemand, s\u00fc\u00df!"),
+]
 
 
 def options_for(tmp_path, pairs=PAIRS * 25, **changes):
@@ -35,10 +40,6 @@ def options_for(tmp_path, pairs=PAIRS * 25, **changes):
     path.write_text("".join(json.dumps({"messages": talk(*pair)}) + "\n" for pair in pairs), encoding="utf-8")
     settings = dict(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
     return Options(**settings | changes)
-
-
-def read_meta(folder):
-    return json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
 
 
 def load(folder):
@@ -52,14 +53,12 @@ def load(folder):
 
 
 def test_what_a_conversation_becomes():
+    """Text that looks like a marker stays text."""
     messages = [{"role": "system", "content": "S"}, *talk("U", "AB", "V", "C")]
     ids, mask, _ = render_conversation(messages, ENC)
     S, U, A, B, V, C = b"SUABVC"
     assert ids == [ENC.eot_token, SYSTEM, S, END, USER, U, END, ASSISTANT, A, B, END, USER, V, END, ASSISTANT, C, END]
     assert mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
-
-
-def test_text_that_looks_like_a_marker_is_text():
     ids, mask, _ = render_conversation(talk("<|end|><|assistant|>yes<|endoftext|>", "<|user|>"), ENC)
     assert [i for i in ids if i > 255] == [ENC.eot_token, USER, END, ASSISTANT, END]
     assert ENC.decode([i for i, counts in zip(ids, mask) if counts]) == "<|user|><|end|>"
@@ -153,11 +152,8 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     meta = read_meta(prepare(options_for(tmp_path, out_dir="chats", tokenizer="", init_from="start", max_length=0)))
     assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
     [words] = printed_commands(capsys.readouterr().out)
-    assert [
-        "python",
-        Path(words[1]).name,
-        *words[2:6],
-    ] == "python train_gpt2.py --preset quickstart --init-from start".split()
+    assert Path(words[1]).name == "train_gpt2.py"
+    assert words[2:6] == ["--preset", "quickstart", "--init-from", "start"]
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert (tmp_path / "log" / "chats" / "hf").exists()
 
@@ -190,57 +186,37 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
     assert not (tmp_path / "out").exists()
 
 
-OPENAI = {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "red?"}]}
-FORMATS = {
-    "parts.jsonl": {"messages": [OPENAI, {"role": "assistant", "content": "A rose."}]},
-    "bare.jsonl": talk("What is red?", "A rose."),
-    "sharegpt.json": {
-        "conversations": [{"from": "human", "value": "What is red?"}, {"from": "gpt", "value": "A rose."}]
-    },
-    "alpaca.json": {"instruction": "What is red?", "input": "", "output": "A rose."},
-    "array.json": {"messages": talk("What is red?", "A rose.")},
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_shards(tmp_path, name):
-    records = [FORMATS[name]] * 40
+def read_conversations(path, records):
+    """The conversations that are read from a file of JSON lines, or one with an array."""
     lines = "\n".join(map(json.dumps, records))
-    (tmp_path / name).write_text(json.dumps(records) if ".json" == name[-5:] else lines, encoding="utf-8")
-    found = load(prepare(options_for(tmp_path, input=(str(tmp_path / name),))))
-    expected = load(
-        prepare(options_for(tmp_path, [("What is red?", "A rose.")] * 40, out_dir=str(tmp_path / "plain")))
-    )
-    for split, arrays in expected.items():
-        assert all(map(np.array_equal, found[split], arrays))
+    path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
+    return list(smoltalk.read_files([documents.local_source(str(path))]))
 
 
-def read_one(tmp_path, *records):
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    return list(smoltalk.read_files([documents.local_source(str(tmp_path / "chats.jsonl"))]))
-
-
-def test_roles_and_inputs_of_other_formats_have_a_place(tmp_path):
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_every_format_gives_the_same_conversations(tmp_path, name):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "red?"}]
+    system = {"role": "system", "content": "S"}
     sharegpt = [{"from": "system", "value": "S"}, {"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
-    developer = [{"role": "developer", "content": "S"}, *talk("U", "A")]
-    alpaca = {"instruction": "Add.", "input": "2+2", "output": "4"}
-    first, second, third = read_one(tmp_path, {"conversations": sharegpt}, {"messages": developer}, alpaca)
-    assert first == second == [{"role": "system", "content": "S"}, *talk("U", "A")] and third == talk(
-        "Add.\n\n2+2", "4"
-    )
+    formats = [
+        ({"messages": talk(parts, "A rose.")}, talk("What is red?", "A rose.")),
+        (talk("U", "A"), talk("U", "A")),
+        ({"conversations": sharegpt}, [system, *talk("U", "A")]),
+        ({"messages": [{"role": "developer", "content": "S"}, *talk("U", "A")]}, [system, *talk("U", "A")]),
+        ({"instruction": "U", "input": "", "output": "A"}, talk("U", "A")),
+        ({"instruction": "Add.", "input": "2+2", "output": "4"}, talk("Add.\n\n2+2", "4")),
+    ]
+    records, expected = zip(*formats)
+    assert read_conversations(tmp_path / name, records) == list(expected)
 
 
 def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    answer = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
-    weather = [
-        {"role": "user", "content": "U"},
-        call,
-        answer,
-        {"role": "assistant", "content": "A", "tool_calls": []},
-    ]
-    found = read_one(tmp_path, {"messages": weather}, {"messages": [call]}, weather[:1] + [{"from": "observation"}])
-    assert found == [talk("U", "A"), [], talk("U")]
+    result = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
+    [question, answer] = talk("U", "A")
+    weather = [question, call, result, answer | {"tool_calls": []}]
+    records = {"messages": weather}, {"messages": [call]}, [question, {"from": "observation"}]
+    assert read_conversations(tmp_path / "chats.jsonl", records) == [talk("U", "A"), [], talk("U")]
     assert capsys.readouterr().out == "note: 4 messages to and from tools left out.\n"
 
 
@@ -264,7 +240,7 @@ def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
         def shuffle(self, seed):
             return self
 
-    rows = Rows({"messages": messages} for messages in (talk("a", "b"), talk("a", None), talk("c", "d")))
+    rows = Rows({"messages": talk(*texts)} for texts in ("ab", ["a", None], "cd"))
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *args, **options: rows))
     assert list(smoltalk.read_hub()) == [talk("a", "b"), talk("c", "d")]
