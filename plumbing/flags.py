@@ -36,16 +36,15 @@ def parse(
     config_class: type[Config],
     args: Sequence[str] | None = None,
     *,
-    default: Config | None = None,
     presets: Mapping[str, Config] | None = None,
     synonyms: Mapping[str, str] | None = None,
 ) -> Config:
     """Parse the command line into the dataclass `config_class`; --help prints the help text and exits.
 
-    default: an instance with the defaults, or presets: {name: an instance} for --preset; synonyms: as OTHER_TRAINERS.
+    presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: as OTHER_TRAINERS.
     """
-    default = default or config_class()
     words = spell_as_argparse(config_class, list(sys.argv[1:] if args is None else args))
+    default = config_class()
     found, unknown = make_parser(config_class, default).parse_known_args(words)
     if unknown:
         raise UserError(explain(unknown, config_class, synonyms or {}, presets or {}))
@@ -54,13 +53,10 @@ def parse(
         print(f"train_gpt2, commit {git_commit() or 'unknown'}")
         sys.exit(0)
     if presets:
-        default = presets[values.get("preset", next(iter(presets)))]  # the first one is the default
+        default = presets[values.get("preset", next(iter(presets)))]
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
-    for name, value in values.items():
-        if value == []:  # what argparse makes of --flag=--
-            raise UserError(f"{flag_of(name)} has the value '--', which only ends the flags. Give another one.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return dataclasses.replace(default, **values)
 
@@ -98,10 +94,9 @@ def make_parser(config_class, default):
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
         elif get_origin(kind) is tuple:
             options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
-        elif kind is str and not may_be_empty and names:
-            options |= dict(type=read_text, metavar="TEXT")
         else:
-            options |= dict(type=kind, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
+            read = read_text if kind is str and not may_be_empty else kind
+            options |= dict(type=read, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
         if names:
             group.add_argument(*names, dest=name, **options)
         else:
@@ -119,7 +114,8 @@ def fields_of(config_class):
         if isinstance(kind, types.UnionType):  # bool | None
             kind = get_args(kind)[0]
         names = [*(note for note in notes if note.startswith("-")), flag_of(field.name)]
-        fields[field.name] = kind, [] if "positional" in notes else names, "may be empty" in notes
+        is_positional = "positional" in notes
+        fields[field.name] = kind, [] if is_positional else names, is_positional or "may be empty" in notes
     return fields
 
 
@@ -154,6 +150,8 @@ def spell_as_argparse(config_class, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
+        if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
+            raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
         positive = flag.replace("--no-", "--", 1)
         if positive in switches and (equals or (words and words[0].lower() in SWITCH)):
             value = value if equals else words.pop(0)
