@@ -21,11 +21,6 @@ def pytest_cmdline_main(config):
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.fixture(autouse=True)
 def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
