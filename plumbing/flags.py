@@ -98,8 +98,8 @@ def make_parser(config_class, default):
         elif get_origin(kind) is tuple:
             options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
         else:
-            may_be_empty = kind is not str or "may be empty" in notes or "positional" in notes
-            read = kind if may_be_empty else read_text
+            may_be_empty = "may be empty" in notes or "positional" in notes
+            read = read_text if kind is str and not may_be_empty else kind
             options |= dict(type=read, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
         if "positional" in notes:
             arguments.append(field.name.upper())

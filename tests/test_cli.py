@@ -130,12 +130,6 @@ def test_the_synonyms_lead_to_flags_that_exist():
     assert not ours.intersection(theirs), "a flag of ours needs no explanation"
 
 
-def test_a_suggestion_names_the_nearest_or_all():
-    devices = ["auto", "cpu", "cuda", "mps"]
-    assert flags.suggest("cudda", devices) == "Did you mean cuda?"
-    assert flags.suggest("tpu-v5", devices) == "Choose from auto, cpu, cuda, mps."
-
-
 def said_by(capsys, parse, *args):
     with pytest.raises(SystemExit) as leaving:
         parse(args)
@@ -353,6 +347,7 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
         ("open('x' * 300)", "File name too long. Check that it is"),
         ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
         ("raise program.UserError('In a\\nb.')", "error: In a\\nb."),
+        ("import no_such_package", "error: The package no_such_package is not installed for "),
         ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
     ],
 )
