@@ -12,6 +12,9 @@ from harness import make_shards, no_git, no_picture, patched  # sets the environ
 import torch
 from plumbing import machine, modelcard, program
 
+# a shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
@@ -33,8 +36,8 @@ def leave_no_trace():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_network():
-    """A connection to anything but this machine is an error, at once."""
+def no_network_no_pictures():
+    """A connection to anything but this machine is an error, at once. Only test_modelcard.py draws a run's losses."""
 
     def connect_here(self, address):
         if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -42,22 +45,8 @@ def no_network():
         return connect(self, address)
 
     with patched(socket.socket, "connect", connect_here) as connect:
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_pictures():
-    """Only test_modelcard.py and the real scripts draw the picture of a run's losses."""
-    with patched(modelcard, "write_curve", no_picture), patched(program, "git", no_git):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def interruptible():
-    """A shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
+        with patched(modelcard, "write_curve", no_picture), patched(program, "git", no_git):
+            yield
 
 
 @pytest.fixture
