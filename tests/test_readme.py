@@ -69,7 +69,7 @@ NOT_RUN = {
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",
-    "torchrun --": "needs several GPUs; test_train.py starts ranks on a CPU",
+    "torchrun --": "needs several GPUs; test_ranks.py starts some on a CPU",
 }
 PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl git".split())
 
