@@ -84,8 +84,8 @@ class Questions:
             for step, stream, value in read_log(Path(folder, "log.txt")):
                 log.setdefault(stream, {})[step] = value
         speeds = list(log["tok/s"].values())
-        numbers = {"tok_per_s": statistics.median(speeds[20:] or speeds)}
-        numbers["notes"] = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)  # a lower B, the memory
+        notes = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)  # a lower B, the memory
+        numbers = {"tok_per_s": statistics.median(speeds[20:] or speeds), "notes": notes}
         return numbers | {stream: log.get(stream) for stream in ("train", "val", "hella")}
 
     def run_program(self, *arguments, cwd):
@@ -93,13 +93,11 @@ class Questions:
         with open(self.out / "programs.txt", "a+", encoding="utf-8") as file:
             start, left = file.tell(), self.deadline + 30 - time.monotonic()
             command = [sys.executable, *map(str, arguments)]
-            status = subprocess.run(
-                command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=left
-            ).returncode
+            done = subprocess.run(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=left)
             file.seek(start)
             text = file.read()
-        if status:
-            raise RuntimeError(f"status {status}: {text[-500:]}")
+        if done.returncode:
+            raise RuntimeError(f"status {done.returncode}: {text[-500:]}")
         return text
 
 

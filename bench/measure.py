@@ -1,11 +1,11 @@
 """How every side is measured, and how the numbers are shown."""
 
 import gc
-import importlib.metadata
 import os
 import re
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def measure(sides, rounds, work, unit, ours=None):
             ours_per_unit = np.array(measured[ours][clock]) / work[ours]
             side[ratio] = float(np.median(np.array(side[clock]) / work[name] / ours_per_unit))
         seconds, cpu = np.median(side["seconds"]), np.median(side["cpu_seconds"])
-        side[f"{unit}_per_s"] = float(work[name] / seconds)
-        print(f"{name:{width}}{work[name] / seconds:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu:10.2f}", end="")
+        speed = side[f"{unit}_per_s"] = float(work[name] / seconds)
+        print(f"{name:{width}}{speed:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu:10.2f}", end="")
         print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
     ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
@@ -71,15 +71,13 @@ def machine(device):
     """The hardware and software versions of a measurement."""
     cpu = ", ".join(re.findall(r"Model name: +(.+)", output_of("lscpu")))
     cpu += f", {torch.get_num_threads()} of {os.cpu_count()} threads"
-    versions = {
-        name: importlib.metadata.version(name) for name in ("torch", "numpy", "transformers", "tiktoken")
-    }
+    packages = ("torch", "numpy", "transformers", "tiktoken")
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu,
         "nvidia-smi": output_of(
             "nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"
         ),
-        "versions": versions | {"python": sys.version},
+        "versions": {name: version(name) for name in packages} | {"python": sys.version},
         "commit": git_commit(),
         "command": " ".join(sys.argv),
     }

@@ -1,6 +1,7 @@
 """Where the time of a training step goes, and what the machine's matmuls reach."""
 
 import re
+from collections import Counter
 
 import torch
 
@@ -29,7 +30,7 @@ def roofline(side, tok_per_s):
     cuda = config.device.startswith("cuda")
     with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
         side()
-    kernels, families = {}, dict.fromkeys(KERNEL_FAMILIES, 0.0)
+    kernels, families = Counter(), dict.fromkeys(KERNEL_FAMILIES, 0.0)
     for event in profiler.key_averages():
         kernels[event.key] = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
         family = next(name for name, pattern in KERNEL_FAMILIES.items() if re.search(pattern, event.key.lower()))
@@ -44,13 +45,7 @@ def roofline(side, tok_per_s):
     flops = flops_per_token(config, config.sequence_length) * tok_per_s
     mfu = {name: flops / peak for name, peak in peaks.items() if peak}
     print("MFU: " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
-    longest = sorted(kernels, key=lambda name: kernels[name], reverse=True)[:40]
-    return {
-        "peaks": peaks,
-        "mfu": mfu,
-        "families": families,
-        "kernels": {name: kernels[name] for name in longest},
-    }
+    return {"peaks": peaks, "mfu": mfu, "families": families, "kernels": dict(kernels.most_common(40))}
 
 
 def matmul_rate(a, b):

@@ -36,43 +36,37 @@ def parse(
     config_class: type[Config],
     args: Sequence[str] | None = None,
     *,
-    default: Config | None = None,
     presets: Mapping[str, Config] | None = None,
     synonyms: Mapping[str, str] | None = None,
 ) -> Config:
     """Parse the command line into the dataclass `config_class`; --help prints the help text and exits.
 
-    default: an instance with the defaults, or presets: {name: an instance} for --preset; synonyms: as OTHER_TRAINERS.
+    presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: as OTHER_TRAINERS.
     """
-    default = default or config_class()
-    words = spell_as_argparse(config_class, list(sys.argv[1:] if args is None else args))
-    found, unknown = make_parser(config_class, default).parse_known_args(words)
+    default = config_class()
+    parser = make_parser(config_class, default)
+    words = spell_as_argparse(parser._actions, list(sys.argv[1:] if args is None else args))
+    found, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UserError(explain(unknown, config_class, synonyms or {}, presets or {}))
+        raise UserError(explain(unknown, parser._actions, synonyms or {}, presets or {}))
     values = vars(found)
     if values.pop("version"):
         print(f"train_gpt2, commit {git_commit() or 'unknown'}")
         sys.exit(0)
     if presets:
-        default = presets[values.get("preset", next(iter(presets)))]  # the first one is the default
+        default = presets[values.get("preset", next(iter(presets)))]
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
-    for name, value in values.items():
-        if value == []:  # what argparse makes of --flag=--
-            raise UserError(f"{flag_of(name)} has the value '--', which only ends the flags. Give another one.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return dataclasses.replace(default, **values)
 
 
 def make_parser(config_class, default):
     """The parser of a dataclass's flags. It returns only what was typed, and its help shows the values of `default`."""
-    arguments = [name.upper() for name, (_, names, _) in fields_of(config_class).items() if not names]
     program = Path(sys.argv[0])
-    prog = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     parser = Parser(
-        prog=prog,
-        usage=" ".join([prog, *arguments, "[flags]"]),
+        prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
         description=wrapped(sys.modules[config_class.__module__].__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -82,14 +76,19 @@ def make_parser(config_class, default):
     group = parser.add_argument_group("flags")
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
     group.add_argument("--version", action="store_true", default=False, help="show the commit of the program")
-    comments = comments_of(config_class)
-    for name, (kind, names, may_be_empty) in fields_of(config_class).items():
-        heading, text = comments[name]
+    comments, arguments = comments_of(config_class), []
+    for field in dataclasses.fields(config_class):
+        heading, text = comments[field.name]
         if heading:
             group = parser.add_argument_group(textwrap.fill(heading, 79))
-        value = getattr(default, name)
+        value = getattr(default, field.name)
         if value not in ("", None, ()):
             text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else value})"
+        kind, notes = field.type, []
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
+        if isinstance(kind, types.UnionType):  # bool | None
+            kind = get_args(kind)[0]
         options: dict[str, Any] = dict(help=text.replace("%", "%%"))
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -98,29 +97,18 @@ def make_parser(config_class, default):
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
         elif get_origin(kind) is tuple:
             options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
-        elif kind is str and not may_be_empty and names:
-            options |= dict(type=read_text, metavar="TEXT")
         else:
-            options |= dict(type=kind, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
-        if names:
-            group.add_argument(*names, dest=name, **options)
+            may_be_empty = "may be empty" in notes or "positional" in notes
+            read = read_text if kind is str and not may_be_empty else kind
+            options |= dict(type=read, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
+        if "positional" in notes:
+            arguments.append(field.name.upper())
+            parser.add_argument(field.name, **options | {"nargs": "?", "metavar": arguments[-1]})
         else:
-            parser.add_argument(name, **options | {"nargs": "?", "metavar": name.upper()})
+            names = [note for note in notes if note.startswith("-")]
+            group.add_argument(*names, flag_of(field.name), dest=field.name, **options)
+    parser.usage = " ".join([parser.prog, *arguments, "[flags]"])
     return parser
-
-
-def fields_of(config_class):
-    """{field: (type of its values, its flags, whether it may be empty)}; a positional argument has no flags."""
-    fields = {}
-    for field in dataclasses.fields(config_class):
-        kind, notes = field.type, []
-        if get_origin(kind) is Annotated:
-            kind, *notes = get_args(kind)
-        if isinstance(kind, types.UnionType):  # bool | None
-            kind = get_args(kind)[0]
-        names = [*(note for note in notes if note.startswith("-")), flag_of(field.name)]
-        fields[field.name] = kind, [] if "positional" in notes else names, "may be empty" in notes
-    return fields
 
 
 def comments_of(config_class):
@@ -142,9 +130,13 @@ def wrapped(text):
     )
 
 
-def spell_as_argparse(config_class, words):
+def spell_as_argparse(actions, words):
     """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" as they are."""
-    switches = {name for kind, names, _ in fields_of(config_class).values() if kind is bool for name in names}
+    opposites = {}
+    for action in actions:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            yes, no = action.option_strings
+            opposites |= {yes: no, no: yes}
     spelled = []
     while words and words[0] != "--":
         word = words.pop(0)
@@ -154,13 +146,13 @@ def spell_as_argparse(config_class, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
-        positive = flag.replace("--no-", "--", 1)
-        if positive in switches and (equals or (words and words[0].lower() in SWITCH)):
+        if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
+            raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
+        if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
             value = value if equals else words.pop(0)
             if value.lower() not in SWITCH:
                 raise UserError(f"{flag} is {value!r}, but it must be true or false.")
-            is_on = SWITCH[value.lower()] == (flag == positive)
-            word = positive if is_on else f"--no-{positive[2:]}"
+            word = flag if SWITCH[value.lower()] else opposites[flag]
         spelled.append(word)
     return spelled + words
 
@@ -180,13 +172,10 @@ def read_choice(choices, word):
 # ----- Mistyped flags -----------------------------------------------------------------------------------
 
 
-def explain(unknown, config_class, synonyms, presets):
+def explain(unknown, actions, synonyms, presets):
     """A sentence for each flag of `unknown` that does not exist, or else for its first word."""
     others = synonyms | {f"--preset {name}": name for name in presets}
-    ours = ["--help"]
-    for kind, names, _ in fields_of(config_class).values():
-        ours += [*names, *(f"--no-{name[2:]}" for name in names if kind is bool)]
-    meanings = {name.strip("-"): name for name in ours}
+    meanings = {name.strip("-"): name for action in actions for name in action.option_strings}
     meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
     mistakes = [word.partition("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)]
     if mistakes:
@@ -197,7 +186,7 @@ def explain(unknown, config_class, synonyms, presets):
     word = unknown[0]
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
-    has_positional = any(not names for _, names, _ in fields_of(config_class).values())
+    has_positional = any(not action.option_strings for action in actions)
     advice = "" if has_positional else closest(word, meanings)
     advice = advice or "Put quotes around a text of several words; --help shows all flags."
     return f"The argument {word!r} was not expected. {advice}"

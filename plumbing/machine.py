@@ -74,7 +74,7 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
     limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"
-    return min(free, *map(int, limits)) if limits else free
+    return min([free, *map(int, limits)])
 
 
 def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]:

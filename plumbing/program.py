@@ -15,8 +15,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,21 +91,14 @@ def print_next(*commands: Sequence[object]) -> None:
     A command is a list of words, and of tuples (flag, value, ...): ["python", "sample.py", ("-m", "log")].
     """
     print("\nNext:", flush=True)
+    # shells on Windows have another sign for a line that goes on
+    width = 78 if os.name != "nt" else sys.maxsize
+    wrapper = textwrap.TextWrapper(width, "   ", 8 * " ", break_long_words=False, break_on_hyphens=False)
     for command in commands:
-        groups: list[str] = []  # a flag and its values stay on a line
-        for text in map(quote_group, command):
-            if groups and not text.startswith("-"):
-                groups[-1] += f" {text}"
-            else:
-                groups.append(text)
-        line = "   "
-        for group in groups:
-            # shells on Windows have another sign for a line that goes on
-            if len(line) + len(group) > 77 and os.name != "nt":
-                print(line, "\\")
-                line = "       "
-            line += f" {group}"
-        print(line, flush=True)
+        text = ""  # a line ends only before a flag: the other spaces are "\0" meanwhile
+        for word in map(quote_group, command):
+            text += (" " if word.startswith("-") else "\0") + word.replace(" ", "\0")
+        print(" \\\n".join(wrapper.wrap(text)).replace("\0", " "), flush=True)
 
 
 def quote_group(group):
@@ -144,7 +137,7 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # the hub's client prints two lines for each request that it repeats; documents.retry says in the end what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    sys.excepthook = report_exception  # for Ctrl-C during the imports, where no `run` can catch it
+    sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
     protect_console()
     Console.output_is_product = output_is_product
     try:
@@ -152,20 +145,18 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
         sys.stdout.flush()  # the last line may have no newline
     except UserError as error:
         fail(str(error))
-    except KeyboardInterrupt as error:
-        report_exception(KeyboardInterrupt, error, None)
-        leave(130)  # 128 + SIGINT
     except MemoryError as error:
         fail(f"There is not enough memory. {error}".strip())
+    except KeyboardInterrupt:
+        report_exception(*sys.exc_info())
+        leave(130)  # 128 + SIGINT
     except Exception as error:
         if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
             advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
             fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}")
-        if isinstance(error, ModuleNotFoundError):
-            fail(missing_package(error))
         if not has_other_ranks():
-            raise
-        traceback.print_exc()
+            raise  # to report_exception
+        report_exception(*sys.exc_info())
         leave(1)
 
 
@@ -186,18 +177,14 @@ ADVICE = {  # what to do about the operating system's errors
 def report_exception(kind, error, traceback):
     """Print a traceback, but only a line after Ctrl-C, or if a package is missing."""
     if isinstance(error, ModuleNotFoundError):
-        fail(missing_package(error))
+        fail(
+            f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
+            ".venv/bin/activate), or install what is needed: pip install -r requirements.txt"
+        )
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
     elif is_rank_0():
         print("interrupted", file=sys.stderr, flush=True)
-
-
-def missing_package(error: ModuleNotFoundError) -> str:
-    return (
-        f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
-        ".venv/bin/activate), or install what is needed: pip install -r requirements.txt"
-    )
 
 
 def is_rank_0() -> bool:

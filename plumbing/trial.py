@@ -27,8 +27,7 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
     if world.device_type == "cuda":
         prepare_gpu(T, world)
     has_cudnn = world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
-    is_used = True, config.compile, has_cudnn
-    optional = [name for name, used in zip(KERNELS, is_used) if used]
+    optional = [name for name, used in zip(KERNELS, (True, config.compile, has_cudnn)) if used]
     windows_per_rank = config.total_batch_size // (T * world.size)
     with_room = min(world.gather(bound_on_B(raw_model, T, world=world)))
     B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
@@ -38,7 +37,6 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
         if config.compile or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
             print0(f"Trying B = {B}, which may take minutes.")
         outcome, reason = FITS, "on another rank"
-        model = None
         try:
             model = wrap(raw_model, "torch.compile" in optional, world)
             seconds = try_step(model, raw_model, B, T=T, micro_steps=micro_steps, world=world)

@@ -12,6 +12,9 @@ from harness import make_shards, no_git, patched  # sets the environment, so it 
 import torch
 from plumbing import machine, program
 
+# a shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
@@ -19,11 +22,6 @@ def pytest_cmdline_main(config):
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
-
-
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +36,8 @@ def leave_no_trace():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_network():
-    """A connection to anything but this machine is an error, at once."""
+def no_network_and_no_commit():
+    """A connection to anything but this machine is an error, at once. Only the real scripts ask git for the commit."""
 
     def connect_here(self, address):
         if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -47,22 +45,8 @@ def no_network():
         return connect(self, address)
 
     with patched(socket.socket, "connect", connect_here) as connect:
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_commit():
-    """Only the real scripts ask git for the commit."""
-    with patched(program, "git", no_git):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def interruptible():
-    """A shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
+        with patched(program, "git", no_git):
+            yield
 
 
 @pytest.fixture

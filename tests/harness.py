@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -265,16 +266,9 @@ has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 # What a run imports on its way is imported there, too. harness comes last, since it freezes what is there: the
 # garbage collection in each run then has little to look at.
-PRELOADED = [
-    "pytest",
-    "torch._dynamo",
-    "safetensors.torch",
-    "tokenizers",
-    "transformers.models.gpt2.modeling_gpt2",
-    "harness",
-]
+PRELOADED = "pytest torch._dynamo safetensors.torch tokenizers transformers.models.gpt2.modeling_gpt2 harness"
 if has_fork:
-    processes.set_forkserver_preload(PRELOADED)
+    processes.set_forkserver_preload(PRELOADED.split())
 
 
 def free_port():
@@ -304,8 +298,8 @@ def start(function, *args, output, ranks=0):
     started = []
     port = free_port()
     for rank in range(max(1, ranks)):
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
-        environment = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        environment = dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}")
+        environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
         where = f"{output}.{rank}" if rank else str(output)
         process = processes.Process(target=child, args=(function, args, where, environment if ranks else {}))
         process.start()
@@ -356,13 +350,10 @@ def torchrun(folder, code, *args, ranks=2, restarts=0):
 
 @contextlib.contextmanager
 def patched(owner, name, value):
-    """`owner.name` is `value` for a while; pytest's monkeypatch for processes that have no pytest."""
+    """`owner.name` is `value` for a while; what it was before."""
     before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+    with mock.patch.object(owner, name, value):
         yield before
-    finally:
-        setattr(owner, name, before)
 
 
 def full_disk(*args):

@@ -100,7 +100,6 @@ def error_of_run(folder, **changes):
             dict(out_dir="run", max_lr=0.1, seed=7),
             ["run has a run with other settings (seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
         ),
-        (dict(init_from="resume"), ["To resume a run, repeat its command"]),
         (dict(n_embd=2**20), ["Lower --n-layer"]),
         (dict(block_size=2**40), ["--block-size"]),
         (dict(max_steps=10**400), ["--max-steps is 1000"]),

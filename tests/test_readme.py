@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import io
-import json
 import re
 import shlex
 import sys
@@ -17,7 +16,8 @@ import tokenizer
 import train_gpt2
 from bench import __main__ as bench
 
-from harness import ROOT, flags, status_of
+from corpora import write_parquet
+from harness import ROOT, examples_file, flags, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -47,7 +47,7 @@ RUN = {
     "python sample.py --chat -m log/chats": FEW,
     "python train_gpt2.py": TINY,
     'python sample.py "Hello, I\'m a language model," -m log -n 4': FEW,
-    "python hellaswag.py -m log": ["--data", "examples.jsonl", "--device", "cpu"],
+    "python hellaswag.py -m log": ["--data", "hellaswag.jsonl", "--device", "cpu"],
     "python sample.py -m log --export my_gpt2": [],
     "python train_gpt2.py --branch-from log --out-dir log/longer": ["--max-steps", "4"],
     "python train_gpt2.py --out-dir log/constant": TINY,
@@ -69,7 +69,7 @@ NOT_RUN = {
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",
-    "torchrun --": "needs several GPUs; test_train.py starts ranks on a CPU",
+    "torchrun --": "needs several GPUs; test_ranks.py starts some on a CPU",
 }
 PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl git".split())
 
@@ -95,22 +95,16 @@ def test_every_command_is_run_or_has_a_reason():
 
 def make_inputs(folder):
     """The files that the README's reader is supposed to have."""
-    import pyarrow
-    from pyarrow import parquet
-
-    text = (
-        "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n" * 80
+    text = 80 * (
+        "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n"
     )
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
     (folder / "texts").mkdir()
-    parquet.write_table(pyarrow.table({"text": [text[i::7] for i in range(7)]}), folder / "texts" / "a.parquet")
+    write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards
     part = ["--dataset", "python-docs", *BYTES, "--max-tokens", "20000", "--out-dir", "docs"]
     assert status_of(fineweb.main, part) == 0
-    example = json.dumps(
-        {"activity_label": "X", "ctx": "A man", "endings": ["runs.", "sits.", "flies.", "is."], "label": 1}
-    )
-    (folder / "examples.jsonl").write_text(example + "\n", encoding="utf-8")
+    examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
     (folder / "chats.jsonl").write_text(conversation * 200, encoding="utf-8")
 
