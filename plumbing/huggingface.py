@@ -27,6 +27,7 @@ SUPPORTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+METADATA = {"format": "pt"}  # of an exported safetensors file; transformers asks for it
 PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 COPY_AGAIN = "Copy or export the model again."
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
@@ -178,9 +179,13 @@ def export_huggingface(model, enc, directory):
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
     chat template, and stops after its turn.
     """
+    from safetensors.torch import save
+
     directory = Path(directory)
     part = directory.with_name(f".{directory.name}.part")
-    contents = export_files(model.state_dict(), vars(model.config), enc)
+    contents = export_files(vars(model.config), enc)
+    weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
+    contents["model.safetensors"] = save(weights, METADATA)
     names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
     remove_part(part, names)
     make_way(part)
@@ -194,6 +199,13 @@ def export_huggingface(model, enc, directory):
         part.rename(directory)
     finally:
         remove_part(part, names)
+
+
+def export_weights(weights, enc):
+    """Return {name: tensor} of the exported weights of a GPT with this state dict and tokenizer."""
+    exported = {name: weight.cpu() for name, weight in transposed(weights).items()}
+    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
+    return exported
 
 
 def check_export(model: Any, directory: Path) -> bool:
@@ -223,15 +235,8 @@ def check_export(model: Any, directory: Path) -> bool:
     return is_same
 
 
-def export_files(weights, shape, enc):
-    """Return {name: content} of the files for a GPT with this state dict, these fields of GPTConfig and this tokenizer.
-
-    tokenizer.tiktoken is not among them.
-    """
-    from safetensors.torch import save
-
-    weights = {name: weight.cpu().contiguous() for name, weight in transposed(weights).items()}
-    weights["transformer.wte.weight"] = weights.pop("lm_head.weight")[: enc.n_vocab]
+def export_files(shape, enc):
+    """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
@@ -243,7 +248,6 @@ def export_files(weights, shape, enc):
     return tokenizer_files(enc, length) | {
         "config.json": json.dumps(config, indent=2).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
-        "model.safetensors": save(weights, {"format": "pt"}),  # transformers asks for that format
     }
 
 
@@ -272,17 +276,28 @@ def tokenizer_files(enc, max_length=None):
 
 def is_export_of(directory, weights, shape, enc):
     """Whether `directory` holds all that `export_huggingface` writes for this model and the tokenizer `enc`."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
         if tokenizer.digest(found) != tokenizer.digest(enc):
             return False
-        for name, content in export_files(weights, shape, enc).items():
+        for name, content in export_files(shape, enc).items():
             with open_regular(directory / name) as file:
                 if file.read() != content:
                     return False
-    except (UserError, OSError):
+        path, expected = directory / "model.safetensors", export_weights(weights, enc)
+        # a tensor at a time: all of them would be the model once more, 6 GB for gpt2-xl
+        with open_regular(path), safe_open(path, "pt") as file:  # a pipe would block safe_open
+            if file.metadata() != METADATA or set(file.keys()) != expected.keys():
+                return False
+            return all(is_same(file.get_tensor(name), weight) for name, weight in expected.items())
+    except (UserError, OSError, SafetensorError):
         return False
-    return True
+
+
+def is_same(tensor, other):
+    return tensor.dtype == other.dtype and tensor.equal(other)
 
 
 def remove_part(part, names):

@@ -286,7 +286,9 @@ def test_what_a_killed_export_left_is_cleared_away_and_a_pipe_or_a_link_in_its_p
 NOT_THIS_MODEL = {
     "a stale one": lambda hf: rewrite(hf, lambda w: w[NAME].add_(1e-3)),
     "of another number format": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].bfloat16()})),
+    "of another shape": lambda hf: rewrite(hf, lambda w: w.update({NAME: w[NAME].T.contiguous()})),
     "a weight too many": lambda hf: rewrite(hf, lambda w: w.update(more=torch.ones(1))),
+    "a weight too few": lambda hf: rewrite(hf, lambda w: w.pop(NAME)),
     "of other sizes": lambda hf: change_config(hf, n_head=4),
     "without an end": lambda hf: (hf / "generation_config.json").write_text("{}", encoding="utf-8"),
     "a part without its index": lambda hf: (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors"),
