@@ -37,8 +37,8 @@ def roofline(side, tok_per_s):
         families[family] += kernels[event.key]
     for family, seconds in families.items():
         print(f"  {family:20}{1e3 * seconds:10.2f} ms {seconds / sum(families.values()):6.1%}")
-    n, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
-    square = torch.randn(n, n, device=config.device, dtype=dtype)
+    n = 8192 if cuda else 1024
+    square = torch.randn(n, n, device=config.device, dtype=torch.bfloat16 if cuda else side.world.dtype)
     peaks: dict[str, float | None] = {"measured": matmul_rate(square, square)}
     if cuda:
         peaks["datasheet"] = peak_flops(torch.cuda.get_device_name())
