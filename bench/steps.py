@@ -134,7 +134,10 @@ class Ours(Side):
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
     def fit(self):
-        return train_gpt2.fit_to_machine(self.raw_model, self.config, self.world)
+        # with one step: how long a run would take is not asked here
+        return train_gpt2.fit_to_machine(
+            self.raw_model, dataclasses.replace(self.config, max_steps=1), self.world
+        )
 
     def train_step(self):
         c = self.config
@@ -155,9 +158,8 @@ class OursInDDP(Ours):
     """The trainer in DDP, with a graph that is cut at its buckets; the process group has one rank."""
 
     def fit(self):
-        _, B = train_gpt2.fit_to_machine(
-            self.raw_model, dataclasses.replace(self.config, compile=False), self.world
-        )
+        once = dataclasses.replace(self.config, compile=False, max_steps=1)
+        _, B = train_gpt2.fit_to_machine(self.raw_model, once, self.world)
         model = train_gpt2.wrap(self.raw_model, self.config.compile, dataclasses.replace(self.world, size=2))
         self.world = OnlyRank(**dataclasses.asdict(self.world))
         return model, B
