@@ -36,7 +36,7 @@ from plumbing.documents import num_cores, read_records
 from plumbing.program import UserError
 from plumbing.shards import check_meta, num_parts_of, open_shard, split_of
 
-NGRAM = 13  # length in tokens of an overlap that counts, as in GPT-3's contamination study
+NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
 TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and needs an exact check
 BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache

@@ -9,13 +9,13 @@
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
 `<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split.
-From your own text it takes every 11th document (or every 11th piece of a long one), at most a tenth of
-the text and one shard; for the other data sets it is the first shard.
+From your own text it takes every 11th document (or every 11th piece of a long one; fewer of a large
+text), at most a tenth of the text and one shard; for the other data sets it is the first shard.
 
-Memory use is a few shards and a few texts per core, whatever the size of the corpus. The same command
-resumes after the last complete shard, as meta.json records it, and produces the same bytes, whenever it
-was killed and on any number of cores. On several machines, run parts at the same time, --part 0/4 to
---part 3/4: each takes every fourth input file.
+Memory use does not depend on the size of the corpus: a few shards, some 10 MB of text per core and, on
+more than 8 cores, a process of 180 MB for each. The same command resumes after the last complete shard,
+as meta.json records it, and produces the same bytes, whenever it was killed and on any number of cores.
+On several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every fourth file.
 """
 
 import sys
@@ -29,8 +29,8 @@ from plumbing import flags, program
 class Options:
     # The text
     dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
-    # your own files, folders, globs or URLs: text such as .txt, .md or .py, .jsonl, .json, .csv or .parquet, also .gz
-    # or .zst; what stands before all flags is --input, too
+    # your own files, folders, globs or URLs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz
+    # or .zst; words before the first flag are inputs, too
     input: tuple[str, ...] = ()
     text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
     # what stands between a text file's documents, such as <|endoftext|>; by default a file is one document
@@ -92,7 +92,7 @@ READY_REPO = "kjj0/finewebedu10B-gpt2"
 # tiktoken releases Python's lock, but more threads would mostly wait for it (records/2026-11-21-data-preparation)
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
-SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation: a little less than a tenth
+SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation, fewer of a large text: under a tenth
 
 
 def check_options(options):
@@ -110,7 +110,7 @@ def check_options(options):
     part, num_parts = read_part(options.part)
     if part > num_parts:
         shown = program.plain(options.part)
-        complaints.append(f"--part {shown} is not of the form I/N; the first of four parts is 0/4.")
+        complaints.append(f"--part {shown} is not of the form I/N with I < N; the first of four parts is 0/4.")
     flags.check(options, complaints, above_0=["shard_size"])
 
 
@@ -225,7 +225,7 @@ def limit_tokens(stream, limit, bar):
 
 
 class ValidationSample:
-    """Every `every`-th piece of the input, while these are at most a tenth of it and at most a shard; 0: none."""
+    """Takes every `every`-th piece of the input (0: none) that still fits in a tenth of the input and in one shard."""
 
     def __init__(self, every, shard_size, num_seen):
         self.every, self.num_seen = every, num_seen  # tokens of both splits so far
@@ -353,7 +353,7 @@ def make_shards(writer, options, enc, sources):
     if sources[0].repo:
         total = total or EDU_TOKENS // writer.num_parts
         largest = max(source.size for source in sources)
-        # three files may be on disk: one is finished, one is read, one is downloaded
+        # three files may be on disk: one is finished, one is being read, one is being downloaded
         check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * largest)
     downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     prefetch = not options.max_tokens  # with a limit, the next file may not be needed
@@ -384,7 +384,7 @@ def check_disk_space(folder, size):
     if free < size:
         raise UserError(
             f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Make room, "
-            "choose another --out-dir, or lower --max-tokens or --pretokenized."
+            "choose another --out-dir, or ask for fewer tokens with --max-tokens or --pretokenized."
         )
 
 
@@ -466,7 +466,7 @@ def main(args=None):
     uses_gpt2 = any(meta["tokenizer"] == "gpt2" for meta in metas.values())
     if uses_gpt2 and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
         print(
-            "note: Of GPT-2's 50,257 tokens, so little text has many only a few times. Bytes train faster on it:"
+            "note: So little text contains many of GPT-2's 50,257 tokens only a few times. Bytes train faster on it:"
         )
         print(f"repeat this command with --tokenizer bytes --out-dir {program.quote(folder + '_bytes')}")
     if command:
@@ -481,7 +481,7 @@ def has_gpu():
 def training_command(folder, lengths):
     """The command that trains on shards of these lengths; None if they are too short.
 
-    On a machine with a GPU, much text is for a GPT-2; otherwise the model is the quickstart's.
+    With a GPU and 100M tokens or more, it trains a GPT-2; otherwise the quickstart's small model.
     """
     command, data = ["python", "train_gpt2.py"], [("--data", folder)]
     steps = sum(lengths["train"]) // 2**19

@@ -7,7 +7,7 @@ differ in the text they score and in the normalization, so each number names its
     build-nanogpt           the field `ctx` as it is; acc: the largest sum,
                             acc_norm: the largest mean over the ending's tokens
     lm-evaluation-harness   the activity and the cleaned context; acc: the sum,
-                            acc_norm: the sum over the ending's characters
+                            acc_norm: the sum divided by the ending's number of characters
 
 OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by the second.
 
@@ -71,8 +71,8 @@ from plumbing.machine import choose_device
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
 PAD_TO = 16
-# positions whose logits are computed at a time. In float32 of 50,304 ids, 52 MB suit a CPU's caches best, and 412 MB
-# keep a GPU busy with few kernel launches
+# positions whose logits are computed at a time. With 50,304 ids in float32, 256 take 52 MB, which suits a CPU's caches
+# best, and 2,048 take 412 MB, which keeps a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 # ----- Data ---------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Counts(NamedTuple):
     n: int
     acc: int  # largest sum
     acc_norm: int  # largest mean over tokens, build-nanogpt's rule
-    acc_char: int  # largest sum over characters; on the harness' text this is its acc_norm
+    acc_char: int  # largest sum divided by characters; on the harness' text this is its acc_norm
 
 
 def evaluate(model, examples, n_vocab, **options):

@@ -187,7 +187,7 @@ def answer(model, enc, messages, options):
     messages.append({"role": "assistant", "content": text.strip()})
 
 
-CHAT_HELP = "Write a message. /reset starts over, /quit ends it, Ctrl-C stops an answer."
+CHAT_HELP = "Write a message. /reset starts over, /quit ends the chat, Ctrl-C stops an answer."
 
 
 def chat(model, enc, options):
@@ -218,7 +218,7 @@ def export(model, enc, options):
     source = Path(options.model)
     run_folder = source if source.is_dir() else source.parent
     checkpoint = newest_checkpoint(source) if (run_folder / "run.txt").exists() else None
-    if is_gpt2 and checkpoint and "step" in checkpoint:  # nanoGPT's and build-nanogpt's are read without one
+    if is_gpt2 and checkpoint and "step" in checkpoint:  # a checkpoint of nanoGPT or build-nanogpt has no step
         prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
         sample = sample_for_card(model, enc, options, prompt)
         write_model_card(Path(options.export), run_folder, checkpoint["step"], sample)

@@ -9,7 +9,7 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too; messages to and from tools are left out. It becomes
+these are read, too; messages to and from tools are left out. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
@@ -238,7 +238,7 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
             advice = "Add conversations, or lower --max-length."
             if not blocks and shortest < math.inf:
                 advice = (
-                    f"The shortest with an answer needs --max-length {shortest}, and a model that reads as many."
+                    f"Add shorter ones, or use --max-length {shortest} or more and a model that reads as many."
                 )
             raise UserError(
                 f"{program.count(read, 'conversation')} ({left_out} without an answer that fits) fill {len(blocks)} of "

@@ -84,7 +84,7 @@ def get_encoding(name_or_path):
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
             raise UserError(
                 f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__}). "
-                "Set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes."
+                "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
             ) from None
     if not name.endswith(".tiktoken") and not os.path.exists(name):
         raise UserError(
@@ -165,7 +165,7 @@ def read_encoding(path):
     except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
         reason = program.plain(error)
         raise UserError(
-            f"Tokenizer {path} is missing or damaged: {reason}. Give gpt2, bytes, or a .tiktoken file with its .json."
+            f"Tokenizer {path} is missing or damaged: {reason}. Restore it and its .json, or use another."
         ) from None
 
 
@@ -195,7 +195,7 @@ def loads(text):
 
 
 def make_encoding(name, pat_str, ranks, special_tokens):
-    """Make a tokenizer. Raises ValueError if its ids are not all there, or its pattern does not split any text.
+    """Make a tokenizer. Raises ValueError if ids are missing, or if its pattern does not cover all of a text.
 
     Its name is printed in many places, so it must not hold a terminal's control characters.
     """
@@ -220,7 +220,7 @@ def make_encoding(name, pat_str, ranks, special_tokens):
 
 
 def whole_characters(text):
-    """The text with each half of a surrogate pair, as JSON can have one, replaced, as tiktoken's `encode` does it."""
+    """The text with lone halves of surrogate pairs, which JSON can hold, replaced as tiktoken's `encode` does it."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -12,7 +12,7 @@
     gpt2-xl       1.6B parameters
     speedrun      gpt2 on half as many tokens, with Muon and another schedule
     quickstart    a small byte-level model, on Python's own documentation
-    baby          nanoGPT's 10M model of bytes, for one GPU or a patient laptop
+    baby          nanoGPT's 10M shape, on bytes, for one GPU or a patient laptop
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
@@ -301,7 +301,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
-        """Continue the token ids (B, T), of which the last block_size are read: yield (B,) next ids at a time.
+        """Continue the token ids (B, T), reading their last block_size: yield the next ids (B,), one step at a time.
 
         temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled.
         """
@@ -668,7 +668,7 @@ def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, 
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # one all-reduce and one copy to the host per step (float16's scaler and Muon's step add their own)
+    # besides DDP's, one all-reduce and one copy to the host per step (float16 adds copies, Muon's step all-gathers)
     sums = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
     loss, norm, num_signals = torch.stack([sums[0] / world.size, norm, sums[1]]).tolist()
     # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
@@ -704,7 +704,7 @@ def load_data(config, world):
 
 
 def load_or_make_model(config, enc, fingerprints, *, world):
-    """The model, with the weights that the run begins with, and what else it begins with."""
+    """(model, start): the model with its first weights, and the runs.Start that says what the run begins with."""
     find = runs.find_start, config, PRESETS[config.preset], enc, fingerprints
     start = world.broadcast_from_master(*find, has_tensors=True)
     if start.checkpoint:
@@ -739,7 +739,7 @@ def fit_to_machine(raw_model, config, world):
 
 
 def training_state(raw_model, optimizers, scaler, *, loader):
-    """Everything that an exact resume needs, except for the step and what else `Run.save` adds."""
+    """Everything that an exact resume needs, except for the step and the other things that `Run.save` adds."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     place = {"position": loader.position, "fingerprint": loader.fingerprint}
     return {"model": raw_model.state_dict(), "optimizer": states, "scaler": scaler.state_dict(), "loader": place}

@@ -11,8 +11,8 @@
     python -m bench gpu         all questions for a GPU, one after the other
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
-of them alike. A ratio is the median over the rounds of a side's time per token divided by that of ours. --json FILE
-saves the numbers.
+of them alike; shakespeare runs each side once, on the CPU. A ratio is the median over the rounds of a side's time per
+token divided by ours, or for start by that of importing torch. --json FILE saves the numbers.
 
 gpu adds each answer to --out/answers.jsonl as a line of JSON, and starts nothing that would exceed --minutes. Repeat
 the command to continue; delete a line to ask its question again.
@@ -37,7 +37,7 @@ class Options:
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
-    # train, ladder, hellaswag, sample and gpu
+    # train, ladder, hellaswag, sample and gpu; shakespeare, for our side only
     settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
     # train, shakespeare and gpu
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
@@ -84,11 +84,9 @@ def main(args=None):
         try:
             with new_output(options.json) as file:
                 file.write(text + "\n")
-        except OSError as error:  # measuring took minutes
+        except (OSError, program.UserError) as error:  # measuring took minutes
             print(text)
-            raise program.UserError(
-                f"{options.json} could not be written: {error.strerror}. The numbers are printed above."
-            ) from None
+            raise program.UserError(f"{error} The numbers are printed above.") from None
 
 
 if __name__ == "__main__":

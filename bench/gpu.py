@@ -174,7 +174,5 @@ def run(options):
         torch.cuda.empty_cache()  # does nothing without CUDA
     left = ", ".join(name for name in asked if name not in answers)
     if left:
-        print(
-            f"The {options.minutes:g} minutes are over. Run the same command again to measure the rest: {left}."
-        )
+        print(f"Time is up. Run the same command again, or with more --minutes, to measure the rest: {left}.")
     return {"answers": answers}

@@ -127,7 +127,9 @@ class Ours(Side):
         if config.compile and self.model is self.raw_model:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if B < config.batch_size:
-            raise UserError(f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size.")
+            raise UserError(
+                f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size in --settings."
+            )
         if not config.bfloat16_residual:
             self.raw_model.residual_dtype = torch.float32
         self.optimizers = configure_optimizers(self.raw_model, config)

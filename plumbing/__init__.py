@@ -1,4 +1,4 @@
-"""What nobody must read to understand the training, a room for each subject. A room imports only those above it.
+"""What you need not read to understand the training. A module imports only those above it or in its own line.
 
     program, files      how a program begins and ends, and what it says; files that are never half written, and locks
     flags, kernels      flags from a dataclass; attention for CPUs, the cache of keys and values, float8
@@ -12,5 +12,5 @@
     settings, trial     what settings may be; the trial step, which finds out what works on this machine
     runs                the folder of a run, from what it begins with to its end
 
-No room imports a program of the top level but tokenizer, which is a library, too.
+No module here imports a program of the top level but tokenizer, which is a library, too.
 """

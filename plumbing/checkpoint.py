@@ -31,7 +31,7 @@ SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the field
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
-READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or one of nanoGPT or build-nanogpt."
+READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or a checkpoint of nanoGPT or build-nanogpt."
 
 
 class Checkpoint(TypedDict):
@@ -60,7 +60,7 @@ class PeerConfig:
 
 
 def unpickle(path: Name, mmap: bool = False) -> Any:
-    """Read tensors, plain data and that class under any of its names; nothing else, so that no file can run code."""
+    """Read tensors, plain data and PeerConfig under any of its names; nothing else, so that no file can run code."""
     names: Any = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     with torch.serialization.safe_globals(names):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -124,8 +124,8 @@ def load_checkpoint(path: Name) -> Checkpoint:
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
     if content.get("model_code", model_code()) != model_code():  # those of the peers have none
         print(
-            f"note: {plain(path)} was trained with other code of the model than train_gpt2.py has now. If the "
-            "forward pass has changed, so has what the weights compute.",
+            f"note: {plain(path)} was trained with a different version of the model's code in train_gpt2.py. If the "
+            "forward pass has changed since, check out the commit that run.txt names.",
             file=sys.stderr,
         )
     return content

@@ -183,7 +183,8 @@ def explain_errors(name):
         advice = "Replace it, and run this command again."
         if isinstance(error, UnicodeError):
             wrong = f"is not UTF-8 text: {program.first_line(error)}"
-            advice = f"If it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {program.quote(name)} > NEW"
+            new = f"NEW{suffix_of(name)}"
+            advice = f"If it is Latin-1, convert it, unpacked: iconv -f LATIN1 -t UTF-8 FILE > {new}"
         raise UserError(f"{name} {wrong}. {advice}") from None
 
 
@@ -235,7 +236,7 @@ def list_row_groups(source, text_column):
 
 
 def read_csv(source, text_column):
-    csv.field_size_limit(2**27)  # characters: documents are longer than the default, but a quote may never end
+    csv.field_size_limit(2**27)  # characters: a text may exceed Python's default, and a quote may be left open
     with open_text(source.path) as file:
         dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
         rows = csv.DictReader(file, dialect=dialect, strict=True)
@@ -269,10 +270,10 @@ def read_records(path, name=None, kinds=(dict,)):
             try:
                 record = json.loads(text)
                 if not isinstance(record, kinds):
-                    raise ValueError("it is not a JSON object")
+                    raise ValueError("it is another JSON value")
             except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
                 reason = getattr(error, "msg", error)
-                raise UserError(f"{place} is not valid JSON: {reason}. Fix or remove it.") from None
+                raise UserError(f"{place} is not a valid JSON object: {reason}. Fix or remove it.") from None
             yield number, place, record
 
 
@@ -458,7 +459,7 @@ def download(url, path, advice, attempts=3):
     # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
     # refused connection for 5 seconds in each of our attempts
     def attempt():
-        try:  # urllib knows no users in a URL, and no blanks
+        try:  # urllib accepts neither a user name nor blanks in a URL
             plain_url = re.sub("//[^/?#]*@", "//", url, count=1)
             request = urllib.request.Request(urllib.parse.quote(plain_url, safe=string.punctuation))
             if user:
@@ -534,7 +535,7 @@ def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=
             source = next_download.get() if next_download else fetch(sources[number], folder, attempts)
             if prefetch and number + 1 < len(sources):
                 next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
-            batches = [] if skip else list_row_groups(source, text_column)  # this core reads a file begun before
+            batches = [] if skip else list_row_groups(source, text_column)  # a file that was begun is read here
             for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
                 yield Batch(number, first, read)
             skip = 0

@@ -73,7 +73,7 @@ def check_replaceable(path: Name) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any]]:
-    """Open `path` for writing atomically: readers see the complete file or none at all, never half a file.
+    """Open `path` for writing atomically: readers see what was there before or the complete file, never half a file.
 
     Writes to the hidden `.<name>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular
     file is replaced, and no link is followed.

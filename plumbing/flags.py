@@ -211,7 +211,8 @@ def closest(name, meanings):
 OTHER_TRAINERS = {
     "--data": "dataset dataset-name data-dir data-path input-bin train-file",
     "--out-dir": "output-dir save-dir log-dir",
-    "--init-from": "model model-name-or-path pretrained checkpoint ckpt resume-from-checkpoint",
+    "--init-from": "model model-name-or-path pretrained checkpoint ckpt",
+    "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
     "--no-resume": "overwrite-output-dir",
     "--seed": "random-seed",
     "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
@@ -223,7 +224,7 @@ OTHER_TRAINERS = {
     "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
     "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
     "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
-    "--max-steps, which counts updates": "num-train-epochs num-epochs epochs",
+    "--passes": "num-train-epochs num-epochs epochs",
     "--warmup-steps": "warmup-iters warmup-ratio",
     "--max-lr": "learning-rate lr",
     "--min-lr": "learning-rate-decay-frac final-lr",
@@ -261,10 +262,10 @@ def check(
             least = "1 or more" if isinstance(value, int) else "above 0"
         elif name.endswith("_every"):
             least += " (0 turns it off)"
-        if name in below_1:
-            least += " and below 1"
-        is_low = value < 0 or (value == 0 and name in above_0)
-        if is_low or not value < (1 if name in below_1 else 1e18):
+        limit = 1 if name in below_1 else 1e18
+        if limit == 1 or not value < limit:
+            least += f" and below {limit:g}"
+        if value < 0 or (value == 0 and name in above_0) or not value < limit:
             errors.append(f"{flag_of(name)} is {value}, but it must be {least}.")
     if errors:
         raise UserError(" ".join(errors))

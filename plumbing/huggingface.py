@@ -304,7 +304,7 @@ def remove_part(part, names):
     """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
     found = {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")}
     if found <= names and part.is_dir():  # rmtree would wait for a pipe
-        shutil.rmtree(part, ignore_errors=True)  # no links
+        shutil.rmtree(part, ignore_errors=True)  # it follows no links
 
 
 def make_way(path):

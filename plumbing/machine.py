@@ -27,8 +27,8 @@ def choose_device(name: str) -> str:
         gpus = output_of("nvidia-smi", "--list-gpus") if name == "cpu" and is_rank_0() else ""
         if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
             print(
-                f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it with this "
-                "driver, so the CPU is used. README.md has a table of the builds of PyTorch.",
+                f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU "
+                "is used. README.md has a table of the builds of PyTorch.",
                 file=sys.stderr,
             )
     if name not in known:
@@ -80,7 +80,7 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
 def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]:
     """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
     is_gpu = device.startswith("cuda")
-    # NVIDIA's GPUs have it since Ampere; other devices can at least emulate it
+    # NVIDIA's GPUs have had it since Ampere; other devices can at least emulate it
     has_bfloat16 = not is_gpu or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "auto" and is_gpu:
         name = "bfloat16" if has_bfloat16 else "float16"
@@ -92,7 +92,7 @@ def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]
         raise UserError(
             f"This device does not support --dtype {name}. NVIDIA GPUs support bfloat16 from Ampere on, and fp8 from "
             f"Ada and Hopper on. Leave --dtype out; a run that began in {name} continues here only as a branch: "
-            "--branch-from RUN --out-dir NEW --dtype float16"
+            f"--branch-from RUN --out-dir NEW --dtype {'bfloat16' if has_bfloat16 else 'float16'}"
         )
     return torch.bfloat16 if name == "fp8" else getattr(torch, name), name  # fp8 is for the output layer only
 
@@ -157,7 +157,7 @@ FUSED_ATTENTION = ("cudnn", "flash", "mem_efficient")  # torch's names; an unfus
 
 
 def disable_attention(*kernels: str) -> None:
-    """Disable fused attention kernels in this process. There is no way back: torch has reasons to disable others."""
+    """Disable fused attention kernels in this process; only `restore_attention` enables them again."""
     for name in kernels:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
 

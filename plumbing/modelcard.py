@@ -86,5 +86,5 @@ def card_text(directory, starts, last, sample):
 
 
 def escaped(text):
-    """Text as it is shown in Markdown, in which a backslash takes the meaning from punctuation."""
+    """Escape text for Markdown: put a backslash before its punctuation."""
     return re.sub(r"[!-*/:-@\[-`{-~]", r"\\\g<0>", plain(text))

@@ -76,7 +76,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "111h"."""
+    """A time in at most four characters: 156 -> "2:36", 1000 -> "16m", 16300 -> "4.5h", 400000 -> "4d"."""
     minutes = int(seconds) // 60
     if minutes < 10:
         return f"{minutes}:{int(seconds) % 60:02d}"
@@ -220,7 +220,7 @@ def fail(message):
     line = f"error: {plain(message, limit=2000)}"
     print(line, file=sys.stderr, flush=True)
     told = json.dumps({"message": line, "timestamp": int(time.time())})
-    # torchrun's own report about the failed ranks then contain this line
+    # torchrun's own report on the failed ranks then contains this line
     with contextlib.suppress(KeyError, OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
     leave(2)

@@ -62,7 +62,9 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
         different = settings.changes(config, saved["config"])
         if different:
             branch_off = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
-            if different.keys() == {"max_steps"} and config.max_steps > saved["step"]:
+            if different.keys() & settings.SAME_IN_A_BRANCH:
+                branch_off = "begin a new run with another --out-dir"
+            elif different.keys() == {"max_steps"} and config.max_steps > saved["step"]:
                 words = " ".join(map(quote_group, longer_command(config, config.max_steps)))
                 branch_off = f"train it for longer as a branch: {words}"
             raise UserError(
@@ -85,8 +87,8 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
     for name, before in then.items():
         if before != fingerprints[name]:
             raise UserError(
-                f"The {name} in {config.data} are not what this run began with. Name the folder of those with --data, "
-                "or start a new run with another --out-dir."
+                f"The {name} in {config.data} are not what this run began with. Give the run's own with --data, or "
+                "begin a new run: --out-dir NEW and, to keep the weights, --init-from in place of --branch-from."
             )
     hf = Path(config.out_dir, "hf")
     if saved["step"] < config.max_steps or not is_export_of(hf, saved["model"], saved["config"], enc):
@@ -121,8 +123,8 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
     fixed = {name: pair for name, pair in changed.items() if name in settings.SAME_IN_A_BRANCH}
     if fixed:
         raise UserError(
-            f"A branch of {parent} cannot change its settings: {settings.in_words(fixed)}. Leave these flags out, or "
-            f"begin a new run with --init-from {parent}."
+            f"A branch of {parent} cannot change these settings: {settings.in_words(fixed)}. Leave their flags out, or "
+            f"begin a new run, with --init-from {parent} unless the model's shape changes."
         )
     if saved["step"] >= config.max_steps:
         raise UserError(
@@ -135,7 +137,7 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
 
 
 def prepare_folder(config: Any, start: Start) -> None:
-    """Describe the start in run.txt, and move aside an old run or, of one that continues, what cannot be read."""
+    """Describe the start in run.txt; move aside an old run or, of one that continues, damaged checkpoints."""
     out_dir = Path(config.out_dir)
     if start.checkpoint and not start.branched:
         found = checkpoints.list_checkpoints(out_dir)
@@ -367,8 +369,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return status
         self.writer.wait()
         if stopped:
-            print(f"Stopped after {count(step, 'step')}. The same command continues the run.")
-            print_next(journal.command())
+            again = "The same command" if self.config.resume else "The same command without --no-resume"
+            print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
+            print_next([word for word in journal.command() if word.replace("_", "-") != "--no-resume"])
             return status
         hf = self.out_dir / "hf"
         print(plain(f"Exporting the model to {hf}.", 2000), flush=True)

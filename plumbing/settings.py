@@ -75,7 +75,8 @@ def complaints(c: Any, world: World) -> Iterator[str]:
     if not c.out_dir:
         yield "--out-dir is empty. Give the folder in which the run is to be kept."
     if T > c.block_size:
-        yield f"--sequence-length {T} is above --block-size {c.block_size}. Lower it, or raise --block-size."
+        longer = "" if c.init_from or c.branch_from else ", or raise --block-size"
+        yield f"--sequence-length {T} is above --block-size {c.block_size}. Lower it{longer}."
     if c.val_tokens < T:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
@@ -99,7 +100,7 @@ def nearest_multiple(value: int, unit: int) -> int:
 
 
 def inherit(config: Any) -> dict[str, Any]:
-    """The settings that a branch has from its parent or, of a fine-tuning run, the lengths that its model can read."""
+    """The settings that a branch takes from its parent or, for fine-tuning, the lengths that its model can read."""
     source = config.branch_from or config.init_from
     if not source:
         return {}
@@ -110,7 +111,8 @@ def inherit(config: Any) -> dict[str, Any]:
         return {name: min(longest, getattr(config, name)) for name in ("block_size", "sequence_length")}
     if "max_steps" not in then:  # the settings of a run have it
         raise UserError(
-            f"There is no checkpoint in {source} that can be read. Give a run's folder or a model_*.pt."
+            f"There is no checkpoint in {source} that can be continued. Give a run's folder or its model_*.pt, or use "
+            "--init-from for weights alone."
         )
     return {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
 
@@ -134,13 +136,13 @@ def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
 
 
 def with_passes(config: Any, num_windows: int) -> Any:
-    """The settings with the --max-steps that --passes over this many training sequences take, if it is given."""
+    """The settings with --max-steps computed from --passes over this many training sequences, if --passes is given."""
     if not config.passes:
         return config
     if config.passes > 4:
         print0("note: Beyond four passes over a text, further ones add little (Muennighoff et al. 2023).")
     max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
-    warmup_steps = min(config.warmup_steps, max_steps // 10)  # it keeps its share of the run, up to a tenth
+    warmup_steps = min(config.warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
     return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
 
 

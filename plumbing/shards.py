@@ -124,8 +124,8 @@ def find_shards(folder, split):
     if not paths:
         command = command_for(folder)
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with {command.split()[1]} as follows, name another "
-            f"folder with --data, or try --preset quickstart, which needs none: {command}"
+            f"There are no {split} shards in {folder}. Make them with {command.split()[1]}, name another folder with "
+            f"--data, or try --preset quickstart, which makes its own. To make them: {command}"
         )
     return sorted(paths)
 
@@ -366,7 +366,7 @@ class ShardWriter:
             f"{self.title}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
         )
         num_shards = program.count(len(self.meta["shards"]), "shard")
-        print(f"in {num_shards} (the last one is shorter), from {program.count(self.meta['documents'], noun)}")
+        print(f"in {num_shards}, from {program.count(self.meta['documents'], noun)}")
 
 
 def split_lengths(metas):

@@ -13,8 +13,8 @@ from plumbing.distributed import World, environment_number
 from plumbing.program import UserError, count, first_line, print0
 
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on the worst one
-# what is given up if it fails, from the end, and its attention kernels. torch prefers cuDNN's, but has two others
-KERNELS = {"Fused attention": machine.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
+# what is given up if a trial fails, the last first, and the attention kernels to disable. torch prefers cuDNN's
+KERNELS = {"fused attention": machine.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
 FLOPS_OF_SECONDS = 1e12  # a CPU works on them for ten seconds or more
 
 
@@ -61,7 +61,7 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == FAILED:
             failed = optional.pop()
-            print0(f"warning: {failed} failed ({reason}). Continuing without it.")
+            print0(f"warning: A training step failed ({reason}). Trying again without {failed}.")
             machine.disable_attention(*KERNELS[failed])
         elif B == 1:
             raise UserError(
@@ -80,7 +80,7 @@ def prepare_gpu(T: int, world: World) -> None:
     torch.cuda.set_per_process_memory_fraction(0.95)
     if world.size > 1:
         world.all_reduce_sum(torch.zeros(25 * 2**20, device=world.device))
-    if T % 128:  # there its backward pass has given NaN (pytorch issue 196678)
+    if T % 128:  # for such T, cuDNN's backward pass has given NaN (pytorch issue 196678)
         machine.disable_attention("cudnn")
 
 

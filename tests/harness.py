@@ -25,14 +25,14 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 
-# conftest.py imports this file before torch. The processes started from here inherit it: two threads per process on
-# two cores that several processes share wait for each other more than they compute
+# conftest.py imports this file before torch, and the processes started from here inherit these variables. With two
+# threads each, several processes on two cores would wait for each other more than they compute
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a test run under torchrun is not meant
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # set if torchrun started the tests
     os.environ.pop(name, None)
 if (SHARED / "tiktoken_cache").exists():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_flatten
 
 torch.set_num_threads(1)
 
-# a GPT of 2 layers that takes 5 ms a step, and a run that does everything but HellaSwag
+# a GPT of 2 layers that takes 5 ms a step, and a run that does everything but sampling and HellaSwag
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, device="cpu", dtype="float32", compile=False)
 TINY |= dict(sequence_length=16, batch_size=4, total_batch_size=128)
 TINY |= dict(max_steps=12, warmup_steps=3, max_lr=3e-3, min_lr=3e-4)
@@ -109,7 +109,7 @@ def windows(folder, split, T, masks):
 
 
 def examples_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
-    """An example per context, with endings of four lengths."""
+    """An example per context, with endings of one to three characters."""
     rest = {"activity_label": "Roof", "endings": ["a b", "cde", "f", "gh"]}
     examples = [rest | {"ctx": ctx, "label": label} for ctx, label in zip(contexts, labels)]
     path = folder / "hellaswag.jsonl"
@@ -141,8 +141,8 @@ def parrot_model(block_size=256):
         for name, parameter in model.named_parameters():
             if not name.endswith(("ln_1.weight", "ln_2.weight")):
                 parameter.zero_()  # the blocks add nothing: a token's embedding alone decides what comes next
-        # the embedding is its own inverse, so what follows has the opposite sign, which ln_f turns; what comes
-        # before does too, and is therefore weaker
+        # the output layer is the embedding: a token and its successor have opposite signs in it, and ln_f's -1 turns
+        # the token's, so that the successor is likely. So is the predecessor, but less: its numbers are smaller
         wte = model.transformer.wte.weight
         for place, (token, successor) in enumerate(zip(words, words[1:])):
             wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
@@ -289,12 +289,11 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     program.git = no_git
-    program.RANK_GRACE_SECONDS = 0.3  # nothing ends rank 0 meanwhile, as torchrun would
     program.run(lambda: function(*args))
 
 
 def start(function, *args, output, ranks=0):
-    """Start function(*args) in another process, or as `ranks`; a list. They print to `output`, rank 1 to `output`.1."""
+    """Start function(*args) in a process, or in `ranks` of them; return a list. Rank 1 prints to `output`.1."""
     started = []
     port = free_port()
     for rank in range(max(1, ranks)):
@@ -308,7 +307,7 @@ def start(function, *args, output, ranks=0):
 
 
 def finish(started, timeout=60):
-    """Wait for processes of `start`; their exit statuses (-9 if killed so)."""
+    """Wait for processes of `start`; return their exit statuses (-9 after SIGKILL)."""
     for process in started:
         process.join(timeout)
     hanging = [process for process in started if process.is_alive()]
@@ -341,7 +340,7 @@ program.run(train_gpt2.main)
 
 
 def torchrun(folder, code, *args, ranks=2, restarts=0):
-    """Train under torchrun, in each process after this code; what that gave."""
+    """Train under torchrun, in each process after running `code`; return the finished torchrun."""
     (folder / "script.py").write_text(TORCHRUN_SCRIPT.format(code=code), encoding="utf-8")
     options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "script.py", *args]
@@ -350,7 +349,7 @@ def torchrun(folder, code, *args, ranks=2, restarts=0):
 
 @contextlib.contextmanager
 def patched(owner, name, value):
-    """`owner.name` is `value` for a while; what it was before."""
+    """Make `owner.name` `value` inside the `with`, which yields what it was before."""
     before = getattr(owner, name)
     with mock.patch.object(owner, name, value):
         yield before

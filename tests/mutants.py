@@ -29,7 +29,7 @@ def read_mutants(path):
         before, after = ("\n".join(line[2:] for line in changes if line[0] == sign) for sign in "-+")
         found = (ROOT / file).read_text(encoding="utf-8").count(before) if (ROOT / file).exists() else 0
         if found != 1 or not before or any(line[:2] not in ("- ", "+ ", "+") for line in changes) or name in mutants:
-            problems.append(f"{name}: its text is {found} times in {file}, or it is not written as it should be")
+            problems.append(f"{name}: its text is {found} times in {file}, not once, or not in mutants.txt's form")
         mutants[name] = file, tests, before, after
     if problems:
         sys.exit("\n".join(problems))
@@ -71,7 +71,7 @@ def main(words):
             print(f"{name}: {'noticed by ' + noticed[name][0] if noticed[name] else 'NOT NOTICED'}", flush=True)
         killers = sorted({test for tests in noticed.values() for test in tests})
         wrong = failing(tree, killers) if killers else []
-    print(f"{len(killers)} tests without a mutant: {wrong or 'all pass'}")
+    print(f"the {len(killers)} tests that noticed one, on the unchanged program: {wrong or 'all pass'}")
     print(f"{len(chosen)} mutants, {sum(map(bool, noticed.values()))} noticed")
     sys.exit(bool(wrong) or not all(noticed.values()))
 

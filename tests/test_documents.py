@@ -249,13 +249,21 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
         ("a.csv", b"title,body\nx,y\n", "Column 'text' of .*a.csv is missing. Choose .* --text-column: title, body"),
         ("a.csv", b"", "has no column of strings"),
         ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 text: .*Latin-1, convert it: iconv -f LATIN1 -t UTF-8 .*a.txt\"? > NEW"),
+        (
+            "a.txt",
+            b"caf\xe9",
+            r"not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt",
+        ),
         ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
-        ("a.json", b'[{"text": "a"}, 12]', "Entry 2 of .*a.json is not valid JSON: it is not a JSON object"),
-        ("a.json", b'[{"text": "a"}, {"text": ', "Entry 2 of .*a.json is not valid JSON: Expecting value"),
-        ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not valid JSON: Expecting value"),
-        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not valid JSON"),
-        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not valid JSON: it is not a JSON object"),
+        (
+            "a.json",
+            b'[{"text": "a"}, 12]',
+            "Entry 2 of .*a.json is not a valid JSON object: it is another JSON value",
+        ),
+        ("a.json", b'[{"text": "a"}, {"text": ', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
+        ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
+        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not a valid JSON object: it is another JSON value"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):

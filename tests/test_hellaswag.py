@@ -178,7 +178,7 @@ ODD = [
 ]
 BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | {
     "": "bad.jsonl is empty",
-    GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not valid JSON: Expecting property name",
+    GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not a valid JSON object: Expecting property name",
     GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is .*not a JSON object",
 }
 
@@ -220,7 +220,7 @@ def test_mistakes_are_one_line_and_predictions_replace_nothing(tmp_path):
     (tmp_path / "folder").mkdir()
     before = listing(tmp_path)
     mistakes = [(["--limit", "-1"], "--limit is -1")]
-    for name, words in {"bad.jsonl": "is not valid JSON", "nowhere": "There is no file"}.items():
+    for name, words in {"bad.jsonl": "is not a valid JSON object", "nowhere": "There is no file"}.items():
         mistakes.append((["--data", tmp_path / name], words))
     for name in ("data.jsonl", "link", "folder"):
         mistakes.append((["--predictions", tmp_path / name, "-m", "no-such-model"], "exists already"))

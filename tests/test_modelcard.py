@@ -56,7 +56,7 @@ def test_the_card_has_what_the_run_measured(run):
     assert "license" not in header, "it is not ours to say"
     assert "\n# A GPT-2 with 41,888 parameters\n" in page  # 2 layers of 32 channels, 257 ids, 256 positions
     assert "trained from scratch" in page and "2 layers, 2 attention heads and 32 channels" in page
-    assert "| validation loss on 5,000 unseen tokens, nats per token | 1.2500 | 4 |" in page
+    assert "| validation loss on at most 5,000 unseen tokens, nats per token | 1.2500 | 4 |" in page
     assert "in bits per byte, which can be compared between tokenizers | 0.8750 | 4 |" in page
     assert "| training loss of the last update, nats per token | 2.0000 | 4 |" in page
     assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page

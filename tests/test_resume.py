@@ -38,6 +38,7 @@ from harness import (
     listing,
     needs,
     patched,
+    printed_commands,
     read_log,
     run,
     steps_of,
@@ -220,22 +221,26 @@ def signalled(step, name, times, rank, args):
                 os.kill(os.getpid(), getattr(signal, name))
         return train_step(*args, **options)
 
+    sys.argv = ["train_gpt2.py", *args]
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
         train_gpt2.main(args)
 
 
 # SIGHUP comes when the terminal is closed
 @needs("SIGHUP")
-@pytest.mark.parametrize("name, status", [("SIGTERM", 0), ("SIGHUP", 0), ("SIGINT", 130)])
-def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, folder, straight, tmp_path):
+@pytest.mark.parametrize(
+    "name, status, first", [("SIGTERM", 0, []), ("SIGHUP", 0, ["--no_resume"]), ("SIGINT", 130, [])]
+)
+def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, first, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
+    args = [*first, *tiny_flags(folder, tmp_path / "out", **OPTIONS)]
     output = tmp_path / "output"
     assert run(signalled, 5, name, 1, 0, args, output=output) == [status], output.read_text()
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
-    succeed(train_gpt2.main, args, output=output)
+    [words] = printed_commands(output.read_text())  # it does not start over
+    succeed(train_gpt2.main, words[2:], output=output)
     assert_same_run(tmp_path / "out", straight)
 
 

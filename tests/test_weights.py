@@ -32,7 +32,7 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_m
     assert "other code" not in capsys.readouterr().err
     change_checkpoint(path, lambda content: content.update(model_code="another"))
     train_gpt2.load_model(str(path))
-    assert "was trained with other code of the model" in capsys.readouterr().err
+    assert "was trained with a different version of the model's code" in capsys.readouterr().err
 
 
 def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):

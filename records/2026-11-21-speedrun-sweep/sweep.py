@@ -1,4 +1,6 @@
-"""What of the newest speedrun evidence pays at small sizes: each run is a run of train_gpt2.py in a process of its own.
+"""Ran at commits 1b9ca12 and e47e104; today the trainer's functions take keyword parameters, which its wrappers lack.
+
+What of the newest speedrun evidence pays at small sizes: each run is a run of train_gpt2.py in a process of its own.
 
     python sweep.py --data edu_bytes NAME...     do these runs, one after the other; those with a log are skipped
     python sweep.py                            only print the table of the runs that are there
