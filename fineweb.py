@@ -88,7 +88,7 @@ DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("py
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 # in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
 EDU_TOKENS = 9_953_989_344
-READY_REPO = "kjj0/finewebedu10B-gpt2"
+READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
 # tiktoken releases Python's lock, but more threads would mostly wait for it (records/2026-11-21-data-preparation)
 MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
@@ -102,6 +102,10 @@ def check_options(options):
     unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
     if options.pretokenized and unused:
         complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
+    if options.pretokenized > READY_SHARDS:
+        complaints.append(
+            f"--pretokenized is {options.pretokenized}, but only {READY_SHARDS} shards are published."
+        )
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")
     types = {documents.file_type(documents.public_name(name)) for name in options.input}

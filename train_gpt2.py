@@ -17,7 +17,7 @@
 
 A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
 model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
-continues a run that was stopped or killed, or crashed, on any number of GPUs.
+continues a run that was stopped or killed, or crashed, even on a different number of GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.

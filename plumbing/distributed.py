@@ -157,7 +157,7 @@ def create_store(rank: int, world_size: int) -> Any:
 
 
 def wait_for_name(host: str) -> None:
-    """Wait until the system knows the address of a host, on a new cluster for a while. UserError if it does not."""
+    """Wait until the system can resolve a host's name, which may take a while on a new cluster; else UserError."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while host:
         try:

@@ -329,7 +329,7 @@ def read_txt(source, separator=""):
         for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
                 print(f"note: {name} has lines with <|endoftext|>, which are treated as text.")
-                print('If they separate documents, add --separator "<|endoftext|>".')
+                print('If they separate documents, give fineweb.py --separator "<|endoftext|>".')
             yield piece
 
 

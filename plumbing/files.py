@@ -45,7 +45,7 @@ def read_json(path: Name, remedy: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named_errors(path: Name) -> Iterator[None]:
-    """Give an error of the disk, such as EIO or ESTALE, the name of the file, as only an error of open() has it."""
+    """Add the name of the file to an error of the disk, such as EIO or ESTALE: only errors of open() come with one."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ def start_wandb(config):
         id_file.parent.mkdir(exist_ok=True)
         with atomic_write(id_file, "w") as file:
             file.write(uuid.uuid4().hex[:12])
-    # seconds: the start waits so long for the server before it goes offline, the end for the last lines to arrive
+    # seconds: how long the start waits for the server before it goes offline, and the end for the last lines
     timeouts = dict(init_timeout=8, finish_timeout=20, finish_timeout_raises=True)
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)

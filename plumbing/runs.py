@@ -68,8 +68,8 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
                 words = " ".join(map(quote_group, longer_command(config, config.max_steps)))
                 branch_off = f"train it for longer as a branch: {words}"
             raise UserError(
-                f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Leave out what you "
-                f"changed to continue it, add --no-resume to move it aside, or {branch_off}"
+                f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Repeat its command "
+                f"(in run.txt) to continue it, add --no-resume to move it aside, or {branch_off}"
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
@@ -88,7 +88,7 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
         if before != fingerprints[name]:
             raise UserError(
                 f"The {name} in {config.data} are not what this run began with. Give the run's own with --data, or "
-                "begin a new run: --out-dir NEW and, to keep the weights, --init-from in place of --branch-from."
+                "begin a new run: --out-dir NEW and, to keep the weights, --init-from RUN without --branch-from."
             )
     hf = Path(config.out_dir, "hf")
     if saved["step"] < config.max_steps or not is_export_of(hf, saved["model"], saved["config"], enc):
@@ -137,7 +137,7 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
 
 
 def prepare_folder(config: Any, start: Start) -> None:
-    """Describe the start in run.txt; move aside an old run or, of one that continues, damaged checkpoints."""
+    """Describe the start in run.txt; move aside an old run, or the damaged checkpoints of a run that continues."""
     out_dir = Path(config.out_dir)
     if start.checkpoint and not start.branched:
         found = checkpoints.list_checkpoints(out_dir)

@@ -69,7 +69,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
     needed, available = 16 * num_params + c.n_layer * 2**16, machine.total_memory(world.device)
     if needed > available:
         yield (
-            f"This model has {num_params:,} parameters and needs {needed // 2**30:,} GiB to be trained, but there are "
+            f"This model's {num_params:,} or more parameters need {needed // 2**30:,} GiB to be trained, but there are "
             f"{available / 2**30:,.0f} GiB. Lower --n-layer, --n-embd, --vocab-size or --block-size."
         )
     if not c.out_dir:

@@ -455,7 +455,7 @@ def continue_meta(folder, path, meta):
             if before != after:
                 change = f"{key} was {program.plain(repr(before))} and is now {program.plain(repr(after))}"
                 raise UserError(
-                    f"{folder} has shards of other data: {change}. Choose another folder with --out-dir."
+                    f"{folder} has shards of other data: {change}. Move it away, or make the new ones elsewhere."
                 )
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
 
