@@ -168,7 +168,8 @@ def report(folder, path, num_proc=0):
     for number in sorted(lengths, key=lambda number: lengths[number], reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
-        print(f"  line {number}: {length} tokens, {program.plain(shard.path.name)} at {position:,}: {text!r}")
+        place = f"{program.plain(shard.path.name)} at {position:,}"
+        print(f"  line {number}: {length} tokens, the first {NGRAM} of them in {place}: {text!r}")
     return lengths
 
 

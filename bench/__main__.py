@@ -42,7 +42,7 @@ class Options:
     # train, shakespeare and gpu
     variants: tuple[str, ...] = ()  # train: more sides, the trainer with settings changed: a=1 a=2,b=3
     peer: str = ""  # a nanoGPT checkout; shakespeare runs its train.py, the others import its model.py
-    text: str = "tinyshakespeare.txt"  # shakespeare: tiny Shakespeare
+    text: str = "tinyshakespeare.txt"  # shakespeare: tiny Shakespeare, which README.md downloads with curl
     # data, hellaswag and sample
     tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples, which gpu scores, too

@@ -84,7 +84,7 @@ class Questions:
             for step, stream, value in read_log(Path(folder, "log.txt")):
                 log.setdefault(stream, {})[step] = value
         speeds = list(log["tok/s"].values())
-        notes = re.findall("^warning: .*|at most .* GiB", text, re.MULTILINE)  # a lower B, the memory
+        notes = re.findall("^warning: .*|peak GPU memory .* GiB", text, re.MULTILINE)  # a lower B, the memory
         numbers = {"tok_per_s": statistics.median(speeds[20:] or speeds), "notes": notes}
         return numbers | {stream: log.get(stream) for stream in ("train", "val", "hella")}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -80,7 +79,7 @@ def four_rows(model, examples, n_vocab):
 def score(options):
     """HellaSwag in packed rows and in four rows per example; without cuDNN, which would plan for every length."""
     enc = tokenizer.get_encoding(options.tokenizer)
-    lines = itertools.islice(hellaswag.iterate_examples(options.hellaswag), options.limit)
+    lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)
     model, config, world = random_model(options, enc.n_vocab, longest)

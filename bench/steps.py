@@ -60,7 +60,7 @@ def configure(options, changes="", defaults=""):
     if config.total_batch_size % micro_batch:
         raise UserError(
             f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, which is batch_size x "
-            "sequence_length. Change one of the three in --settings."
+            "sequence_length. Change one of the three in --settings or --variants."
         )
     return config
 
@@ -128,7 +128,7 @@ class Ours(Side):
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if B < config.batch_size:
             raise UserError(
-                f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size in --settings."
+                f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size (--settings, --variants)."
             )
         if not config.bfloat16_residual:
             self.raw_model.residual_dtype = torch.float32
