@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,10 +203,10 @@ def chat(model, enc, options):
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":
             return
-        if line == "/help":
-            print(CHAT_HELP, file=sys.stderr)
-        elif line == "/reset":
+        if line == "/reset":
             messages.clear()
+        elif re.fullmatch("/[a-z]+", line):  # /help, or a mistyped command
+            print(CHAT_HELP, file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": line})
             answer(model, enc, messages, options)

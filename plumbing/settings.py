@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import math
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,7 +133,8 @@ def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
     ]
     if taken:
         source = config.branch_from or config.init_from
-        print0(plain(f"Settings taken over from {source}: {', '.join(taken)}.", 2000))
+        text = plain(f"Settings taken over from {source}: {', '.join(taken)}.", 2000)
+        print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
 
 
 def with_passes(config: Any, num_windows: int) -> Any:
