@@ -269,6 +269,12 @@ class Position(NamedTuple):
     sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
     documents: int = 0  # documents so far
 
+    @classmethod
+    def read(cls, recorded: list[int]) -> "Position":
+        """The position that meta.json has. Until November 22, 2026, `sampled` was left out where nothing was sampled."""
+        *place, documents = recorded
+        return cls(*place, documents=documents)
+
 
 class ShardWriter:
     """Writes the shards of a folder, or of one part, and their meta.json; continues or refuses those that are there."""
@@ -321,7 +327,7 @@ class ShardWriter:
         for file, recorded in meta["ends"].items():
             if not self.is_whole(file):
                 break
-            kept[file], end = meta["shards"][file], Position(*recorded)
+            kept[file], end = meta["shards"][file], Position.read(recorded)
         if self.validation_file in meta["shards"]:
             if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
                 kept, end = {}, Position()
@@ -427,7 +433,7 @@ def is_valid(key, value):
     if key == "shards":
         return are_counts(value.values())
     if key == "ends":
-        return all(type(end) is list and len(end) == 5 and are_counts(end) for end in value.values())
+        return all(type(end) is list and len(end) in (4, 5) and are_counts(end) for end in value.values())
     if key == "made_from":
         sources = value.get("sources", [])
         return type(sources) is list and all(
@@ -471,7 +477,7 @@ def compare(other_path, old, path, meta):
             yield key, was.get(key, ""), now.get(key, "")
     if other_path != path:  # the parts of a data set differ in their files
         return
-    num_read = max((Position(*end).source for end in old["ends"].values()), default=-1)
+    num_read = max((Position.read(end).source for end in old["ends"].values()), default=-1)
     if old["complete"]:
         num_read = len(was["sources"])
     pairs = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["no file", 0, ""])
