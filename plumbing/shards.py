@@ -271,7 +271,7 @@ class Position(NamedTuple):
 
     @classmethod
     def read(cls, recorded: list[int]) -> "Position":
-        """The position that meta.json has. Until November 22, 2026, `sampled` was left out where nothing was sampled."""
+        """The position that meta.json has. Until November 22, 2026, `sampled` was left out if nothing was."""
         *place, documents = recorded
         return cls(*place, documents=documents)
 
