@@ -125,12 +125,6 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     assert_same_run(stopped, straight)
 
 
-def test_a_missing_log_is_no_obstacle(folder, straight, stopped):
-    (stopped / "log.txt").unlink()
-    assert train(folder, stopped, **OPTIONS) == 0
-    assert list(read_log(stopped).items()) == list(read_log(straight).items())[8:]
-
-
 @pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2)])
 def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, folder, straight, stopped, capsys):
     """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
