@@ -116,13 +116,6 @@ def test_foreign_parts_and_a_foreign_model_survive_a_run_in_the_folder_they_are_
     assert (folder / "mine.1" / "model_00006.pt").exists()
 
 
-def test_a_foreign_model_called_hf_is_moved_aside(folder):
-    (folder / "run" / "hf").mkdir()
-    (folder / "run" / "hf" / "model.safetensors").write_text("dear", encoding="utf-8")
-    assert resume(folder) == 0 and is_straight(folder / "run")
-    assert (folder / "run" / "hf.1" / "model.safetensors").read_text(encoding="utf-8") == "dear"
-
-
 def test_no_resume_leaves_the_data_that_lie_in_the_runs_folder(folder):
     data = shutil.copytree(folder / "data", folder / "run" / "data")
     for path in data.iterdir():

@@ -3,7 +3,6 @@
 What a branch without changes must give is what its parent gave, bit for bit, whatever kills it.
 """
 
-import contextlib
 import itertools
 import os
 import shlex
@@ -89,18 +88,6 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, op
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
 
 
-def test_run_txt_names_parent_step_and_what_changes(folder, parent, tmp_path):
-    changes = dict(max_lr=1e-2, schedule="wsd", checkpoint_every=2, keep_best=True, batch_size=2)
-    source = parent / "model_00008.pt"
-    before = listing(parent)
-    assert train(folder, tmp_path / "out", branch_from=source, **OPTIONS | changes) == 0
-    assert listing(parent) == before
-    changed = {"max_lr": [3e-3, 1e-2], "schedule": ["cosine", "wsd"]}  # of what affects the losses
-    assert branched(tmp_path / "out") == {"parent": str(parent), "step": 8, "changed": changed}
-    config = newest_checkpoint(tmp_path / "out")["config"]
-    assert config["branch_from"] == str(source) and config["max_lr"] == 1e-2
-
-
 def test_a_branch_of_a_branch_has_the_whole_log(folder, parent, tmp_path):
     assert train(folder, tmp_path / "a", branch_from=parent / "model_00004.pt", **OPTIONS) == 0
     (tmp_path / "a" / "model_00012.pt").unlink()  # a folder stands for its newest checkpoint
@@ -173,7 +160,6 @@ def assert_refused(folder, out_dir, *texts, **options):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(n_head=4), "n_head was 2, now 4."),
         (dict(vocab_size=384), "vocab_size was 320, now 384."),
         (dict(shuffle=False), "shuffle was True, now False."),
         (dict(init_from="gpt2"), "init_from was '', now 'gpt2'."),
@@ -233,20 +219,6 @@ def groups_of(optimizers):
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
-@contextlib.contextmanager
-def watched_steps():
-    """A list that gets, for every step: its number, windows, configuration and parameter groups."""
-    steps = []
-
-    def step(model, loader, num_windows, **options):
-        watched = {name: options[name] for name in ("step", "config")}
-        steps.append(watched | dict(num_windows=num_windows, groups=groups_of(options["optimizers"])))
-        return original_step(model, loader, num_windows, **options)
-
-    with patched(train_gpt2, "train_step", step) as original_step:
-        yield steps
-
-
 @pytest.fixture(scope="module")
 def muon_parent(folder):
     assert train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS) == 0
@@ -262,57 +234,42 @@ def muon_parent(folder):
         ("adamw", dict(weight_decay=0.5, beta1=0.8), {"weight_decay": [0.5, 0.0], "betas": [(0.8, 0.95)] * 2}),
         ("adamw", dict(grad_clip=0.01), {}),
         ("adamw", dict(total_batch_size=256), {}),
+        ("adamw", dict(dtype="float16"), {}),
         ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
         ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
     ],
 )
 def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
+    """And run.txt names the parent, the step and what affects the losses; the parent stays as it is."""
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
-    with watched_steps() as steps:
-        source = parent / "model_00008.pt"
-        assert train(folder, tmp_path / "out", branch_from=source, optimizer=optimizer, **OPTIONS | changes) == 0
-    assert steps[0]["step"] == 8 and len(steps) == changes.get("max_steps", 12) - 8
+    steps, before = [], listing(parent)
+
+    def watched_step(model, loader, num_windows, **options):
+        steps.append((options["step"], num_windows, options["config"], groups_of(options["optimizers"])))
+        return train_step(model, loader, num_windows, **options)
+
+    with patched(train_gpt2, "train_step", watched_step) as train_step:
+        options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
+        assert train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options) == 0
+    assert listing(parent) == before
+    step, num_windows, config, groups = steps[0]
+    assert step == 8 and len(steps) == config.max_steps - 8
     for name, values in expected.items():
-        seen = [group[name] for group in steps[0]["groups"] if name in group]
+        seen = [group[name] for group in groups if name in group]
         assert np.array(seen) == pytest.approx(np.array(values))
-    assert steps[0]["num_windows"] == changes.get("total_batch_size", 128) // 16
+    assert num_windows == changes.get("total_batch_size", 128) // 16
     # and nothing is left of the parent's settings: the groups are those that this configuration makes from scratch
-    config = steps[0]["config"]
     fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
     train_gpt2.apply_schedules(fresh, 8, config)
-    assert steps[0]["groups"] == groups_of(fresh)
+    assert groups == groups_of(fresh)
     ours, theirs = read_log(tmp_path / "out"), read_log(parent)
     assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
-    assert ours[8] == theirs[8] or "total_batch_size" in changes  # the loss before the first update
+    if not changes.keys() & {"total_batch_size", "dtype"}:
+        assert ours[8] == theirs[8]  # the loss before the first update
     assert ours[11] != theirs[11]
     then = newest_checkpoint(parent)["config"]
     told = {name: [then[name], now] for name, now in changes.items() if now != then[name]}
-    assert branched(tmp_path / "out")["changed"] == told
-
-
-def test_a_branch_may_ramp_the_batch_otherwise(large, tmp_path):
-    options = OPTIONS | RAMP | dict(max_steps=2, checkpoint_every=1)
-    assert train(large, tmp_path / "parent", **options) == 0
-    for ramp, num_windows in ((0, 3 * 2**11), (3 * 2**14, 2 * 2**11)):
-        with watched_steps() as steps:
-            source, out_dir = tmp_path / "parent" / "model_00001.pt", tmp_path / str(ramp)
-            assert train(large, out_dir, branch_from=source, **options | {"batch_ramp": ramp}) == 0
-        assert [step["num_windows"] for step in steps] == [num_windows]
-        assert branched(out_dir)["changed"] == {"batch_ramp": [6 * 2**15, ramp]}
-
-
-@pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "bfloat16"), ("bfloat16", "auto")])
-def test_a_branch_may_compute_in_another_dtype(before, after, folder, tmp_path):
-    """With auto it keeps its parent's."""
-    assert train(folder, tmp_path / "parent", dtype=before, **OPTIONS) == 0
-    source, out = tmp_path / "parent" / "model_00008.pt", tmp_path / "out"
-    assert train(folder, out, branch_from=source, dtype=after, **OPTIONS) == 0
-    if after == "auto":
-        assert_same_run(out, tmp_path / "parent")
-    else:
-        assert branched(out)["changed"] == {"dtype": [before, after]}
-        ours, theirs = read_log(out), read_log(tmp_path / "parent")
-        assert ours[8] != theirs[8] and float(ours[8]) == pytest.approx(float(theirs[8]), abs=0.02)
+    assert branched(tmp_path / "out") == {"parent": str(parent), "step": 8, "changed": told}
 
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
@@ -333,19 +290,6 @@ def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
     assert "max_steps was 12, now 24" in line and shlex.split(line.partition("as a branch: ")[2])[2:] == words
-
-
-def test_a_constant_run_decays_from_anywhere_as_a_run_of_that_length(folder, tmp_path):
-    """Branched where the decay begins, the branch is the run of that length from scratch, bit for bit."""
-    assert train(folder, tmp_path / "constant", **CONSTANT) == 0
-    assert set(read_log(tmp_path / "constant", "lr").values()) >= {"0.003"}
-    for step, max_steps in ((4, 8), (8, 16)):
-        decay = OPTIONS | dict(max_steps=max_steps, schedule="wsd", decay_fraction=(max_steps - step) / max_steps)
-        source = tmp_path / "constant" / f"model_{step:05d}.pt"
-        assert train(folder, tmp_path / f"branch{step}", branch_from=source, **decay) == 0
-        assert train(folder, tmp_path / f"scratch{step}", **decay) == 0
-        assert_same_run(tmp_path / f"branch{step}", tmp_path / f"scratch{step}")
-        assert float(read_log(tmp_path / f"branch{step}", "lr")[max_steps - 1]) < 3e-3 / 3
 
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
@@ -375,10 +319,6 @@ def assert_best_is(out_dir, step, loss):
     best, checkpoint = (load_checkpoint(out_dir / name) for name in ("model_best.pt", f"model_{step:05d}.pt"))
     assert (best["step"], best["val_loss"]) == (step, loss)
     assert_same_tensors(best["model"], checkpoint["model"])
-    written = torch.load(out_dir / "model_best.pt", weights_only=True)
-    facts = {"config", "tokenizer", "tokenizer_file", "val_fingerprint", "model_code"}
-    assert set(written) == {"step", "val_loss", "model", *facts}
-    assert best["config"] == checkpoint["config"]
     model, _ = train_gpt2.load_model(out_dir / "model_best.pt")
     assert_same_tensors(model.state_dict(), checkpoint["model"])
 

@@ -21,7 +21,7 @@ import train_gpt2
 from plumbing import flags, program
 from plumbing.program import UserError
 
-from harness import ROOT, needs, printed_commands
+from harness import ROOT, needs
 
 
 @dataclass
@@ -31,12 +31,10 @@ class Options:
     prompt: Annotated[str, "positional"] = ""  # the text
     # the model, or a file that holds one
     model: Annotated[str, "-m"] = "gpt2"
-    # the run
     max_steps: int = 3  # how many steps
     max_lr: float = 1.0  # how fast
     compile: bool = False  # compile it
     tf32: bool | None = None  # with fewer bits
-    # the rest: what nobody needs
     optimizer: Literal["adamw", "muon"] = "adamw"  # which one
     data: str = "text"  # where it is
     name: Annotated[str, "may be empty"] = ""  # what it is called
@@ -79,28 +77,22 @@ def test_flags_are_the_fields(line, options):
         (["--optimizer=muo"], ["--optimizer", "'muo'", "Did you mean muon?"]),
         (["--max-steps"], ["--max-steps", "argument"]),
         (["--data", ""], ["--data", "empty"]),
-        (["--data="], ["--data", "empty"]),
         (["--inputs"], ["--inputs", "argument"]),
         (["--data=--"], ["--data has the value '--'"]),
-        (["-m=--"], ["-m has the value '--'"]),
         (["--inputs", "a", ""], ["--inputs", "empty"]),
         (["--max-step", "3"], ["There is no flag called --max-step. Did you mean --max-steps?"]),
-        (["--hlep"], ["There is no flag called --hlep. Did you mean --help?"]),
         (["--versoin"], ["There is no flag called --versoin. Did you mean --version?"]),
         (["--no-compil"], ["There is no flag called --no-compil. Did you mean --no-compile?"]),
         (["--xyzzy=3"], ["There is no flag called --xyzzy. Run with --help to see all flags."]),
         (["Hi", "there"], ["The argument 'there' was not expected.", "quotes"]),
-        (["Hi", "--max-lr", "3", "there"], ["The argument 'there' was not expected."]),
         (["--tf32=maybe"], ["--tf32", "'maybe'", "true or false"]),
-        (["--compil=False"], ["There is no flag called --compil. Did you mean --compile?"]),
         (["caf\udce9"], [r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."]),
         (["--max-l", "3", "--foo", "-x"], ["--max-l. Did you mean --max-lr?", "called --foo.", "called -x."]),
     ],
 )
 def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, monkeypatch):
-    for columns in ("80", "40"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert all(text in error_of(*args) for text in said), error_of(*args)
+    monkeypatch.setenv("COLUMNS", "40")  # no line is wrapped
+    assert all(text in error_of(*args) for text in said), error_of(*args)
 
 
 def test_the_names_of_other_trainers_are_answered_with_ours():
@@ -133,36 +125,6 @@ def said_by(capsys, parse, *args):
     return capsys.readouterr().out
 
 
-def test_help_is_the_modules_docstring_and_the_flags_under_their_headings(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["/bin/pytest"])
-    printed = said_by(capsys, parse, "--help")
-    assert printed.startswith("usage: pytest PROMPT [flags]\n\nThe command line that all programs share")
-    described = [" ".join(entry.split()) for entry in re.split(r"\n(?=  ?\S)|\n\n", printed)]
-    for entry in (
-        "PROMPT the text",
-        "--model TEXT the model, or a file that holds one (default: gpt2)",
-        "--max-steps INT how many steps (default: 3)",
-        "--max-lr FLOAT how fast (default: 1.0)",
-        "--compile, --no-compile compile it (default: off)",
-        "--tf32, --no-tf32 with fewer bits",
-        "--optimizer {adamw,muon} which one (default: adamw)",
-        "--data TEXT where it is (default: text)",
-        "--name TEXT what it is called",
-    ):
-        assert any(text.endswith(entry) for text in described), entry
-    headings = re.findall(r"^(\w.*):$", printed, re.MULTILINE)
-    assert headings[-2:] == ["the run", "the rest: what nobody needs"]
-
-
-def test_the_docstring_is_wrapped_but_not_its_examples(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    example = f"    python train.py --data {'somewhere' * 9}"
-    monkeypatch.setattr(sys.modules[__name__], "__doc__", f"Train a model {'very ' * 11}well.\n\n{example}\n")
-    printed = said_by(capsys, parse, "--help")
-    assert f"\n\nTrain a model {'very ' * 8}very\nvery very well.\n\n{example}\n" in printed
-
-
 @pytest.mark.parametrize("preset", train_gpt2.PRESETS)
 def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
@@ -187,22 +149,15 @@ def test_what_a_file_says_is_shown_on_one_line():
     assert (program.count(1, "document"), program.count(2000, "rank")) == ("1 document", "2,000 ranks")
 
 
-def test_a_command_that_is_printed_can_be_typed(capsys):
-    words = ["python", "sample.py", "Hello, I'm a model", "-m", "my runs/$x", "a`b", 'say "hi"', "--top-k=5"]
-    program.print_next(words)
-    printed = capsys.readouterr().out
-    assert printed_commands(printed) == [words] and max(map(len, printed.splitlines())) <= 80
-    assert '"Hello, I\'m a model"' in printed, "double quotes, which cmd.exe has too"
-
-
 @needs("bash")
 def test_a_printed_command_survives_a_shell_whatever_its_words_are(capsys, tmp_path, monkeypatch):
     """Values that begin with a dash, are empty or hold control characters; and a script in another folder."""
     monkeypatch.chdir(tmp_path)
-    values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1", "C:\\n", "\\"]
+    values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1", "C:\\n", "\\", "It's a model"]
     program.print_next(["printf", "%s\\n%%\\n", "sample.py", *(("--flag", value) for value in values)])
     printed = capsys.readouterr().out.partition("Next:\n")[2]
     assert printed.isascii() and max(map(len, printed.splitlines())) <= 80
+    assert '"It\'s a model"' in printed, "double quotes, which cmd.exe has too"
     shown = subprocess.run(
         ["bash", "-c", printed], capture_output=True, env=os.environ | {"LC_ALL": "C.UTF-8"}
     ).stdout
@@ -392,18 +347,6 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     status, said = interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path)
     assert (status, said) == (-signal.SIGINT, "interrupted\n")
-    (tmp_path / "other.py").write_text("import train_gpt2")
-    _, said = interrupt(str(tmp_path / "other.py"), PYTHONPATH=path)
-    assert "Traceback" in said, "a program of somebody else's"
-
-
-def test_a_missing_package_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), "--preset", "quickstart"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: The package torch is not installed") and "requirements.txt" in done.stderr
 
 
 def test_the_version_is_the_commit(capsys):

@@ -169,22 +169,3 @@ def test_masks_that_are_damaged_or_missing_and_shards_shorter_than_a_window_are_
         DataLoaderLite(folder, "train", 2, 4)
     with pytest.raises(UserError, match="only 0 tokens in whole sequences of 4, but 4 are needed"):
         DataLoaderLite(counting_shards(tmp_path / "short", [4]), "train", 2, 4)
-
-
-def test_two_batches_are_read_ahead_each_once_and_no_later_one_overwrites_one(tmp_path):
-    loader = DataLoaderLite(counting_shards(tmp_path, [400]), "train", 2, 4)
-    read_batch, positions = loader.read_batch, []
-    loader.read_batch = lambda position, B: positions.append(position) or read_batch(position, B)
-    batches = [loader.next_batch() for _ in range(5)]
-    loader.executor.shutdown()  # waits for the batches that are being read ahead
-    assert positions == [0, 2, 4, 6, 8, 10, 12]
-    for number, (x, y) in enumerate(batches):
-        expected = torch.arange(8 * number, 8 * number + 8).view(2, 4)
-        assert torch.equal(x, expected) and torch.equal(y, expected + 1)
-
-
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_batch_has_the_strides_of_the_trial_step_also_for_a_single_row(tmp_path, masks):
-    """Or the compiler compiles once more for it."""
-    loader = DataLoaderLite(make_shards(tmp_path, masks=masks), "train", 1, 16)
-    assert [tensor.stride() for tensor in loader.next_batch()] == [(16, 1), (16, 1)]

@@ -6,7 +6,6 @@ import os
 
 import matplotlib.pyplot as plt
 import nbformat
-import numpy as np
 import pytest
 import torch
 import train_gpt2
@@ -206,24 +205,6 @@ def test_runs_of_one_idea_are_drawn_as_their_mean_with_a_band(tmp_path, names, c
     assert ax.lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
 
 
-def test_of_many_runs_some_are_drawn_and_the_legend_stays_small(tmp_path, names, capsys):
-    """It is outside of the axes and a fifth of the picture's height at most; what is not drawn is said."""
-    for number in range(31):
-        write_run(tmp_path / "log" / f"run-{number:02d}", [8, 6, 5], {})
-    assert names["choose_runs"]([])[0].name.startswith("run-")
-    assert capsys.readouterr().out.startswith("There are 31 runs under log/, and the longest is drawn.")
-    runs = names["choose_runs"](["log/run-07", "log/run-[0-2]*"])
-    assert [run.name for run in runs[:3]] == ["run-07", "run-00", "run-01"]
-    assert capsys.readouterr().out.startswith(f"Of 31 runs, {len(runs)} are drawn.")
-    for plot in ("plot_loss", "plot_branches"):
-        names[plot](runs)
-        figure = plt.gcf()
-        figure.canvas.draw()
-        legend = figure.legends[0].get_window_extent()
-        assert legend.y1 < figure.axes[0].get_window_extent().y0
-        assert legend.y0 >= 0 and legend.height < 0.2 * figure.bbox.height
-
-
 def test_the_table_has_every_run_and_the_lowest_bits_per_byte_first(tmp_path, names, capsys):
     write_run(tmp_path / "log" / "worse", [3.5, 3, 3.25], {"seed": 5, "vocab_size": 320}, stream="val_bpb")
     write_run(tmp_path / "log" / "better", [3, 2], {"seed": 6, "vocab_size": 320}, stream="val_bpb")
@@ -239,22 +220,14 @@ def test_the_table_has_every_run_and_the_lowest_bits_per_byte_first(tmp_path, na
     ]
 
 
-def functions_of(*wanted, **names):
-    """These functions of the notebook, without the cells around them; `names` are what they use of other cells."""
+def functions_of(*wanted):
+    """These functions of the notebook, without the cells around them."""
+    names = {}
     for cell in code_cells(read_notebook()):
         for node in ast.parse(cell.source).body:
             if getattr(node, "name", "") in wanted:
                 exec(ast.unparse(node), names)
     return names
-
-
-def test_a_ladder_is_read():
-    """By processor time on a CPU, 64 tokens in 2 s of it; by the clock on a GPU, 64 tokens in 4 s."""
-    speeds_of = functions_of("speeds_of", np=np)["speeds_of"]
-    seconds, cpu_seconds = [3.0, 4.0, 9.0], [2.0, 2.0, 5.0]
-    ladder = {"sides": {"x": {"tok_per_s": 16.0, "seconds": seconds, "cpu_seconds": cpu_seconds}}}
-    assert speeds_of(ladder | {"device": "AMD EPYC, 1 of 2 threads"}) == {"x": 32}
-    assert speeds_of(ladder | {"device": "NVIDIA H200"}) == {"x": 16}
 
 
 def test_what_fits_on_a_gpu_is_counted():
