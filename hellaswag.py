@@ -7,7 +7,7 @@ differ in the text they score and in the normalization, so each number names its
     build-nanogpt           the field `ctx` as it is; acc: the largest sum,
                             acc_norm: the largest mean over the ending's tokens
     lm-evaluation-harness   the activity and the cleaned context; acc: the sum,
-                            acc_norm: the sum divided by the ending's number of characters
+                            acc_norm: the sum per character of the ending
 
 OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by the second.
 

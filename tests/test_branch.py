@@ -286,7 +286,8 @@ def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
     assert (python, script) == ("python", "train_gpt2.py")
     assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
-    assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in said
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
     assert "max_steps was 12, now 24" in line and shlex.split(line.partition("as a branch: ")[2])[2:] == words
