@@ -174,7 +174,7 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
         ('{"instruction": "a"}', "message 2 needs a role"),
         ("[]", "no list of messages"),
         ('{"messages": "a"}', "no list of messages"),
-        ("3", "not valid JSON: it is not a JSON object"),
+        ("3", "not a valid JSON object: it is another JSON value"),
     ],
 )
 def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
@@ -223,7 +223,7 @@ def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
 def test_if_nothing_fits_the_length_that_would_is_said(tmp_path):
     pairs = [("U" * 50, "A" * 40), ("U" * 20, "A" * 9, "V", "B" * 99)]
     needed = 1 + (1 + 20 + 1) + (1 + 9 + 1)
-    with pytest.raises(UserError, match=f"The shortest with an answer needs --max-length {needed}, and a model"):
+    with pytest.raises(UserError, match=f"Add shorter ones, or use --max-length {needed} or more and a model"):
         prepare(options_for(tmp_path, pairs, max_length=needed - 1))
     with pytest.raises(UserError, match="fill 1 of the two blocks .* Add conversations"):
         prepare(options_for(tmp_path, pairs, max_length=needed))
