@@ -186,12 +186,6 @@ def test_transformers_reads_an_export(tmp_path, name):
     assert tokenizer.get_encoding(tmp_path / "tokenizer.tiktoken").name == enc.name
 
 
-def test_a_special_token_that_is_a_word_too_is_not_exported_as_one(tmp_path):
-    enc = tokenizer.train(["aaabdaaabac"], 261, special_tokens=["aaab"])
-    with pytest.raises(UserError, match="its token b'aaab' is a special token, too"):
-        export_tokenizer(enc, tmp_path)
-
-
 @pytest.mark.skipif(no_gpt2, reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's two files of GPT-2")
 def test_gpt2s_merges_are_exported_as_openai_has_them(tmp_path):
     export_tokenizer(tokenizer.get_encoding("gpt2"), tmp_path)
