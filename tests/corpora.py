@@ -91,10 +91,10 @@ def read_meta(folder, name="meta.json"):
     return json.loads(Path(folder, name).read_text(encoding="utf-8"))
 
 
-def write_jsonl(path, texts, key="text"):
+def write_jsonl(path, texts):
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps({key: text}) + "\n" for text in texts)
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     return str(path)
 
 

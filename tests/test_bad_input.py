@@ -4,8 +4,6 @@ Each mistake is made in a folder that already holds good data and a finished run
 """
 
 import ast
-import contextlib
-import errno
 import os
 import pickle
 import shutil
@@ -20,7 +18,7 @@ import sample
 import tiktoken
 import torch
 import train_gpt2
-from plumbing import checkpoint, documents, machine, settings
+from plumbing import documents, machine, settings
 from plumbing.distributed import World, setup_distributed
 from plumbing.program import UserError
 
@@ -31,7 +29,6 @@ from harness import (
     listing,
     make_shards,
     needs,
-    patched,
     read_log,
     refused,
     run,
@@ -102,9 +99,6 @@ def error_of_run(folder, **changes):
         ),
         (dict(n_embd=2**20), ["Lower --n-layer"]),
         (dict(block_size=2**40), ["--block-size"]),
-        (dict(max_steps=10**400), ["--max-steps is 1000"]),
-        (dict(beta1=1), ["--beta1 is 1.0"]),
-        (dict(device="cuda:-1"), ["'cuda:-1'"]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -140,16 +134,11 @@ def test_a_shard_that_is_none(content, said, folder):
     assert said in line and path.name in line, line
 
 
-@pytest.mark.parametrize(
-    "meta, said",
-    [
-        ('{"tokenizer": "bytes", "complete": false}', "not complete"),
-        ('{"tokenizer": "my-1a2b3c4d"}', "tokenizer.tiktoken"),
-    ],
-)
-def test_a_meta_json_that_does_not_describe_the_shards(meta, said, folder):
-    (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")
-    assert said in error_of_run(folder)
+def test_shards_that_are_not_complete_or_lack_their_tokenizer_or_a_split(folder):
+    (folder / "data" / "meta.json").write_text('{"tokenizer": "bytes", "complete": false}', encoding="utf-8")
+    assert "not complete" in error_of_run(folder)
+    (folder / "data" / "meta.json").write_text('{"tokenizer": "my-1a2b3c4d"}', encoding="utf-8")
+    assert "tokenizer.tiktoken" in error_of_run(folder)
     (folder / "data" / "tiny_val_000000.npy").unlink()
     assert "no val shards in data" in error_of_run(folder)
 
@@ -181,15 +170,12 @@ def with_another_tokenizer(content):
         (lambda content: torch.zeros(3), "it has no model"),
         (lambda content: content["model"], "it has no model, no config"),
         (lambda content: content | {"config": {"n_head": 3}}, "an n_head of 3"),
-        (lambda content: content | {"config": [1]}, "bad.pt"),
         (lambda content: content | {"config": None}, "bad.pt"),
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
         (with_another_tokenizer, "tokenizer bytes, but the model uses my-1a2b3c4d"),
-        (b"", "bad.pt cannot be read: "),
         (b"To be, or not to be\n" * 9, "bad.pt cannot be read: "),
-        (bytes(range(256)) * 99, "bad.pt cannot be read: "),
         (pickle.dumps({"model": Touch(Path("touched"))}), "bad.pt cannot be read: "),
     ],
 )
@@ -199,20 +185,6 @@ def test_a_checkpoint_that_is_none(content, said, folder):
     else:
         torch.save(content(torch.load(folder / "run" / "model_00004.pt", weights_only=True)), folder / "bad.pt")
     assert said in error_of_run(folder, init_from="bad.pt")
-
-
-def test_a_checkpoint_cut_at_any_place_or_with_any_bit_flipped_is_refused_or_the_same(good, tmp_path):
-    """A bit in the padding between an archive's parts belongs to nothing, and cannot be noticed."""
-    whole = (good / "run" / "model_00004.pt").read_bytes()
-    weights = checkpoint.load_checkpoint(good / "run" / "model_00004.pt")["model"]
-    rng = np.random.default_rng(0)
-    for number in range(20):
-        place = int(rng.integers(0, len(whole)))
-        flipped = bytes([whole[place] ^ 1])
-        (tmp_path / "bad.pt").write_bytes(whole[:place] + (flipped + whole[place + 1 :] if number % 2 else b""))
-        with contextlib.suppress(UserError):
-            found = checkpoint.load_checkpoint(tmp_path / "bad.pt")["model"]
-            assert number % 2 and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_run_whose_data_has_changed(folder):
@@ -265,9 +237,7 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
         setup_distributed("cuda")
 
 
-def test_a_batch_that_the_ranks_do_not_divide_is_answered_with_a_number_of_ranks_if_there_is_one():
-    with pytest.raises(UserError, match="of 3072.* 3 ranks\\). Start a number of ranks that divides 512, or"):
-        settings.check_config(train_gpt2.TrainConfig(), World(size=3))
+def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
     with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096"):
         settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2))
 
@@ -323,44 +293,29 @@ def error_of_limited_run(args, num_bytes, tmp_path):
 
 
 @needs("resource", "mkfifo")
-@pytest.mark.parametrize("num_bytes, every, lost", [(3000, 0, "log.txt"), (100_000, 30, "model_00030.pt")])
-def test_a_full_disk_costs_one_line_and_the_same_command_goes_on(num_bytes, every, lost, data, tmp_path):
-    """While the log or the first checkpoint is written, of which nothing stays."""
-    options = dict(max_steps=60, val_every=0, checkpoint_every=every)
+def test_a_full_disk_while_the_log_is_written_costs_one_line_and_the_same_command_goes_on(data, tmp_path):
+    options = dict(max_steps=60, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "straight", **options) == 0
     args = tiny_flags(data, tmp_path / "out", **options)
-    line = error_of_limited_run(args, num_bytes, tmp_path)
-    assert lost in line and "File too large" in line
+    line = error_of_limited_run(args, 3000, tmp_path)
+    assert "log.txt" in line and "File too large" in line
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"log.txt", "run.txt"}
     assert run(train_gpt2.main, args, output=tmp_path / "output") == [0], (tmp_path / "output").read_text()
     assert read_log(tmp_path / "out") == read_log(tmp_path / "straight")
 
 
-def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints_whole(data, tmp_path, capsys):
-    out, options = tmp_path / "out", dict(max_steps=8, checkpoint_every=4)
-    assert train(data, tmp_path / "straight", **options) == 0
-
-    def save_on_a_full_disk(content, file):
-        if content["step"] == 8:
-            file.write(b"half of it")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(content, file)
-
-    with patched(torch, "save", save_on_a_full_disk) as save:
-        assert train(data, out, **options) == 2
-    line = error_in(capsys.readouterr().err)
-    assert f"Could not write {out / 'model_00008.pt'}: {os.strerror(errno.ENOSPC)}." in line
-    assert {path.name for path in out.iterdir()} == {"log.txt", "run.txt", "model_00004.pt"}
-    assert train(data, out, **options) == 0
-    assert read_log(out) == read_log(tmp_path / "straight")
-
-
 @needs("resource", "mkfifo")
-def test_a_full_disk_while_the_model_is_exported_costs_one_line_and_the_same_command_goes_on(good, tmp_path):
+@pytest.mark.parametrize("lost", ["model_00004.pt", "hf"])
+def test_a_full_disk_leaves_the_earlier_checkpoints_whole_and_the_same_command_goes_on(lost, good, tmp_path):
+    """While the second checkpoint or the model is written, of which nothing stays."""
     out = shutil.copytree(good / "run", tmp_path / "out")
     shutil.rmtree(out / "hf")
+    (out / lost).unlink(missing_ok=True)
+    before = listing(out)
     args = tiny_flags(good / "data", out, **OPTIONS)
-    assert "hf" in error_of_limited_run(args, 50_000, tmp_path)
-    assert not (out / "hf").exists()
+    assert lost in error_of_limited_run(args, 50_000, tmp_path)
+    after = listing(out)
+    assert after.keys() == before.keys() and after["model_00002.pt"] == before["model_00002.pt"]
     assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
+    assert read_log(out) == read_log(good / "run")
     assert (out / "hf" / "model.safetensors").read_bytes() == (good / "run" / "hf" / "model.safetensors").read_bytes()

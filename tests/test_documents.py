@@ -1,7 +1,6 @@
 """Documents: every kind of file is read as a plain loop reads it, and a long text is cut where no token crosses."""
 
 import csv
-import errno
 import gzip
 import io
 import json
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tiktoken
 import tokenizer
@@ -20,7 +18,6 @@ from plumbing import documents
 from plumbing.program import UserError
 
 from corpora import WORDS, is_split, make, random_texts, read, read_meta, train_small, write_jsonl, write_parquet
-from harness import patched
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
 KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
@@ -187,14 +184,6 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeyp
     assert prepare(Options(input=("texts",), tokenizer="bytes")) == "texts_shards"
 
 
-def test_a_column_with_the_name_of_a_field_of_another_column_is_read(tmp_path):
-    texts = random_texts(20)
-    nested = pa.array([{"b": "not this"}] * 20, pa.struct([("b", pa.string())]))
-    pq.write_table(pa.table({"a": nested, "a.b": texts}), tmp_path / "x.parquet")
-    folder = make(tmp_path, str(tmp_path / "x.parquet"), text_column="a.b")
-    assert is_split(folder, [texts], [tmp_path / "x.parquet"])
-
-
 def test_python_docs_are_the_documentation_of_this_python(tmp_path):
     folder = prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs")))
     tokens = read(folder)
@@ -247,7 +236,6 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
     "name, content, words",
     [
         ("a.csv", b"title,body\nx,y\n", "Column 'text' of .*a.csv is missing. Choose .* --text-column: title, body"),
-        ("a.csv", b"", "has no column of strings"),
         ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
         (
             "a.txt",
@@ -255,12 +243,6 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
             r"not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt",
         ),
         ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
-        (
-            "a.json",
-            b'[{"text": "a"}, 12]',
-            "Entry 2 of .*a.json is not a valid JSON object: it is another JSON value",
-        ),
-        ("a.json", b'[{"text": "a"}, {"text": ', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not a valid JSON object: it is another JSON value"),
@@ -287,15 +269,3 @@ def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
 
     assert list(documents.read_array(File("[" + " ,\n".join(entries) + "]"))) == entries
     assert 50_000 < 2 * File.largest < 200_000
-
-
-def test_a_failing_disk_is_one_error_with_the_name_of_the_file(tmp_path):
-    """An error of a file that is open, unlike one of open(), has no file name."""
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-
-    def fail(number):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with patched(os, "fstat", fail), pytest.raises(OSError) as caught:
-        documents.list_inputs([str(tmp_path / "a.txt")])
-    assert caught.value.filename == str(tmp_path / "a.txt")

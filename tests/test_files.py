@@ -4,8 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 from plumbing.files import atomic_write, lock_folder, new_output, open_regular
@@ -51,24 +49,6 @@ def test_a_lock_leaves_no_trace_of_a_folder_in_which_nothing_was_written(tmp_pat
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["file"]
 
 
-@needs("SIGKILL")
-def test_a_lock_on_a_file_that_its_owner_deletes_meanwhile_is_taken_again(tmp_path):
-    """The owner leaves between the opening of its file and the lock on it, which would lock nothing."""
-    fcntl = pytest.importorskip("fcntl")
-    flock, calls = fcntl.flock, []
-
-    def flock_after_owner_left(descriptor, operation):
-        calls.append(descriptor)
-        if len(calls) == 1:
-            (tmp_path / ".lock").unlink()
-        flock(descriptor, operation)
-
-    with patched(fcntl, "flock", flock_after_owner_left), lock_folder(tmp_path):
-        assert len(calls) == 2
-        with pytest.raises(UserError, match="in use"):
-            lock_folder(tmp_path)
-
-
 def test_a_folder_that_was_moved_takes_its_lock_with_it(tmp_path):
     """Another run has begun in its place: the end of the first one leaves that run's folder and lock alone."""
     with lock_folder(tmp_path / "out"):
@@ -89,16 +69,6 @@ def test_where_nothing_can_be_locked_a_note_says_so(tmp_path, capsys):
     with patched(pytest.importorskip("fcntl"), "flock", refuse), lock_folder(tmp_path / "run"):
         pass
     assert capsys.readouterr().out.startswith("note: ") and not (tmp_path / "run").exists()
-
-
-def test_a_file_system_that_refuses_the_clean_up_too_is_one_line(tmp_path):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    with patched(Path, "unlink", refuse), patched(os, "fsync", refuse):
-        with pytest.raises(UserError, match="Read-only file system"):
-            with atomic_write(tmp_path / "x") as file:
-                file.write(b"x")
 
 
 def test_only_regular_files_are_read(tmp_path):
@@ -150,16 +120,6 @@ def test_an_output_that_the_user_names_is_new(tmp_path):
         file.write("first")
     with pytest.raises(UserError, match="exists already"):
         new_output(tmp_path / "x")
+    with new_output(os.devnull) as file:  # a device may exist
+        file.write("second")
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text(encoding="utf-8") == "first"
-
-
-@needs("mkfifo")
-def test_an_output_may_be_a_pipe(tmp_path):
-    pipe, texts = tmp_path / "pipe", []
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: texts.append(pipe.read_text(encoding="utf-8")), daemon=True)
-    reader.start()
-    with new_output(pipe) as file:
-        file.write("through it")
-    reader.join()
-    assert texts == ["through it"] and pipe.is_fifo()

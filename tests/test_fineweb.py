@@ -1,11 +1,9 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
-import functools
 import gzip
 import itertools
 import json
 import os
-import pickle
 import random
 import shlex
 import shutil
@@ -29,7 +27,6 @@ from fineweb import Options, prepare
 from plumbing import documents
 from plumbing.files import lock_folder
 from plumbing.program import UserError
-from plumbing.shards import new_meta
 from tqdm import tqdm
 
 from corpora import (
@@ -45,7 +42,7 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import ROOT, die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
+from harness import die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
 
 
 def test_shards_are_cut_as_the_docstring_says():
@@ -82,7 +79,6 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     "dataset, length, lengths",
     [
         ("python-docs", 101, [11] * 9 + [2]),  # their order is random, so the first tenth is like the rest
-        ("python-docs", 2, [1, 1]),
         ("", 101, [9, 92]),
         ("", 2, [1, 1]),
         ("", 2000, [181, 1000, 819]),
@@ -159,13 +155,6 @@ def test_the_model_that_comes_next_suits_the_machine(tmp_path, monkeypatch, caps
     assert command[2:] == [("--data", "x"), ("--max-steps", 1907), ("--warmup-steps", 70)]
 
 
-def test_words_before_the_flags_are_inputs(tmp_path):
-    texts = [random_texts(3), random_texts(3, seed=1)]
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", each) for name, each in zip("ba", texts)]
-    fineweb.main([*paths, "--tokenizer", "bytes", "--out-dir", str(tmp_path / "out")])
-    assert is_split(tmp_path / "out", texts, paths)
-
-
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
@@ -222,16 +211,6 @@ def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start_and_kill)
     with pytest.raises(UserError, match="tokenizing process died.*smaller --num-proc"):
         make(tmp_path, path, num_proc=2)
-
-
-def test_a_process_whose_parent_dies_in_a_message_ends_without_a_word():
-    enc = tokenizer.get_encoding("bytes")
-    start = pickle.dumps(tokenizer.copy_encoding(enc, enc.name, enc._special_tokens))
-    read = pickle.dumps(functools.partial(iter, [("x" * 100_000, True)]))
-    for received in (start[: len(start) // 2], start + read[:1000]):
-        command = [sys.executable, "-c", "import fineweb; fineweb.serve()"]
-        process = subprocess.run(command, cwd=ROOT, input=received, capture_output=True)
-        assert (process.stderr, process.returncode) == (b"", 0)
 
 
 @needs("SIGKILL")
@@ -356,16 +335,6 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
         prepare(Options(pretokenized=1, out_dir=str(tmp_path / "out")))
 
 
-@needs("mkfifo")
-def test_a_pipe_in_place_of_the_downloads_is_left_alone(tmp_path):
-    """To remove it as a folder waited for ever."""
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
-    (tmp_path / "out").mkdir()
-    os.mkfifo(tmp_path / "out" / ".download-0-of-1")
-    with patched(shutil, "rmtree", lambda *args, **options: pytest.fail("it would wait")):
-        make(tmp_path, path)
-
-
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     fsync, calls = os.fsync, []
@@ -435,7 +404,6 @@ BAD_INPUTS = {
     "--input cut.parquet": "is damaged",
     "--input cut.jsonl.gz": "is damaged",
     "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
-    "--input foreign": "x_train_000001.npy is not of a type that is read",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt",
     "--input good.jsonl --out-dir ''": "--out-dir: its value is empty",
@@ -444,7 +412,6 @@ BAD_INPUTS = {
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
     "--input good.jsonl --part 5/4 --shard-size 0": "5/4 & 0/4 & --shard-size is 0",
-    "--input good.jsonl --part 1/" + "4" * 5000: "is not of the form",
     "--input good.jsonl --part 0/4": "only 1 input files",
     "--input good.jsonl --shard-size 7 --out-dir taken": "shard_size was 100000000 and is now 7",
     "--input other.jsonl --out-dir taken": "good.jsonl & other.jsonl",
@@ -458,11 +425,8 @@ BAD_INPUTS = {
     "--dataset python-docs --out-dir taken": "input & python-docs",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 1 --max-tokens 5 --tokenizer gpt2": "leave --max-tokens out",
-    "--pretokenized 1 --dataset python-docs": "leave --dataset, --tokenizer out",
     "--separator </s> --input good.jsonl *.csv": "--separator only divides text files",
-    "--separator x --dataset python-docs": "--separator only divides text files",
     "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
-    "--out-dir ready": "dataset was 'finewebedu10B-gpt2' and is now 'fineweb-edu'",
     "--dataset python-doc": "Did you mean python-docs?",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
@@ -474,7 +438,7 @@ BAD_INPUTS = {
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
-    texts, enc = random_texts(5), tokenizer.get_encoding("bytes")
+    texts = random_texts(5)
     for name in ("good", "other"):
         write_jsonl(tmp_path / f"{name}.jsonl", texts)
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
@@ -492,21 +456,16 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         "foreign/x_train_000001.npy": b"",
         "trained/tokenizer.tiktoken": b"by the user",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
-        "ready/meta.json": json.dumps(new_meta("finewebedu10B-gpt2", enc, {"sources": []})).encode(),
     }
     for name, content in contents.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
-    cases = dict(BAD_INPUTS)
-    if hasattr(os, "mkfifo"):
-        os.mkfifo("pipe.txt")
-        cases["--input pipe.txt"] = "is a pipe or a device"
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})
     tokenizer.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
     make(tmp_path, "good.jsonl", name="taken")
     before = listing(tmp_path)
-    for number, (words, said) in enumerate(cases.items()):
+    for number, (words, said) in enumerate(BAD_INPUTS.items()):
         args = shlex.split(words)
         args += [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
         args += [] if "--out-dir" in args else ["--out-dir", f"out{number}"]

@@ -179,7 +179,7 @@ ODD = [
 BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | {
     "": "bad.jsonl is empty",
     GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not a valid JSON object: Expecting property name",
-    GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is .*not a JSON object",
+    GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is not a valid JSON object: it is another JSON value",
 }
 
 

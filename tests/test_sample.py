@@ -177,14 +177,11 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
         f"Name one of them: {newest_first}.": ["x", "-m", tmp_path / "runs"],
         "--temperature is -1": ["x", "--temperature", "-1"],
-        "--top-p is 0": ["x", "--top-p", "0"],
         "--top-p is 1.5": ["x", "--top-p", "1.5"],
         "--seed is 18446744073709551616": ["x", "--seed", 2**64],
-        "--num-samples is 0": ["x", "-n", "0"],
         "no device 'tpu'": ["x", "--device", "tpu"],
         # the words of other programs
         "Use --model.": ["--out_dir", "x"],
-        "Use --max-new-tokens.": ["--length", "x"],
         "Use --num-samples.": ["--num_return_sequences", "x"],
         "Give the text in quotes, without a flag.": ["--prompt=x"],
     }
@@ -201,11 +198,6 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
     assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
-class BrokenInput(io.StringIO):
-    def readline(self, *args):
-        raise OSError(5, "Input/output error")
-
-
 def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
     parrot = save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
     options = flags(chat=True, device="cpu", temperature=0, max_new_tokens=5)
@@ -220,7 +212,7 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
     assert said.err.count("\n") == 1 and "/reset" in said.err and "/quit" in said.err, "it greets with one line"
     said = chat(parrot, io.StringIO("x" * 60 + "\nhi"))
     assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
-    for stdin in (None, open(os.devnull, encoding="utf-8"), BrokenInput()):  # None: closed before the start
+    for stdin in (None, open(os.devnull, encoding="utf-8")):  # None: closed before the start
         assert chat(parrot, stdin).out == ""
     said = chat(save(tmp_path / "model", model), io.StringIO("hi\n"))
     assert "was not trained to chat" in said.err and said.out.endswith("\n")

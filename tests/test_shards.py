@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -59,10 +58,9 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
     number_of_shard = np.arange(1010, dtype=np.uint16)
     for number in number_of_shard:
         np.save(tmp_path / f"x_train_{number:06d}.npy", np.full(20, number))
-    opened, opens, counting = [], [], threading.Lock()
+    opened, counting = [], threading.Lock()
 
     def count_open(path):
-        opens.append(path)
         file = open_regular(path)
         with counting:  # or the others go on meanwhile, and files are counted that are never open together
             opened.append(weakref.ref(file))  # a file that nobody refers to is closed
@@ -77,11 +75,11 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
         with ThreadPoolExecutor(7) as executor:
             for number, tokens in zip(order, executor.map(lambda number: found[number].read(3, 10), order)):
                 assert tokens.tolist() == [number] * 10
-        opens.clear()
+        opened.clear()
         for _ in range(100):
             for shard in found[: shards.MAX_OPEN]:
                 shard.read(0, 1)
-        assert len(opens) <= shards.MAX_OPEN
+        assert len(opened) <= shards.MAX_OPEN
 
 
 def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_path):
@@ -197,26 +195,17 @@ def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x_train_000001.npy", "x_train_000001.bin"])
-def test_a_damaged_shard_is_one_line_whatever_is_in_it(tmp_path, name):
-    rng, path = random.Random(0), tmp_path / name
+def test_a_damaged_shard_is_one_line(tmp_path, name):
+    path = tmp_path / name
     np.save(tmp_path / "x_train_000001.npy", np.arange(100, dtype=np.uint16))
     write_bin(tmp_path / "x_train_000001.bin", range(100))
     whole = path.read_bytes()
     np.savez(tmp_path / "zip.npz", np.arange(100, dtype=np.uint16))
-    contents = [b"", whole[:50], whole[:-1], bytes(300), (tmp_path / "zip.npz").read_bytes()]
-    for _ in range(200):
-        damaged = bytearray(whole)
-        for _ in range(rng.randrange(1, 6)):
-            damaged[rng.randrange(140)] = rng.randrange(256)
-        contents.append(damaged)
-    refused = []
-    for content in contents:
+    damaged_header = whole[:10] + b"(" + whole[11:]  # of Python in an .npy, of numbers in a .bin
+    for content in (b"", whole[:50], whole[:-1], bytes(300), damaged_header, (tmp_path / "zip.npz").read_bytes()):
         path.write_bytes(content)
-        try:
-            assert len(open_shard(path).read()) * 2 <= len(content)
-        except UserError:
-            refused.append(content)
-    assert refused[:5] == contents[:5] and len(refused) > 50
+        with pytest.raises(UserError, match="damaged"):
+            open_shard(path)
 
 
 def test_a_part_that_was_never_made_or_not_copied_is_missed(tmp_path):

@@ -64,24 +64,15 @@ def test_a_trained_tokenizer_loses_nothing_and_the_bytes_of_its_ids_add_up(train
         assert trained.decode(ids) == text and sizes[ids].sum() == len(text.encode())
 
 
-def train_huggingfaces(pre_tokenizer, vocab_size, special_tokens=()):
-    """A byte-level BPE made by Hugging Face's library alone; its special tokens come first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer, theirs.decoder = pre_tokenizer, decoders.ByteLevel()
-    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(special_tokens))
-    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options))
-    return theirs
-
-
 def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
-    from tokenizers import Regex, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     plain = Regex(tokenizer.PATTERNS["gpt4" if "{1,3}" in trained._pat_str else "gpt2"])
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
-    theirs = train_huggingfaces(split, 998)
+    theirs = Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=998, **options))
     for text in odd_texts(2000) + corpus()[:5]:
         assert trained.encode_ordinary(text) == theirs.encode(text).ids
 
@@ -141,7 +132,8 @@ def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
     fields = json.loads(json_path.read_text(encoding="ascii"))
     changes = [{"name": value} for value in (3, None, ["x"], "x\x1b[31m", "x\n")]
     changes += [{"special_tokens": value} for value in (3, ["<|endoftext|>"], {"<|endoftext|>": "256"}, None)]
-    changes += [{"pat_str": value} for value in (3, None, {})]
+    # without a check of these, tiktoken panics at some of them, and others lose text without a word
+    changes += [{"pat_str": value} for value in (3, None, {}, "", "a", "(a+)+$", "x*", "(")]
     headers = [json.dumps(fields | change) for change in changes] + ["[" * 100_000, "3", "[]", "{", "\u00e9"]
     for content in [*headers, json.dumps(fields | {"sha256": 3}), json.dumps(fields | {"sha256": "0"})]:
         json_path.write_text(content, encoding="utf-8")
@@ -194,12 +186,6 @@ def test_transformers_reads_an_export(tmp_path, name):
     assert tokenizer.get_encoding(tmp_path / "tokenizer.tiktoken").name == enc.name
 
 
-def test_a_special_token_that_is_a_word_too_is_not_exported_as_one(tmp_path):
-    enc = tokenizer.train(["aaabdaaabac"], 261, special_tokens=["aaab"])
-    with pytest.raises(UserError, match="its token b'aaab' is a special token, too"):
-        export_tokenizer(enc, tmp_path)
-
-
 @pytest.mark.skipif(no_gpt2, reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's two files of GPT-2")
 def test_gpt2s_merges_are_exported_as_openai_has_them(tmp_path):
     export_tokenizer(tokenizer.get_encoding("gpt2"), tmp_path)
@@ -243,28 +229,9 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         "": "--input is missing. Give the files to learn from. --out is ''",
         "--input a.txt --out old.tiktoken": "exists already",
         "--input a.txt --out x.tiktoken": "exists already",
-        "--input a.txt --out no/x.tiktoken": "a folder that can be written to",
         "--input a.txt --out \x1b.tiktoken": "a folder that can be written to",
     }
     before = listing(tmp_path)
     for words, said in cases.items():
         assert said in refused(tokenizer.main, *words.split())
     assert listing(tmp_path) == before
-
-
-@pytest.mark.parametrize("pattern", ["", "a", "(a+)+$", "x*", "("])
-def test_a_pattern_that_does_not_split_all_text_is_refused(pattern):
-    """Without this, tiktoken panics at some of them, and others lose the text without a word."""
-    header, ranks = tokenizer.dumps(tokenizer.get_encoding("bytes")).split("\n", 1)
-    text = json.dumps(json.loads(header) | {"pat_str": pattern}) + "\n" + ranks
-    with pytest.raises(ValueError, match="its pattern"):
-        tokenizer.loads(text)
-
-
-def test_half_a_surrogate_pair_in_json_is_learned_from_as_a_replacement_character(tmp_path):
-    line = '{"text": "%s ab ab"}\n'
-    for name, half in (("half", "\\ud800"), ("whole", "\\ufffd")):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text(line % half * 9, encoding="utf-8")
-        tokenizer.main(["--input", str(path), "--vocab-size", "260", "--out", str(path.with_suffix(".tiktoken"))])
-    assert (tmp_path / "half.tiktoken").read_bytes() == (tmp_path / "whole.tiktoken").read_bytes()
