@@ -171,6 +171,22 @@ def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch, has_bf
     assert numbers["ratio"] == pytest.approx(numbers["tok_per_s"] / sides["float32"]["tok_per_s"])
 
 
+def test_the_precision_of_matmuls_is_set_before_a_model_is_compiled(tmp_path, monkeypatch):
+    """torch.compile compiles again if it changes."""
+
+    def fit(raw_model, config, world):
+        assert torch.get_float32_matmul_precision() == "highest"
+        return raw_model, config.batch_size
+
+    monkeypatch.setattr(train_gpt2, "fit_to_machine", fit)
+    steps.random_shards(tmp_path, 320)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        steps.Ours(steps.configure(Options("train", "cpu", settings=TINY)), tmp_path)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_numbers_that_cannot_be_saved_are_printed(measure, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("plumbing.files.os.fsync", full_disk)
     with pytest.raises(AssertionError):  # its status is not 0

@@ -231,6 +231,17 @@ def test_openais_own_vocabulary_is_gpt2s(hf):
 # ----- Export -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_the_files_have_the_permissions_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        export_huggingface(tiny_model(), BYTES, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "hf").iterdir()}
+    assert modes == dict.fromkeys(modes, "0o640")
+
+
 def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_deleted(hf, tmp_path):
     (hf / "thesis.tex").write_text("precious", encoding="utf-8")
     (tmp_path / "hf.1").symlink_to(tmp_path / "nowhere")
