@@ -14,7 +14,6 @@ import train_gpt2
 from plumbing import machine, trial
 from plumbing.checkpoint import CheckpointWriter, load_checkpoint
 from plumbing.distributed import World
-from plumbing.kernels import attention_on_cpu
 from plumbing.machine import has_float8
 from plumbing.program import UserError
 from torch.nn import functional as F
@@ -38,14 +37,6 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     checkpoint = load_checkpoint(tmp_path / "half" / "model_00024.pt")
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
-
-
-def test_attention_on_a_cpu_is_in_float32_even_under_autocast():
-    """The result is that of float32 attention on the bfloat16 queries, keys and values, rounded once."""
-    q, k, v = torch.randn(3, 2, 4, 16, 8).bfloat16()
-    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention_on_cpu(q, k, v, is_causal=True), expected)
 
 
 @needs_float8
@@ -390,26 +381,3 @@ def test_a_checkpoint_needs_neither_pinned_memory_nor_on_a_cpu_the_gpu(tmp_path,
     writer.wait()
     saved = torch.load(tmp_path / "model_00007.pt", weights_only=True)["model"]
     assert asked and saved.keys() == model.keys() and all(torch.equal(saved[name], model[name]) for name in model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dtype_of_layernorms_output_changes_no_bit(dtype):
-    """On CUDA, autocast's LayerNorm returns float32, and the matmul after it rounds to bfloat16: now or then."""
-
-    def layer_norm(self, x):
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias)
-
-    def forward(self, x, attn_mask=None, cache=None):
-        x = x + self.attn(self.ln_1(x), attn_mask, cache)
-        return x + self.mlp(self.ln_2(x))
-
-    found = []
-    for block in (train_gpt2.Block.forward, forward):
-        model, ids = tiny_model(), torch.arange(64).view(4, 16)
-        model.residual_dtype = dtype
-        with patched(torch.nn.LayerNorm, "forward", layer_norm), patched(train_gpt2.Block, "forward", block):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = model(ids, ids, return_logits=False)[1]
-            loss.backward()
-        found.append([loss, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *found))

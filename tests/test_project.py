@@ -61,13 +61,13 @@ def test_plumbing_imports_no_program_but_the_tokenizer_and_no_modules_import_eac
 
 
 def test_the_program_and_its_tests_stay_within_their_numbers_of_lines():
-    """The aim is 7,000 and 8,000. What is above it came with the forms of text and conversations that people have, the
-    limits of their machines and the types of the interfaces; the next change has to leave fewer lines than it found."""
+    """The aim is 7,000 and 8,000. What is above it are the forms of text and conversations that people have, the limits
+    of their machines, the interfaces' types and messages in one piece; a change has to leave no more than it found."""
 
     def num_lines(*patterns):
         return sum(path.read_text("utf-8").count("\n") for pattern in patterns for path in ROOT.glob(pattern))
 
-    assert num_lines("train_gpt2.py") <= 850 and num_lines(*PROGRAM) <= 8150 and num_lines("tests/*.py") <= 9300
+    assert num_lines("train_gpt2.py") <= 850 and num_lines(*PROGRAM) <= 7950 and num_lines("tests/*.py") <= 8100
 
 
 def test_the_public_workflow_runs_the_readmes_commands():

@@ -137,15 +137,6 @@ def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mistake_that_only_the_data_shows_is_said_once_by_two_ranks(data, tmp_path):
-    (data / "tiny_train_000002.npy").write_bytes(b"torn")
-    args = tiny_flags(data, tmp_path / "out")
-    assert run(train_gpt2.main, args, output=tmp_path / "output", ranks=2) == [2, 2]
-    text = (tmp_path / "output").read_text(encoding="utf-8")
-    assert text.count("error: ") == 1 and "Traceback" not in text
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_master_address_that_nobody_knows_is_one_line(monkeypatch):
     """Soon after torch itself would have given up, which repeats each of its attempts."""
     names = []
