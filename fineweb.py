@@ -104,7 +104,7 @@ def check_options(options):
         complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
     if options.pretokenized > READY_SHARDS:
         complaints.append(
-            f"--pretokenized is {options.pretokenized}, but only {READY_SHARDS} shards are published."
+            f"--pretokenized is {options.pretokenized}, but it must be at most {READY_SHARDS}, the shards there are."
         )
     if options.input and options.dataset != Options.dataset:
         complaints.append("--input is a data set of its own: leave --dataset out.")

@@ -425,7 +425,7 @@ BAD_INPUTS = {
     "--dataset python-docs --out-dir taken": "input & python-docs",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 1 --max-tokens 5 --tokenizer gpt2": "leave --max-tokens out",
-    "--pretokenized 100": "only 99 shards",
+    "--pretokenized 100": "at most 99, the shards there are",
     "--separator </s> --input good.jsonl *.csv": "--separator only divides text files",
     "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
     "--dataset python-doc": "Did you mean python-docs?",
