@@ -152,9 +152,10 @@ def load_tokenizer(name_or_directory, vocab_size):
         return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
     if found:
-        match read_json(found[0], COPY_AGAIN):
-            case {"model": {"vocab": vocab}} | vocab:  # of tokenizer.json, or all of vocab.json
-                is_gpt2 = vocab == vocab_of(tokenizer.get_encoding("gpt2"))
+        content = read_json(found[0], COPY_AGAIN)
+        model = content.get("model")  # of tokenizer.json; vocab.json has nothing but the vocabulary
+        vocab = model.get("vocab") if isinstance(model, dict) else content
+        is_gpt2 = vocab == vocab_of(tokenizer.get_encoding("gpt2"))
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
