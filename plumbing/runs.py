@@ -244,8 +244,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
         self.flops_per_token = machine.flops_per_token(config, config.sequence_length)
         self.peak = machine.peak_flops(self.device_name)
+        self.log: Any = None  # these three exist on rank 0 only
+        self.writer: Any = None
+        self.mirror: Mirror | None = None
         self.signals = install_signal_handlers()  # the signals received so far
-        self.started = time.perf_counter()
+        self.started = self.first_step_ended = time.perf_counter()
         world.broadcast_from_master(self.open, lock, start)
 
     def open(self, lock: FolderLock, start: Start) -> None:
@@ -256,8 +259,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         check_replaceable(self.out_dir / "samples.txt")  # opening a pipe would wait for ever
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
         deletable = saved["temporary"] if saved else []
-        self.writer: Any = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
-        self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt")) if c.wandb else None
+        self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
+        if c.wandb:
+            self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt"))
         if saved and start.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
             self.writer.write({**saved, **self.metadata})
 
@@ -334,6 +338,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def log_step(self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float) -> None:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
+        if step == self.start_step:
+            self.first_step_ended = time.perf_counter()
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
@@ -349,11 +355,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
-        now = time.perf_counter()
-        if step == self.start_step:
-            self.first_step_ended = now
-        else:
-            seconds = (now - self.first_step_ended) / (step - self.start_step)
+        if step > self.start_step:
+            seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -383,8 +386,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
         if self.best_val_loss < math.inf:
-            print(
-                f"The lowest validation loss was {self.best_val_loss:.4f}; its weights are in {checkpoints.BEST}."
-            )
+            lowest = f"{self.best_val_loss:.4f}"
+            print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
         print_next_commands(self.config, enc)
         return status

@@ -34,20 +34,23 @@ def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val
     assert "step: 128 tokens = B 2 * T 16 *" in printed
 
 
-def test_the_time_left_counts_evaluations_and_checkpoints(monkeypatch):
+def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
     """A resumed run of steps that take 1 s, with 5 s of evaluation every 10 steps and 3 s of checkpoint every 50."""
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
     run = object.__new__(runs.Run)
-    run.start_step, run.max_steps = 1000, 2000
+    run.start_step, run.max_steps, run.first_step_ended = 1000, 2000, None
     for step in range(1000, 2000):
         now += 5 * (step % 10 == 0) + 3 * (step % 50 == 0)
         now += 100 if step == 1000 else 1  # the first one compiles
+        run.first_step_ended = run.first_step_ended or now
         estimates[step], ends[step] = run.seconds_left(step, seconds=1), now
     assert estimates[1999] == 0
     for step in range(1200, 2000):
         truth = ends[1999] - ends[step]
         assert estimates[step] == pytest.approx(truth, rel=0.02, abs=8)
+        # from one step to the next it falls by about what a step takes; a single evaluation moves it little
+        assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
 
 
 def step_lines(monkeypatch, peak, calls):
