@@ -27,7 +27,8 @@ class KVCache:
         if layer not in self.keys_values:
             self.keys_values[layer] = k.new_empty(2, B, nh, self.max_len, hs)
         keys_values = self.keys_values[layer][:, :, :, : self.length + T]
-        keys_values[:, :, :, self.length :] = torch.stack([k, v])
+        keys_values[0, :, :, self.length :] = k
+        keys_values[1, :, :, self.length :] = v
         return keys_values
 
 
