@@ -204,8 +204,9 @@ def check_column(name, text_column, texts, found="missing"):
     if not texts:
         raise UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
     if text_column not in texts:
-        wrong, choice = f"Column {text_column!r} of {name} is {found}", ", ".join(texts)
-        raise UserError(f"{wrong}. Choose text with --text-column: {choice}.")
+        raise UserError(
+            f"Column {text_column!r} of {name} is {found}. Choose text with --text-column: {', '.join(texts)}."
+        )
 
 
 def read_parquet(source, text_column, row_groups=None):
@@ -249,9 +250,10 @@ def read_jsonl(source, text_column):
     for _, place, record in read_records(source.path, source.name):
         text = record.get(text_column)
         if not isinstance(text, str):
-            keys = ", ".join(record)
-            wrong = f"{place} has no text under {text_column!r}; its keys are {keys}"
-            raise UserError(f"{wrong}. Choose one of them with --text-column, or fix or remove it.")
+            raise UserError(
+                f"{place} has no text under {text_column!r}; its keys are {', '.join(record)}. Choose one of them with "
+                "--text-column, or fix or remove it."
+            )
         yield Piece(text, True)
 
 
