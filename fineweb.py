@@ -81,7 +81,7 @@ from tqdm import tqdm
 
 import tokenizer
 from plumbing import documents, shards
-from plumbing.files import lock_folder
+from plumbing.files import lock_folder, remove_folder
 from plumbing.program import UserError
 
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
@@ -376,8 +376,7 @@ def make_shards(writer, options, enc, sources):
                     write_shard(writer, enc, tokens, end, sample)
     finally:
         encoded.close()
-        if os.path.isdir(downloads):  # a pipe of that name would make rmtree wait for ever
-            shutil.rmtree(downloads, ignore_errors=True)
+        remove_folder(downloads)
     write_rest(writer, enc, tokens, sample)
     writer.finish()
 
@@ -444,8 +443,7 @@ def fetch_pretokenized(options):
                 writer.save()  # first: if this is killed in between, the shard is known to be missing
                 os.replace(path, writer.path(file))
         finally:
-            if os.path.isdir(downloads):
-                shutil.rmtree(downloads, ignore_errors=True)
+            remove_folder(downloads)
         try:  # so that a machine without a network can train on them
             tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -62,6 +63,12 @@ def file_sample(path: Name) -> bytes:
             file.seek(max(0, size - SAMPLE_BLOCK) * i // (SAMPLE_BLOCKS - 1))
             sampled += file.read(SAMPLE_BLOCK)
     return sampled
+
+
+def remove_folder(path: Name) -> None:
+    """Delete a folder, but no link to one, and no pipe of that name: rmtree would wait for it. Errors are ignored."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_replaceable(path: Name) -> None:

@@ -8,12 +8,11 @@ tokenizers by a fixed list.
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import tokenizer
-from plumbing.files import atomic_write, free_name, open_regular, read_json
+from plumbing.files import atomic_write, free_name, open_regular, read_json, remove_folder
 from plumbing.program import UserError, first_line, plain
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -292,20 +291,17 @@ def is_export_of(directory, weights, shape, enc):
         with open_regular(path), safe_open(path, "pt") as file:  # a pipe would block safe_open
             if file.metadata() != METADATA or set(file.keys()) != expected.keys():
                 return False
-            return all(is_same(file.get_tensor(name), weight) for name, weight in expected.items())
+            pairs = ((file.get_tensor(name), weight) for name, weight in expected.items())
+            return all(tensor.dtype == weight.dtype and tensor.equal(weight) for tensor, weight in pairs)
     except (UserError, OSError, SafetensorError):
         return False
-
-
-def is_same(tensor, other):
-    return tensor.dtype == other.dtype and tensor.equal(other)
 
 
 def remove_part(part, names):
     """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
     found = {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")}
-    if found <= names and part.is_dir():  # rmtree would wait for a pipe
-        shutil.rmtree(part, ignore_errors=True)  # it follows no links
+    if found <= names:
+        remove_folder(part)
 
 
 def make_way(path):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from plumbing.files import atomic_write, lock_folder, new_output, open_regular
+from plumbing.files import atomic_write, lock_folder, new_output, open_regular, remove_folder
 from plumbing.program import UserError
 
 from harness import ROOT, needs, patched
@@ -88,6 +88,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     for use in (open_regular, lambda path: atomic_write(path).__enter__(), lambda path: lock_folder(tmp_path, path)):
         with pytest.raises(UserError, match="is a pipe or a device, (but it should be a file|so it is not replaced)"):
             use(tmp_path / "pipe")
+    remove_folder(tmp_path / "pipe")
     assert os.listdir(tmp_path) == ["pipe"]
 
 
