@@ -31,8 +31,6 @@ BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample", "start", "shakes
 
 @dataclass
 class Options:
-    """What to measure, and how."""
-
     what: Annotated[str, "positional"] = "train"  # the benchmark, one of those above
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file

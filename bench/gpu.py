@@ -6,7 +6,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from bench.profile import matmul_rate
 from plumbing.files import atomic_write
 from plumbing.journal import read_log
 from plumbing.machine import restore_attention
+from plumbing.program import ROOT
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -80,7 +80,7 @@ class Questions:
         with tempfile.TemporaryDirectory(dir=self.out) as folder:  # gigabytes; the console's output is kept
             paths = f"data={options.shards},hellaswag_data={options.hellaswag},out_dir={folder}"
             flags = steps.as_flags(f"preset=gpt2,device={self.device},{paths},{options.settings},{changes}")
-            text = self.run_program(measure.ROOT / "train_gpt2.py", *flags, cwd=measure.ROOT)
+            text = self.run_program(ROOT / "train_gpt2.py", *flags, cwd=ROOT)
             for step, stream, value in read_log(Path(folder, "log.txt")):
                 log.setdefault(stream, {})[step] = value
         speeds = list(log["tok/s"].values())
@@ -89,16 +89,9 @@ class Questions:
         return numbers | {stream: log.get(stream) for stream in ("train", "val", "hella")}
 
     def run_program(self, *arguments, cwd):
-        """Run another Python program; return its output, which programs.txt keeps. RuntimeError if it fails."""
-        with open(self.out / "programs.txt", "a+", encoding="utf-8") as file:
-            start, left = file.tell(), self.deadline + 30 - time.monotonic()
-            command = [sys.executable, *map(str, arguments)]
-            done = subprocess.run(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=left)
-            file.seek(start)
-            text = file.read()
-        if done.returncode:
-            raise RuntimeError(f"status {done.returncode}: {text[-500:]}")
-        return text
+        """The output of another Python program, which programs.txt keeps. It must end with the time."""
+        left = self.deadline + 30 - time.monotonic()
+        return measure.run_program(*arguments, cwd=cwd, log=self.out / "programs.txt", timeout=left)
 
 
 def questions(q):

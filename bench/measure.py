@@ -3,10 +3,10 @@
 import gc
 import os
 import re
+import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ import torch
 from tqdm import tqdm
 
 from plumbing.program import git_commit, output_of
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu_seconds():
@@ -31,6 +29,18 @@ def timed(function):
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() - start, cpu_seconds() - cpu_start, result
+
+
+def run_program(*arguments, cwd, log, timeout=None):
+    """Run another Python program; return its output, which is added to the file `log`. RuntimeError if it fails."""
+    with open(log, "a+", encoding="utf-8") as file:
+        start, command = file.tell(), [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=timeout)
+        file.seek(start)
+        text = file.read()
+    if done.returncode:
+        raise RuntimeError(f"status {done.returncode}: {text[-500:]}")
+    return text
 
 
 def measure(sides, rounds, work, unit, ours=None):
@@ -71,12 +81,11 @@ def machine(device):
     """The hardware and software versions of a measurement."""
     cpu = ", ".join(re.findall(r"Model name: +(.+)", output_of("lscpu")))
     cpu += f", {torch.get_num_threads()} of {os.cpu_count()} threads"
+    query = "--query-gpu=driver_version,clocks.sm,power.limit"
     packages = ("torch", "numpy", "transformers", "tiktoken")
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu,
-        "nvidia-smi": output_of(
-            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv"
-        ),
+        "nvidia-smi": output_of("nvidia-smi", query, "--format=csv"),
         "versions": {name: version(name) for name in packages} | {"python": sys.version},
         "commit": git_commit(),
         "command": " ".join(sys.argv),

@@ -1,5 +1,6 @@
 """Whole runs, in processes of their own: how fast one starts, and nanoGPT's quick start on tiny Shakespeare."""
 
+import functools
 import json
 import re
 import shutil
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.measure import ROOT, measure, timed
+from bench.measure import measure, run_program, timed
 from bench.steps import as_flags, check_peer
 from plumbing.journal import read_log
+from plumbing.program import ROOT
 
 TRAINER = str(ROOT / "train_gpt2.py")
 
@@ -71,30 +73,24 @@ def shakespeare(options):
         data = folder / "nanoGPT" / "data" / "shakespeare_char"
         (data / "input.txt").write_bytes(text)  # or its script would download it
 
-        def run_program(*arguments, cwd):
-            done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"status {done.returncode} of {arguments[0]}: {done.stderr[-500:]}")
-            return done.stdout
+        run = functools.partial(run_program, log=folder / "programs.txt")
 
         def ours():
             flags = [*OUR_FLAGS.split(), *as_flags(options.settings)]
-            run_program(TRAINER, *flags, "--data", temporary, "--out-dir", f"{temporary}/run", cwd=folder)
+            run(TRAINER, *flags, "--data", temporary, "--out-dir", f"{temporary}/run", cwd=folder)
             return [value for _, stream, value in read_log(folder / "run" / "log.txt") if stream == "val"]
 
         def theirs():
-            text = run_program("train.py", *NANOGPT_FLAGS.split(), cwd=folder / "nanoGPT")
+            text = run("train.py", *NANOGPT_FLAGS.split(), cwd=folder / "nanoGPT")
             return list(map(float, re.findall(r"val loss ([\d.]+)", text)))
 
-        run_program("prepare.py", cwd=data)
+        run("prepare.py", cwd=data)
         sides = {}
         for name, side in {"train_gpt2": ours, "nanoGPT": theirs}.items():
             seconds, cpu_seconds, losses = timed(side)
             sides[name] = {"seconds": seconds, "cpu_seconds": cpu_seconds, "val_losses": losses}
-            print(
-                f"{name:12} validation loss {losses[-1]:.4f} {seconds:8.1f} s {cpu_seconds:8.1f} s of CPU",
-                flush=True,
-            )
+            result = f"{name:12} validation loss {losses[-1]:.4f}"
+            print(f"{result} {seconds:8.1f} s {cpu_seconds:8.1f} s of CPU", flush=True)
     ratio = sides["nanoGPT"]["seconds"] / sides["train_gpt2"]["seconds"]
     print(f"nanoGPT takes {ratio:.2f} times as long.")
     return {"ratio": ratio, "sides": sides}

@@ -137,9 +137,8 @@ class Ours(Side):
 
     def fit(self):
         # with one step: how long a run would take is not asked here
-        return train_gpt2.fit_to_machine(
-            self.raw_model, dataclasses.replace(self.config, max_steps=1), self.world
-        )
+        once = dataclasses.replace(self.config, max_steps=1)
+        return train_gpt2.fit_to_machine(self.raw_model, once, self.world)
 
     def train_step(self):
         c = self.config
