@@ -508,8 +508,7 @@ def fetch(source, folder, attempts=3):
     if source.repo:
         import huggingface_hub  # slow to import
 
-        place: dict[str, Any] = dict(repo_id=source.repo, filename=name, revision=source.revision)
-        place["repo_type"] = "dataset"
+        place: Any = dict(repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision)
 
         def load():
             # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds

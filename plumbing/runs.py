@@ -73,7 +73,8 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
             )
     elif config.branch_from:
         saved = load_state(config.branch_from)
-        assert saved  # `settings.inherit` has found one
+        if not saved:  # `settings.inherit` has found one
+            raise UserError(f"There is no longer a checkpoint in {config.branch_from}. Use another one.")
         branched = branch(config, saved)
         # the parent's best weights and its other checkpoints are not in the branch's folder
         saved["best_val_loss"], saved["temporary"] = math.inf, []

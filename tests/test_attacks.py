@@ -82,6 +82,18 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, 
     assert listing(others) == before
 
 
+def test_a_parent_that_is_deleted_meanwhile_is_named(folder, capsys):
+    parent = folder / "run" / "model_00004.pt"
+
+    def delete_and_find(*args):
+        parent.unlink()
+        return find_start(*args)
+
+    with patched(runs, "find_start", delete_and_find) as find_start:
+        assert train(folder / "data", folder / "branch", branch_from=parent, **OPTIONS) == 2
+    assert f"no longer a checkpoint in {parent}" in error_in(capsys.readouterr().err)
+
+
 def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
     """The log of a run that was stopped before its first checkpoint, and best weights, of another run or not."""
     for path in (folder / "run").glob("model_*.pt"):
