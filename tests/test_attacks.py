@@ -102,6 +102,7 @@ def test_what_a_run_does_not_continue_is_moved_aside(folder, capsys):
     before = listing(folder / "run")
     assert resume(folder, seed=7) == 0
     assert listing(folder / "run.1") == before
+    assert read_log(folder / "run", "val")[0] != read_log(folder / "straight", "val")[0]  # a seed has its own weights
     assert f"Moved log.txt, model_best.pt, run.txt from {folder / 'run'} to " in capsys.readouterr().out
 
 

@@ -137,18 +137,18 @@ def test_a_long_text_is_neither_held_in_memory_nor_searched_twice(unit, separato
     assert "".join(pieces) == text and max(map(len, pieces)) <= 12_000 and num_searched < 4 * len(text)
 
 
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "THE END OF IT"])  # the second may be cut after a word
 @pytest.mark.parametrize("block", [1, 5, 40, 100_000])
-def test_a_separator_ends_a_document(tmp_path, block, monkeypatch, capsys):
+def test_a_separator_ends_a_document(tmp_path, block, separator, monkeypatch, capsys):
     monkeypatch.setattr(documents, "BLOCK_CHARS", block)
-    texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five <|endof"]
-    joined = "\n<|endoftext|>\n".join(texts[:2]) + "\n<|endoftext|>\r\n\n<|endoftext|>"
-    joined += "<|endoftext|>\n".join(texts[2:])
-    (tmp_path / "stories.txt").write_bytes(joined.encode() + b"\n<|endoftext|>\n")
+    texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five " + separator[:7]]
+    joined = f"\n{separator}\n".join(texts[:2]) + f"\n{separator}\r\n\n{separator}"
+    joined += f"{separator}\n".join(texts[2:])
+    (tmp_path / "stories.txt").write_bytes(f"{joined}\n{separator}\n".encode())
     source, found = documents.local_source(str(tmp_path / "stories.txt")), []
-    for text, starts in documents.read_txt(source, "<|endoftext|>"):
-        found += [text] if starts else []
-        if not starts:
-            found[-1] += text
+    for text, starts in documents.read_txt(source, separator):
+        found += [""] if starts else []
+        found[-1] += text
     assert found == texts
     # what ends as the separator begins is whole, and a single document that ends with it needs no note
     assert list(documents.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]

@@ -75,7 +75,7 @@ def test_the_last_files_that_were_read_stay_open_and_no_more_than_these(tmp_path
         with counting:  # or the others go on meanwhile, and files are counted that are never open together
             opened.append(weakref.ref(file))  # a file that nobody refers to is closed
             # each of the seven threads may hold one more, and be about to drop another
-            assert sum(file() is not None for file in opened) <= shards.MAX_OPEN + 2 * 7
+            assert sum(file() is not None for file in opened) <= 64 + 2 * 7
         return file
 
     with patched(shards, "open_regular", count_open) as open_regular:
