@@ -99,7 +99,8 @@ def write_jsonl(path, texts):
 
 
 def write_parquet(path, texts, column="text"):
-    pq.write_table(pa.table({"id": range(len(texts)), column: texts}), path, row_group_size=7)
+    nested = [{"b": "not this"}] * len(texts)  # parquet calls this field a.b, as a column may be called, too
+    pq.write_table(pa.table({"id": range(len(texts)), "a": nested, column: texts}), path, row_group_size=7)
     return str(path)
 
 

@@ -40,9 +40,9 @@ def written(kind, texts):
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 100 if kind.startswith("json") else 2**13)
     texts = random_texts(40)
-    path = tmp_path / f"data.{kind}"
+    path, column = tmp_path / f"data.{kind}", "text"
     if kind == "parquet":
-        write_parquet(path, texts)
+        write_parquet(path, texts, column := "a.b")
     else:
         content, texts = written(kind, texts)
         data = content.encode("utf-16" if "utf16" in kind else "utf-8")
@@ -52,7 +52,7 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
         elif kind.endswith("zst"):
             data = pa.compress(data, codec="zstd", asbytes=True)
         path.write_bytes(data)
-    folder = make(tmp_path, str(path), shard_size=5000)
+    folder = make(tmp_path, str(path), shard_size=5000, text_column=column)
     assert is_split(folder, [texts], [path], shard_size=5000)
 
 

@@ -91,9 +91,7 @@ def lose_the_last_steps(out_dir):
     shutil.rmtree(out_dir / "hf")
 
 
-def test_the_log_and_the_settings_are_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(
-    data, tmp_path, wandb, capsys
-):
+def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb, capsys):
     run = tmp_path / "run"
     assert train(data, run, wandb="gpt2") == 0
     assert logged(wandb.calls_of("log")) == log_of(run)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from corpora import read_meta
-from harness import TINY, flags, printed_commands, refused, status_of, talk
+from harness import TINY, flags, patched, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
@@ -182,10 +183,11 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
 
 
 def read_conversations(path, records):
-    """The conversations that are read from a file of JSON lines, or one with an array."""
+    """The conversations that are read from a file of JSON lines, or one with an array, at a URL."""
     lines = "\n".join(map(json.dumps, records))
     path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
-    return list(smoltalk.read_files([documents.local_source(str(path))]))
+    with patched(documents, "download", lambda url, target, *rest: shutil.copy(path, target)):
+        return list(smoltalk.read_files(documents.list_inputs([f"https://host/{path.name}"])))
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])

@@ -162,19 +162,14 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     assert not any(tmp_path.iterdir())
 
 
-def export_tokenizer(enc, folder):
-    folder.mkdir(exist_ok=True)
-    for name, content in tokenizer_files(enc).items():
-        (folder / name).write_bytes(content)
-    tokenizer.write_encoding(enc, folder / "tokenizer.tiktoken")
-
-
 @pytest.mark.parametrize("name", ["bytes+chat", "gpt2", "gpt4"])
 def test_transformers_reads_an_export(tmp_path, name):
     from transformers import AutoTokenizer
 
     enc = tokenizer.get_encoding(name) if "+" in name else train_small(name)
-    export_tokenizer(enc, tmp_path)
+    tokenizer.write_encoding(enc, tmp_path / "tokenizer.tiktoken")
+    for file, content in tokenizer_files(enc).items():
+        (tmp_path / file).write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")  # as beside an exported model
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in odd_texts(2000) + corpus()[:5]:
@@ -187,15 +182,19 @@ def test_transformers_reads_an_export(tmp_path, name):
 
 
 @pytest.mark.skipif(no_gpt2, reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's two files of GPT-2")
-def test_gpt2s_merges_are_exported_as_openai_has_them(tmp_path):
-    export_tokenizer(tokenizer.get_encoding("gpt2"), tmp_path)
-    merges = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
+def test_gpt2s_merges_are_exported_as_openai_has_them():
+    files = tokenizer_files(tokenizer.get_encoding("gpt2"))
+    merges = json.loads(files["tokenizer.json"])["model"]["merges"]
     assert [" ".join(pair) for pair in merges] == MERGES.read_text(encoding="utf-8").split("\n")[1:-1]
 
 
-def test_the_command_trains_and_saves_and_goes_on_if_it_was_killed_between_its_two_files(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_special_token_that_is_a_word_too_is_not_exported_as_one():
+    enc = tokenizer.train(["aaabdaaabac"], 261, special_tokens=["aaab"])
+    with pytest.raises(UserError, match="its token b'aaab' is a special token, too"):
+        tokenizer_files(enc)
+
+
+def test_the_command_trains_and_goes_on_if_it_was_killed_between_its_two_files(tmp_path, capsys, monkeypatch):
     """It was refused, as the .json existed. Both files are in .gitignore."""
     monkeypatch.chdir(tmp_path)
     Path("-a.txt").write_text("".join(corpus()[:-200]), encoding="utf-8")
