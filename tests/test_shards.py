@@ -43,10 +43,10 @@ def open_mask(values, folder):
     return open_masks([open_shard(folder / "x_train_000001.npy")])
 
 
-def write_bin(path, tokens, **changes):
+def write_bin(path, tokens, end=b"", **changes):
     header = np.zeros(256, np.int32)
     header[:3] = list((dict(magic=20240520, version=1, count=len(tokens)) | changes).values())
-    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
+    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes() + end)
     return path
 
 
@@ -122,7 +122,7 @@ def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_pat
     with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
         shards.open_shards(tmp_path, "train")
     # the first is Llama 3's shards, of uint32
-    for change in (dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001)):
+    for change in (dict(magic=20240801), dict(version=2), dict(count=999), dict(count=1001), dict(end=b"x")):
         with pytest.raises(
             UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"
         ):
