@@ -210,14 +210,14 @@ def signalled(step, name, times, rank, args):
 )
 def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, first, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
-    args = [*first, *tiny_flags(folder, tmp_path / "out", **OPTIONS)]
-    output = tmp_path / "output"
+    args, output = [*first, *tiny_flags(folder, tmp_path / "out", **OPTIONS)], tmp_path / "output"
     assert run(signalled, 5, name, 1, 0, args, output=output) == [status], output.read_text()
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
-    [words] = printed_commands(output.read_text())  # it does not start over
+    [words] = printed_commands(output.read_text())
     succeed(train_gpt2.main, words[2:], output=output)
+    assert ", from step 6 to " in output.read_text()  # it does not start over
     assert_same_run(tmp_path / "out", straight)
 
 
