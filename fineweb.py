@@ -1,26 +1,27 @@
-"""Turn documents into token shards: FineWeb-Edu from the hub, your own text, or Python's documentation.
+"""Turn documents into token shards: any data set of the hub by its name, your own text, or Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
     python fineweb.py --dataset python-docs  a few MB without a network
+    python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py books/*.txt --out-dir books
-    python fineweb.py --input https://host/a.jsonl.gz --tokenizer my.tiktoken
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
 `<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split.
-From your own text it takes every 11th document (or every 11th piece of a long one; fewer of a large
-text), at most a tenth of the text and one shard; for the other data sets it is the first shard.
+It takes every 11th document (or every 11th piece of a long one; fewer of a large text), at most a tenth
+of the text and one shard; of FineWeb-Edu and Python's documentation it is the first shard.
 
-Memory use does not depend on the size of the corpus: a few shards, some 10 MB of text per core and, on
-more than 8 cores, a process of 180 MB for each. The same command resumes after the last complete shard,
-as meta.json records it, and produces the same bytes, whenever it was killed and on any number of cores.
-On several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every fourth file.
+Memory use does not depend on the size of the corpus: a few shards and some 10 MB of text per core. The
+same command resumes after the last complete shard, as meta.json records it, and produces the same bytes,
+whenever it was killed and on any number of cores. A data set of the hub stays at the commit that it had
+at first. On several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every
+fourth file.
 """
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from plumbing import flags, program
 
@@ -28,20 +29,25 @@ from plumbing import flags, program
 @dataclass
 class Options:
     # The text
-    dataset: Literal["fineweb-edu", "python-docs"] = "fineweb-edu"  # from the hub; python-docs needs no network
-    # your own files, folders, globs or URLs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz
-    # or .zst; words before the first flag are inputs, too
+    dataset: str = "fineweb-edu"  # OWNER/NAME on the hub, fineweb-edu, or python-docs, which needs no network
+    config: str = ""  # which of the data set's configs, if it has several
+    split: str = "train"  # which of its splits
+    revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
+    # your own files, folders or globs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz or
+    # .zst; a clone of a data set, or a folder of save_to_disk; words before the first flag are inputs, too
     input: tuple[str, ...] = ()
-    text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
+    # the column or key of the text: title,body joins two by a blank line, doc.text is the text in an object doc
+    text_column: str = "text"
     # what stands between a text file's documents, such as <|endoftext|>; by default a file is one document
     separator: Annotated[str, "may be empty"] = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
 
     # The shards
-    out_dir: str | None = None  # their folder; by default edu_fineweb10B, python_docs or the first file's name
+    out_dir: str | None = None  # their folder; by default named after the data set or the first file
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
-    max_tokens: int = 0  # stop after this many tokens, validation shard included; 0: all
+    # stop after this many tokens, such as 1e9, validation shard included; 0: all
+    max_tokens: Annotated[int, "may be 1e9"] = 0
 
     # The work
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
@@ -63,36 +69,32 @@ if __name__ == "__main__":
 
 import collections
 import contextlib
-import functools
+import difflib
 import hashlib
 import math
 import os
-import pickle
 import re
 import shutil
-import subprocess
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from plumbing import documents, shards
+from plumbing import documents, shards, sources
 from plumbing.files import lock_folder, remove_folder
 from plumbing.program import UserError
 
+# {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 # in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
 EDU_TOKENS = 9_953_989_344
 READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
-# tiktoken releases Python's lock, but more threads would mostly wait for it (records/2026-11-21-data-preparation)
-MAX_THREADS = 8  # up to this many threads tokenize directly; with more, each gets a process
 QUEUE = 16  # batches per core that wait or are done: enough to keep all cores busy while a shard is written
-SAMPLE_EVERY = 11  # every 11th piece of your own text is for validation, fewer of a large text: under a tenth
+SAMPLE_EVERY = 11  # every 11th piece is for validation, fewer of a large text: under a tenth
 
 
 def check_options(options):
@@ -106,15 +108,25 @@ def check_options(options):
         complaints.append(
             f"--pretokenized is {options.pretokenized}, but it must be at most {READY_SHARDS}, the shards there are."
         )
-    if options.input and options.dataset != Options.dataset:
-        complaints.append("--input is a data set of its own: leave --dataset out.")
-    types = {documents.file_type(documents.public_name(name)) for name in options.input}
-    if options.separator and types.isdisjoint({"", ".txt"}):
+    if options.input:
+        extra = [flags.flag_of(name) for name in ("dataset", "revision") if name in changed]
+        if extra:
+            complaints.append(f"--input is a data set of its own: leave {' and '.join(extra)} out.")
+    elif options.dataset in DATASETS and {"config", "split"} & set(changed):
+        complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
+    elif options.dataset not in DATASETS and "/" not in options.dataset:
+        for name in difflib.get_close_matches(options.dataset, DATASETS, n=1):
+            complaints.append(
+                f"There is no data set {options.dataset!r}. Did you mean {name}? Others are OWNER/NAME."
+            )
+    types = {sources.file_type(name) for name in options.input}
+    if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     part, num_parts = read_part(options.part)
     if part > num_parts:
-        shown = program.plain(options.part)
-        complaints.append(f"--part {shown} is not of the form I/N with I < N; the first of four parts is 0/4.")
+        complaints.append(
+            f"--part {options.part} is not of the form I/N with I < N; the first of four parts is 0/4."
+        )
     flags.check(options, complaints, above_0=["shard_size"])
 
 
@@ -127,99 +139,74 @@ def read_part(text):
 # ----- Tokens -------------------------------------------------------------------------------------------
 
 
-def encode_pieces(enc, read):
-    """Tokenize the pieces from `read()` into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
+def encode_pieces(enc, pieces):
+    """Tokenize pieces into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
+    joined = "".join(tokenizer.EOT + text for text, _ in pieces)
+    if pieces and all(starts for _, starts in pieces) and joined.count(tokenizer.EOT) == len(pieces):
+        # one call for all documents: Python's lock is taken and released once, and not for each of them
+        with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
+            ids = enc.encode_to_numpy(joined, allowed_special={tokenizer.EOT}, disallowed_special=())
+            ids = ids.astype(np.uint16)
+            return np.split(ids, np.flatnonzero(ids == enc.eot_token)[1:])
     arrays, eot = [], np.array([enc.eot_token], np.uint16)
-    for text, starts in read():
+    for text, starts in pieces:
         ids = tokenizer.encode_text(enc, text).astype(np.uint16)
         arrays.append(np.append(eot, ids) if starts else ids)
     return arrays
 
 
 def encode_all(enc, batches, num_proc):
-    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores."""
+    """Yield (number of the file, of the piece, tokens) for each piece of the batches in order, on `num_proc` cores.
+
+    This thread reads, and the others tokenize, as tiktoken releases Python's lock meanwhile.
+    """
     worker = threading.local()
 
-    def encode(read):
-        if not hasattr(worker, "encode"):
-            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time, and GPT-2's own is pickled by
-            # name, so a process would spend a second loading it
-            own = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
-            if num_proc > MAX_THREADS:
-                worker.encode = start_process(own)
-            else:
-                worker.encode = functools.partial(encode_pieces, own)
-        return worker.encode(read)
-
-    def take(batch, future):
-        for piece, tokens in enumerate(future.result(), batch.first_piece):
-            yield batch.source, piece, tokens
-        if batch.finished_download:
-            os.remove(batch.finished_download)
+    def encode(pieces):
+        if not hasattr(worker, "enc"):
+            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
+            worker.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
+        return encode_pieces(worker.enc, pieces)
 
     executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
+
+    def take():
+        batch, future = pending.popleft()
+        for piece, tokens in enumerate(future.result(), batch.first_piece):
+            yield batch.source, piece, tokens
+
+    failure = None
     try:
-        for batch in batches:
-            pending.append((batch, executor.submit(encode, batch.read)))
-            if len(pending) > QUEUE * num_proc:
-                yield from take(*pending.popleft())
+        try:
+            for batch in batches:
+                pending.append((batch, executor.submit(encode, batch.pieces)))
+                if len(pending) > QUEUE * num_proc:
+                    yield from take()
+        except (UserError, OSError) as error:  # of the file that is read: what is before it goes into the shards
+            failure = error
         while pending:
-            yield from take(*pending.popleft())
+            yield from take()
+        if failure:
+            raise failure
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
-
-
-ENDED = EOFError, BrokenPipeError, pickle.UnpicklingError  # the other process is gone, perhaps amid a message
-
-
-def send(message, stream):
-    pickle.dump(message, stream)
-    stream.flush()
-
-
-def start_process(enc):
-    """Return a function that calls encode_pieces(enc, read) in a process of its own."""
-    # multiprocessing is not used: Ctrl-C reaches its processes while they start, and then the parent waits forever
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fineweb; fineweb.serve()"
-    command = [sys.executable, "-P", "-c", code]  # -P: import nothing from the current folder
-    pipe = subprocess.PIPE
-    process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
-
-    def ask(question):
-        try:
-            send(question, process.stdin)
-            answer = pickle.load(process.stdout)
-        except ENDED:
-            answer = UserError("A tokenizing process died. If memory is short, use a smaller --num-proc.")
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    ask(enc)
-    return ask
-
-
-def serve():
-    """Answer pieces with their tokens until the parent is gone."""
-    answers = sys.stdout.buffer
-    with contextlib.suppress(*ENDED):
-        enc = pickle.load(sys.stdin.buffer)
-        send(None, answers)
-        while True:
-            read = pickle.load(sys.stdin.buffer)
-            try:
-                send(encode_pieces(enc, read), answers)
-            except (UserError, OSError) as error:
-                send(error, answers)
-    os._exit(0)  # a normal exit would flush what is left and report a broken pipe
 
 
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def limit_tokens(stream, limit, bar):
-    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar."""
+def limit_tokens(stream, limit, bar, sizes=()):
+    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar.
+
+    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
+    """
+    is_known, current = bar.total is not None, None
     for source, piece, tokens in stream:
+        if source != current and len(sizes) > 1:
+            current, num_read = source, sum(sizes[:source])
+            bar.set_postfix_str(f"file {source + 1} of {len(sizes)}", refresh=False)
+            if num_read and not is_known:
+                bar.total = bar.n * sum(sizes) // num_read
         tokens = tokens[:limit]
         yield source, piece, tokens
         bar.update(len(tokens))
@@ -297,53 +284,62 @@ def prepare(options):
         return fetch_pretokenized(options)
     part, num_parts = read_part(options.part)
     part %= num_parts  # 4/4 is 0/4
-    folder, sources, made_from = plan(options, part, num_parts)
-    enc = tokenizer.get_encoding(options.tokenizer)
-    prefix = "" if options.input else DATASETS[options.dataset][1]
-    meta = shards.new_meta("input" if options.input else options.dataset, enc, made_from)
-    if options.input:
-        # a large corpus needs fewer pieces; with --part only the first part has a validation split
-        num_bytes = sum(source.size for source in sources)
-        every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
-        meta["validation_every"] = every if part == 0 else 0
-    writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
-    writer.make_once(make_shards, options, enc, sources)
+    try:
+        folder, dataset, found, made_from = plan(options, part, num_parts)
+        enc = tokenizer.get_encoding(options.tokenizer)
+        prefix = DATASETS[dataset][1] if dataset in DATASETS else ""
+        meta = shards.new_meta(dataset, enc, made_from)
+        if found[0].repo:
+            meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
+        if dataset not in DATASETS:
+            # a large corpus needs fewer pieces; with --part only the first part has a validation split
+            num_bytes = sum(source.size for source in found)
+            every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
+            meta["validation_every"] = every if part == 0 else 0
+        writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
+        writer.make_once(make_shards, options, enc, found)
+    except sources.Choice as choice:
+        command = flags.command("fineweb.py", options, choice.flag, choice.value)
+        raise UserError(f"{choice} For example: {command}") from None
     return folder
 
 
 def plan(options, part, num_parts):
-    """(folder of the shards, sources of this part, what meta.json says the shards are made from)"""
-    sources, out_dir = documents.list_inputs(options.input), options.out_dir
-    if out_dir is None and options.input and os.path.isdir(options.input[0]):
-        out_dir = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
-    folder = shards.output_folder(out_dir, sources, DATASETS[options.dataset][0])
-    settings = "text_column", "shard_size", "max_tokens"
-    if options.separator:
-        settings += ("separator",)
+    """(folder of the shards, name of the data set, sources of this part, what meta.json says they are made from)"""
+    settings = "text_column", "shard_size", "max_tokens", "separator"
     made_from = {name: getattr(options, name) for name in settings}
-    if not sources and options.dataset == "python-docs":
-        sources = [documents.Source(documents.PYTHON_DOCS)]
-    elif not sources:
-        meta = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
-        if meta and meta["made_from"]:  # resume with the same files, without asking the hub
-            made_from = meta["made_from"] | made_from
-            revision = made_from.get("revision", "")
-            for name, size, *_ in made_from["sources"]:
-                sources.append(documents.Source(name, size, EDU_REPO, revision))
-            return folder, sources, made_from
-        sources = documents.list_hub(EDU_REPO, EDU_FOLDER)
-    if num_parts > len(sources):
-        raise UserError(f"There are only {len(sources)} input files for {num_parts} parts. Lower N in --part.")
-    recorded = [source.recorded() for source in sources]
+    dataset, folder = options.dataset, options.out_dir
+    if options.input:
+        dataset, found = "input", sources.list_inputs(options.input, config=options.config, split=options.split)
+        folder = folder or sources.folder_name(options.input[0], found)
+        made_from |= {"config": options.config, "split": options.split.replace(Options.split, "")}
+    elif dataset == "python-docs":
+        folder, found = folder or DATASETS[dataset][0], [sources.Source(documents.PYTHON_DOCS)]
+    else:
+        is_edu = dataset == "fineweb-edu"
+        folder = folder or (DATASETS[dataset][0] if is_edu else os.path.basename(dataset))
+        repo = EDU_REPO if is_edu else ""
+        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
+        again = sources.find_again(old, options, repo) if old else None
+        if old and again:  # resume with the same files, without asking the hub
+            return folder, old["dataset"], again, old["made_from"] | made_from
+        split = sources.find(repo or dataset, options, EDU_FOLDER if is_edu else "")
+        found = split.sources
+        if not is_edu:
+            dataset = split.dataset
+            made_from |= {"config": split.config, "split": options.split}
+    if num_parts > len(found):
+        raise UserError(f"There are only {len(found)} input files for {num_parts} parts. Lower N in --part.")
+    recorded = [source.recorded() for source in found]
     if num_parts > 1:
         names = "\n".join(name for name, *_ in recorded)
         made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
     mine = slice(part, None, num_parts)
-    made_from |= {"revision": sources[0].revision, "sources": recorded[mine]}
-    return folder, sources[mine], made_from
+    made_from |= {"revision": found[0].commit, "sources": recorded[mine]}
+    return folder, dataset, found[mine], made_from
 
 
-def make_shards(writer, options, enc, sources):
+def make_shards(writer, options, enc, found):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     meta = writer.meta
     begin = writer.resume()
@@ -353,32 +349,39 @@ def make_shards(writer, options, enc, sources):
     if num_sampled:
         shard = shards.open_shard(writer.path(writer.validation_file))
         sample.add(shard.read(0, num_sampled))
-    total = options.max_tokens or None
-    if sources[0].repo:
-        total = total or EDU_TOKENS // writer.num_parts
-        largest = max(source.size for source in sources)
-        # three files may be on disk: one is finished, one is being read, one is being downloaded
-        check_disk_space(writer.folder, 2 * (total - num_seen) + 3 * largest)
-    downloads = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
-    prefetch = not options.max_tokens  # with a limit, the next file may not be needed
-    batches = documents.read_batches(
-        sources, options.text_column, downloads, begin.source, begin.piece, prefetch, options.separator
-    )
-    encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
+    total, sizes = options.max_tokens or None, [source.size for source in found]
+    if found[0].repo:
+        if meta["dataset"] in DATASETS:
+            total = total or EDU_TOKENS // writer.num_parts
+        # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
+        # be on disk: one is finished, one is being read, one is being downloaded
+        check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
+    ahead = not options.max_tokens  # with a limit, the next file may not be needed
+    folder = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
+    downloads = sources.Downloads(found, folder, begin.source, ahead)
+    batches = documents.read_batches(downloads, options.text_column, begin.piece, options.separator)
+    num_empty = 0
+
+    def count_empty():
+        nonlocal num_empty
+        for batch in batches:
+            num_empty += sum(not text for text, _ in batch.pieces)
+            yield batch
+
+    encoded = encode_all(enc, count_empty(), options.num_proc or documents.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
-    try:
-        with tqdm(
-            total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5
-        ) as bar:
-            stream = sample.remove_from(limit_tokens(encoded, limit, bar))
-            for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
-                if end:
-                    write_shard(writer, enc, tokens, end, sample)
-    finally:
-        encoded.close()
-        remove_folder(downloads)
+    bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
+    with bar, contextlib.closing(encoded):
+        stream = sample.remove_from(limit_tokens(encoded, limit, bar, sizes))
+        for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
+            if end:
+                write_shard(writer, enc, tokens, end, sample)
+                downloads.remove_before(end.source)  # not earlier: what is not in a shard yet will be read again
     write_rest(writer, enc, tokens, sample)
     writer.finish()
+    downloads.close()
+    if num_empty:
+        print(f"note: {program.count(num_empty, 'row')} without a text became empty documents.")
 
 
 def check_disk_space(folder, size):
@@ -422,7 +425,7 @@ def write_rest(writer, enc, rest, sample):
 
 def fetch_pretokenized(options):
     """Download FineWeb-Edu's validation shard and its first `--pretokenized` training shards, as published."""
-    folder = shards.output_folder(options.out_dir, [], DATASETS["fineweb-edu"][0])
+    folder = options.out_dir or DATASETS["fineweb-edu"][0]
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     with lock_folder(folder):
@@ -430,20 +433,16 @@ def fetch_pretokenized(options):
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))
-        downloads, attempts = os.path.join(folder, ".download"), 3
-        try:
-            for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
-                source = documents.Source(file, repo=READY_REPO, revision="main")
-                path = documents.fetch(source, downloads, attempts).path
-                attempts = 9
-                tokens = shards.open_shard(path).read()
-                if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
-                    meta["documents"] += writer.count_documents(tokens)
-                meta["shards"][file] = len(tokens)
-                writer.save()  # first: if this is killed in between, the shard is known to be missing
-                os.replace(path, writer.path(file))
-        finally:
-            remove_folder(downloads)
+        downloads = os.path.join(folder, ".download")
+        for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
+            path = sources.fetch(sources.Source(file, repo=READY_REPO, commit="main"), downloads)
+            tokens = shards.open_shard(path).read()
+            if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
+                meta["documents"] += writer.count_documents(tokens)
+            meta["shards"][file] = len(tokens)
+            writer.save()  # first: if this is killed in between, the shard is known to be missing
+            os.replace(path, writer.path(file))
+        remove_folder(downloads)
         try:  # so that a machine without a network can train on them
             tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
@@ -459,9 +458,7 @@ def main(args=None):
     num_complete = sum(meta["complete"] for meta in metas.values())
     num_parts = max(map(shards.num_parts_of, metas))
     if num_complete < num_parts:
-        print(
-            f"note: {program.plain(folder)} has {num_complete} of {num_parts} parts. Make the others with --part, too."
-        )
+        print(f"note: {folder} has {num_complete} of {num_parts} parts. Make the others with --part, too.")
         return
     lengths = shards.split_lengths(metas.values())
     command = training_command(folder, lengths)

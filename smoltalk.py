@@ -1,6 +1,7 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
     python smoltalk.py        SmolTalk, from the hub
+    python smoltalk.py --dataset OWNER/NAME --split train_sft
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
 
 A line of `--input` is
@@ -9,7 +10,8 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too; messages to and from tools are left out. The line above becomes
+these are read, too, and so are columns of these names in Parquet files, a clone of a data set, or a folder of
+save_to_disk. Messages to and from tools are left out. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
@@ -23,6 +25,7 @@ with that sequence length sees each conversation from its first token. A longer 
 last answer that fits.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from plumbing import flags, program
@@ -30,7 +33,11 @@ from plumbing import flags, program
 
 @dataclass
 class Options:
-    # .jsonl or .json, also .gz or .zst: files, folders, globs or URLs; by default SmolTalk
+    dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
+    config: str = ""  # which of the data set's configs, if it has several; of SmolTalk: all
+    split: str = "train"  # which of its splits
+    revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
+    # your own files, folders or globs: .jsonl or .json, also .gz or .zst, or .parquet; or a clone of a data set
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
@@ -48,17 +55,15 @@ import math
 import os
 import random
 import re
-import tempfile
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from plumbing import documents, shards
+from plumbing import documents, shards, sources
 from plumbing.program import UserError
 
-HUB_DATASET = "HuggingFaceTB/smoltalk"
+COLUMNS = ["messages", "conversations", "instruction", "input", "output"]  # those that are read of a table
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
@@ -68,45 +73,33 @@ TOOL_ROLES = ("tool", "function", "observation", "function_call")
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
-def read_hub():
-    """SmolTalk's conversations, shuffled with a fixed seed, since the data set is ordered by source."""
-    import datasets  # slow to import, and only needed here
-    import huggingface_hub
-
-    advice = "Check the network and run the same command again, or give conversations of your own with --input."
-    place = dict(repo_id=HUB_DATASET, filename="README.md", repo_type="dataset")
-
-    def load():
-        if not huggingface_hub.try_to_load_from_cache(**place):  # what is in the cache needs no network
-            # without a network this fails at once; load_dataset repeats the same request for 23 seconds
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
-        return datasets.load_dataset(HUB_DATASET, "all", split="train")
-
-    conversations: Any = documents.retry(HUB_DATASET, advice, load)
-    for row in tqdm(conversations.shuffle(seed=0), unit=" conversations"):
-        messages = row["messages"]
-        if not find_fault(messages):  # users cannot fix the hub's data: skip malformed conversations
-            yield messages
-
-
-def read_files(sources):
-    """The conversations of JSON files; a UserError names the one that is wrong."""
-    num_left_out = 0
-    for source in sources:
-        with tempfile.TemporaryDirectory() as folder:
-            path = documents.fetch(source, folder).path
-            records = documents.read_records(path, source.name, kinds=(dict, list))
-            desc = program.plain(source.name)
-            for _, place, record in tqdm(records, unit=" conversations", desc=desc, delay=0.5):
-                found = messages_of(record)
-                messages = [message for message in found if not is_for_tools(message)]
-                num_left_out += len(found) - len(messages)
-                fault = find_fault(messages)
-                if fault and (messages or not found):
-                    raise UserError(f"{place} is not a conversation: {fault}. Fix or remove it.")
+def read_conversations(downloads):
+    """The conversations in files; a UserError names one of the user's that is wrong, of the hub's they are left out."""
+    num_for_tools = num_wrong = 0
+    for number, source in downloads:
+        downloads.remove_before(number)
+        if sources.file_type(source.name) == ".jsonl":
+            records = documents.read_records(source.path, source.name, kinds=(dict, list))
+            rows = ((place, record) for _, place, record in records)
+        else:
+            rows = documents.read_rows(source, COLUMNS)
+        desc = program.plain(source.name)
+        for place, record in tqdm(rows, unit=" conversations", desc=desc, delay=0.5):
+            found = messages_of(record)
+            messages = [message for message in found if not is_for_tools(message)]
+            num_for_tools += len(found) - len(messages)
+            fault = find_fault(messages)
+            if not fault or (found and not messages):
                 yield messages
-    if num_left_out:
-        print(f"note: {program.count(num_left_out, 'message')} to and from tools left out.")
+            elif source.repo:  # users cannot mend the hub's data
+                num_wrong += 1
+            else:
+                raise UserError(f"{place} is not a conversation: {fault}. Fix or remove it.")
+    downloads.close()
+    if num_for_tools:
+        print(f"note: {program.count(num_for_tools, 'message')} to and from tools left out.")
+    if num_wrong:
+        print(f"note: {program.count(num_wrong, 'row')} left out, as they are no conversations.")
 
 
 def messages_of(record):
@@ -188,25 +181,29 @@ def pack(conversations, max_length, pad):
         yield close(0)
 
 
-def write_blocks(writer, blocks, pad, enc):
-    """Write a mask, then its shard: without a mask, every token would count as a target."""
+def write_blocks(writer, blocks, pad, enc, name=""):
+    """Write a mask, then its shard: without a mask, every token would count as a target. `name`: of one to replace."""
     if not writer.meta["shards"]:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     # one token more than the blocks: the target of the last position of the last block
     tokens, mask = np.hstack([*blocks, pad])
-    name = writer.next_name().replace(".npy", ".mask")
-    shards.write_shard(writer.path(name), mask.astype(np.uint8))
-    writer.write(tokens, None)
+    mask_name = (name or writer.next_name()).replace(".npy", ".mask")
+    shards.write_shard(writer.path(mask_name), mask.astype(np.uint8))
+    if name:
+        writer.write_file(name, tokens)
+    else:
+        writer.write(tokens, None)
 
 
-def make_shards(writer, conversations, enc, shard_size, max_length):
-    """Render, pack and write the conversations, from the start."""
+def make_shards(writer, found, enc, shard_size, max_length):
+    """Render, pack and write the conversations in the files `found`, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
     pattern = re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)"
     for file in os.listdir(writer.folder):  # those of an interrupted run
         if re.fullmatch(pattern, file):
             os.remove(writer.path(file))
+    conversations = read_conversations(sources.Downloads(found, os.path.join(writer.folder, ".download")))
     meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
     meta |= {"targets": 0, "conversations": counts}
     shortest = math.inf  # tokens up to the first answer of a conversation that does not fit
@@ -226,38 +223,50 @@ def make_shards(writer, conversations, enc, shard_size, max_length):
 
     pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
     blocks, per_shard = [], max(1, shard_size // max_length)
-    for block in pack(render(), max_length, pad):
+    # a data set of the hub may be ordered by source, so some of all of it are for validation
+    sample, every = [], max(10, math.ceil(sum(source.size for source in found) / shard_size))
+    for number, block in enumerate(pack(render(), max_length, pad)):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
+            if found[0].repo and not meta["shards"]:
+                write_blocks(writer, sample, pad, enc, writer.next_name())  # and again at the end, with the rest
             write_blocks(writer, blocks, pad, enc)
             blocks = []
-        blocks.append(block)
+        is_sampled = found[0].repo and number % every == 0 and len(sample) < per_shard
+        (sample if is_sampled else blocks).append(block)
     read, cut, left_out = counts.values()
-    if not meta["shards"]:  # a corpus smaller than a shard: every tenth block is for validation
-        if len(blocks) < 2:
+    num_blocks = len(sample) + len(blocks)
+    if meta["shards"]:
+        if sample:
+            write_blocks(writer, sample, pad, enc, next(iter(meta["shards"])))
+            meta["documents"] += writer.count_documents(np.hstack(sample)[0])
+    else:  # a corpus smaller than a shard: every tenth block is for validation
+        if num_blocks < 2:
             advice = "Add conversations, or lower --max-length."
-            if not blocks and shortest < math.inf:
+            if not num_blocks and shortest < math.inf:
                 advice = (
                     f"Add shorter ones, or use --max-length {shortest} or more and a model that reads as many."
                 )
             raise UserError(
-                f"{program.count(read, 'conversation')} ({left_out} without an answer that fits) fill {len(blocks)} of "
+                f"{program.count(read, 'conversation')} ({left_out} without an answer that fits) fill {num_blocks} of "
                 f"the two blocks of {max_length} tokens needed. {advice}"
             )
-        write_blocks(writer, blocks[::10], pad, enc)
-        del blocks[::10]
+        if not sample:
+            sample = blocks[::10]
+            del blocks[::10]
+        write_blocks(writer, sample, pad, enc)
     write_blocks(writer, blocks, pad, enc)
     writer.finish("conversation")
     print(f"{meta['targets']:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
     print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
 
 
-def training_command(init_from, folder, shape, max_length, lengths):
-    """The command that fine-tunes a model of this shape on shards of these lengths."""
+def training_command(init_from, folder, is_large, max_length, lengths):
+    """The command that fine-tunes a model, at least as large as GPT-2 or smaller, on shards of these lengths."""
     from train_gpt2 import PRESETS  # imports torch
 
     # a model smaller than GPT-2 learns little in three epochs at the chat preset's rate of 1e-4
-    name, least = ("chat", 1) if shape["n_embd"] >= 768 else ("quickstart", 400)
+    name, least = ("chat", 1) if is_large else ("quickstart", 400)
     preset = PRESETS[name]
     blocks = sum(length // max_length for length in lengths)
     batch = max(1, min(preset.total_batch_size // max_length, blocks // 8))  # 8 steps or more over the data
@@ -267,7 +276,6 @@ def training_command(init_from, folder, shape, max_length, lengths):
     settings = {
         "data": folder,
         "out_dir": f"log/{out_dir}",
-        "block_size": shape["block_size"],
         "sequence_length": max_length,
         "total_batch_size": batch * max_length,
         "max_steps": steps,
@@ -282,30 +290,60 @@ def training_command(init_from, folder, shape, max_length, lengths):
 
 def prepare(options):
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
-    both = options.init_from and options.tokenizer
-    complaints = ["--init-from gives the tokenizer, so leave --tokenizer out."] if both else []
+    complaints = []
+    if options.init_from and options.tokenizer:
+        complaints.append("--init-from gives the tokenizer, so leave --tokenizer out.")
+    if options.input and (options.dataset != Options.dataset or options.revision):
+        complaints.append("--input is a data set of its own: leave --dataset and --revision out.")
     flags.check(options, complaints, above_0=["shard_size"])
-    sources = documents.list_inputs(options.input, types=(".jsonl",))
-    folder = shards.output_folder(options.out_dir, sources, "smoltalk")
+    try:
+        folder, dataset, found, made_from = plan(options)
+    except sources.Choice as choice:
+        command = flags.command("smoltalk.py", options, choice.flag, choice.value)
+        raise UserError(f"{choice} For example: {command}") from None
     if options.init_from:
-        from plumbing.checkpoint import load_model_state  # imports torch
+        from plumbing.checkpoint import load_saved_model  # imports torch
 
-        shape, _, enc = load_model_state(options.init_from)
+        model = load_saved_model(options.init_from)
+        longest, enc = model.settings["block_size"], model.enc
+        is_large = sum(weight.numel() for weight in model.weights.values()) > 100_000_000
     else:
         enc = tokenizer.get_encoding(options.tokenizer or "gpt2")
-        shape = {"block_size": 1024, "n_embd": 768}
+        longest, is_large = 1024, True
     if not tokenizer.has_chat_tokens(enc):
         enc = tokenizer.with_chat(enc)
-    max_length = options.max_length or shape["block_size"]
-    made_from = {"shard_size": options.shard_size, "max_length": max_length}
-    made_from["sources"] = [source.recorded() for source in sources]
-    meta = shards.new_meta("conversations" if sources else HUB_DATASET, enc, made_from)
-    conversations = read_files(sources) if sources else read_hub()  # generators: nothing is read yet
+    max_length = options.max_length or longest
+    meta = shards.new_meta(
+        dataset, enc, {"shard_size": options.shard_size, "max_length": max_length} | made_from
+    )
+    if found[0].repo:
+        meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
     writer = shards.ShardWriter(folder, meta, enc)
-    writer.make_once(make_shards, conversations, enc, options.shard_size, max_length)
+    writer.make_once(make_shards, found, enc, options.shard_size, max_length)
     lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
-    program.print_next(training_command(options.init_from, folder, shape, max_length, lengths))
+    program.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder
+
+
+def plan(options):
+    """(folder of the shards, name of the data set, its files, what meta.json says of them)"""
+    if options.input:
+        types = (".jsonl", ".parquet")
+        found = sources.list_inputs(options.input, types, options.config, options.split)
+        folder = options.out_dir or sources.folder_name(options.input[0], found)
+        return folder, "conversations", found, {"sources": [source.recorded() for source in found]}
+    folder = options.out_dir or os.path.basename(options.dataset)
+    old = shards.read_metas(folder).get(shards.meta_path(folder, 0, 1))
+    again = sources.find_again(old, options) if old else None
+    if old and again:
+        names = "config", "split", "revision", "sources"
+        return folder, old["dataset"], again, {name: old["made_from"][name] for name in names}
+    if options.dataset == Options.dataset and not options.config:
+        options = dataclasses.replace(options, config="all")
+    split = sources.find(options.dataset, options)
+    recorded = [source.recorded() for source in split.sources]
+    made_from = {"config": split.config, "split": options.split, "revision": split.commit, "sources": recorded}
+    return folder, split.dataset, split.sources, made_from
 
 
 def main(args=None):

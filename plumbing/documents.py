@@ -1,69 +1,30 @@
-"""Documents: inputs listed, downloaded, decompressed and read, for every program that takes --input."""
+"""Documents: what is in the files of a data set, read in pieces by the standard library and pyarrow."""
 
 import ast
-import base64
 import codecs
 import contextlib
 import csv
-import functools
-import glob
 import hashlib
-import http.client
 import io
 import itertools
 import json
 import os
 import platform
 import re
-import shutil
-import string
 import sysconfig
-import time
-import urllib.parse
-import urllib.request
 import warnings
-from collections.abc import Callable
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from plumbing import program
-from plumbing.files import atomic_write, file_sample, named_errors, open_regular
+from plumbing.files import open_regular
 from plumbing.program import UserError
+from plumbing.sources import COMPRESSIONS, Choice, file_type, suffix_of
 
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
-OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
-    ".parquet": ".parquet",
-    ".jsonl": ".jsonl .json .ndjson",
-    ".csv": ".csv .tsv",
-    ".txt": ".txt .md .html .py .text .markdown .rst .org .adoc .tex .htm .xml .pyi .js .jsx .ts .tsx .c .h .cc"
-    " .cpp .hpp .cu .cs .java .go .rs .rb .php .swift .kt .scala .lua .jl .pl .r .sql .sh .css",
-}
-RETRY_SECONDS = 1.0  # before the second attempt; doubles with each further one
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.04 s of work, so that the overhead is negligible
-MAX_ROW_GROUP = 2**26  # bytes; a core reads a smaller one whole. FineWeb-Edu's have 1,000 documents, some 5 MB
-MAX_HASHED = 2**22  # bytes; only a sample of a larger input is hashed
-
-
-class Source(NamedTuple):
-    name: str  # a path, a URL as `public_name` shows it, or a path in a repository on the hub
-    size: int = 0  # bytes, to recognize another file of the same name; 0 if unknown
-    repo: str = ""  # on the hub: the data set
-    revision: str = ""  # on the hub: the commit or branch
-    sampled_hash: str = ""  # recognizes other contents of the same size in a local file
-    path: str = ""  # of the file on this machine; `fetch` fills it in for the others
-    url: str = ""  # only for the request: it may hold a password or a signature
-
-    def recorded(self):
-        """[name, size, hash] for meta.json; a local file is recorded without its folder, so it may be moved."""
-        name = os.path.basename(self.name) if self.path == self.name else self.name
-        return [name, self.size, self.sampled_hash]
 
 
 class Piece(NamedTuple):
@@ -74,79 +35,7 @@ class Piece(NamedTuple):
 class Batch(NamedTuple):
     source: int  # the number of the file it is from
     first_piece: int  # the number of its first piece in that file
-    read: Callable  # returns the pieces; can be pickled
-    finished_download: str = ""  # with a file's last batch: the download to remove once all batches are read
-
-
-def list_inputs(patterns, types=tuple(TYPES)):
-    """List the files and URLs named by `patterns`: a folder's files, a glob's matches, sorted by name."""
-    sources = []
-    for pattern in patterns:
-        if is_url(pattern) or (os.path.lexists(pattern) and not os.path.isdir(pattern)):
-            found = [pattern]
-        else:
-            folder = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
-            found = sorted(glob.glob(folder, recursive=True))
-            if "**" in pattern:  # it also matches the folders whose files it takes
-                found = [name for name in found if not os.path.isdir(name)]
-        faults = [(name, find_fault(public_name(name), types)) for name in found]
-        left_out = [f"{program.plain(public_name(name))} {fault}" for name, fault in faults if fault]
-        if len(left_out) == len(found):
-            nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
-            wrong = left_out[0] if found else f"{nothing} {public_name(pattern)}"
-            ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
-            others = " and other text and source code" if ".txt" in types else ""
-            raise UserError(f"{wrong}. Give files that end in {ends}{others} (.gz and .zst are unpacked).")
-        if left_out:
-            share = f"{len(left_out)} of {len(found)} names"
-            print(f"note: {share} in {program.plain(pattern)} are left out: {left_out[0]}.")
-        for name, fault in faults:
-            if not fault:
-                sources.append(Source(public_name(name), url=name) if is_url(name) else local_source(name))
-    return sources
-
-
-def find_fault(name, types):
-    """Why a file is not read as one of these types, to follow its name in a sentence; "" if it is."""
-    if os.path.isdir(name):
-        return "is a folder. Add /* to take its files"
-    if OURS.search(name):
-        return "belongs to a folder of shards"
-    return "" if file_type(name) in types else "is not of a type that is read here"
-
-
-def local_source(name):
-    """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
-    with named_errors(name), open_regular(name) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(4096)
-        contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
-    return Source(name, size, sampled_hash=short_hash(start) + short_hash(contents), path=name)
-
-
-def short_hash(content):
-    return hashlib.sha256(content).hexdigest()[:8]
-
-
-def is_url(name):
-    return name.startswith(("http://", "https://"))
-
-
-def public_name(name):
-    """A URL, of any scheme, without what may be secret: the user, the password and the query; others as they are."""
-    return re.sub(r"(?si)^(\s*[a-z][a-z0-9+.-]+:/+)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
-
-
-def file_type(name):
-    """The key of TYPES for a file's name, "" if there is none: "a/b.json.gz" -> ".jsonl"."""
-    ending = suffix_of(name)
-    return next((kind for kind, endings in TYPES.items() if ending and ending in endings.split()), "")
-
-
-def suffix_of(name):
-    """The end of a file's name, without that of its compression: "a/B.TXT.gz" -> ".txt"."""
-    stem, suffix = os.path.splitext(str(name).lower())
-    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+    pieces: list[Piece]
 
 
 # ----- Reading ------------------------------------------------------------------------------------------
@@ -154,19 +43,16 @@ def suffix_of(name):
 # it need not fit in memory and several cores can share it.
 
 
-def read_pieces(source, text_column, skip=0, separator="", row_groups=None):
-    """Read the pieces of a file, or of these row groups of it, without the first `skip`."""
+def read_pieces(source, text_column, skip=0, separator=""):
+    """Read the pieces of a file, without the first `skip`."""
     kind = file_type(source.name)
-    if kind == ".parquet":
-        pieces = read_parquet(source, text_column, row_groups)
-    elif kind == ".jsonl":
-        pieces = read_jsonl(source, text_column)
-    elif kind == ".csv":
-        pieces = read_csv(source, text_column)
-    elif kind == ".txt":
+    if kind == ".txt":
         pieces = read_txt(source, separator)
-    else:  # PYTHON_DOCS
+    elif source.name == PYTHON_DOCS:
         pieces = (Piece(text, True) for text in python_docs())
+    else:
+        readers = {".jsonl": read_jsonl, ".csv": read_csv}
+        pieces = (Piece(text, True) for text in readers.get(kind, read_table)(source, text_column))
     with explain_errors(source.name):
         yield from itertools.islice(pieces, skip, None)
 
@@ -188,52 +74,118 @@ def explain_errors(name):
         raise UserError(f"{name} {wrong}. {advice}") from None
 
 
-def open_parquet(source, text_column):
-    import pyarrow.parquet  # slow to import, and only needed here
+# ----- Columns ------------------------------------------------------------------------------------------
+
+
+def column_paths(text_column, names):
+    """The keys that lead to each column of "title,doc.text" in a row: [["title"], ["doc", "text"]].
+
+    A column that is called as it stands in `text_column` comes first.
+    """
+    parts = [text_column] if text_column in names else text_column.split(",")
+    return [[part] if part in names else part.split(".") for part in parts]
+
+
+def walk(row, path):
+    """What is in a row under these keys; None if there is nothing."""
+    for key in path:
+        row = row.get(key) if isinstance(row, dict) else None
+    return row
+
+
+def join(texts):
+    """One text of the columns of a row; a blank line stands between two of them."""
+    return "\n\n".join(text for text in texts if text) if len(texts) > 1 else texts[0] or ""
+
+
+def string_leaves(fields, prefix=""):
+    """The names of all strings in a row, or in a nested dict of types: ["title", "doc.text"]; not those of images."""
+    names = []
+    for key, value in fields.items():
+        if isinstance(value, dict) and not isinstance(value.get("bytes"), bytes):
+            names += string_leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            names.append(prefix + key)
+    return names
+
+
+def wrong_column(name, wrong, columns, row):
+    """The error that asks for another column of a file: for one of these `columns`, with examples from a row."""
+    if not columns:
+        return UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
+    texts = {column: walk(row, column_paths(column, row)[0]) for column in columns}
+    examples = "; ".join(f"{column}: {program.plain(text, 40)}" for column, text in texts.items() if text)
+    message = f"{wrong} Choose text with --text-column: {', '.join(columns)}."
+    return Choice(f"{message} A row has {examples}." if examples else message, "--text-column", columns[0])
+
+
+# ----- Tables -------------------------------------------------------------------------------------------
+
+
+def open_table(source):
+    """(schema, function that yields the record batches of these columns) of a Parquet or an Arrow file."""
+    if source.name.endswith(".arrow"):
+        import pyarrow  # slow to import
+
+        stream = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
+        return stream.schema, lambda columns=None: stream
+    import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(source.path)
-    types = {field.name: str(field.type) for field in file.schema_arrow}
-    # plain strings: lists and maps of strings are not text
-    texts = [column for column in types if re.match("(dictionary<values=)?(large_)?string", types[column])]
-    check_column(source.name, text_column, texts, types.get(text_column, "missing"))
-    return file
+    return file.schema_arrow, lambda columns=None: file.iter_batches(batch_size=256, columns=columns)
 
 
-def check_column(name, text_column, texts, found="missing"):
-    """Raise UserError unless the column is one of the file's columns of text, `texts`; `found` is what it is."""
-    if not texts:
-        raise UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
-    if text_column not in texts:
-        raise UserError(
-            f"Column {text_column!r} of {name} is {found}. Choose text with --text-column: {', '.join(texts)}."
-        )
+def type_in(schema, path):
+    """The type of the column at these keys, None if there is none."""
+    found: Any = schema.field(path[0]).type if schema.names.count(path[0]) == 1 else None
+    for key in path[1:]:
+        is_struct = str(found).startswith("struct<") and found.get_field_index(key) >= 0
+        found = found.field(key).type if is_struct else None
+    return found
 
 
-def read_parquet(source, text_column, row_groups=None):
-    file = open_parquet(source, text_column)
-    for batch in file.iter_batches(batch_size=256, row_groups=row_groups, columns=[text_column]):
-        for text in batch.column(text_column).to_pylist():  # by name: in a nested schema, its number is unknown
-            yield Piece(text or "", True)
+def is_string(kind):
+    """Whether a type is plain strings: lists and maps of strings are not text."""
+    return bool(re.match("(dictionary<values=)?(large_)?string", str(kind)))
 
 
-def list_row_groups(source, text_column):
-    """[(number of the first row, function that reads it)] of a parquet file's row groups, to be read on all cores.
+def shape_of(kind):
+    """A type as `string_leaves` reads it: "" for a string, a dict for a struct."""
+    if str(kind).startswith("struct<"):
+        return {field.name: shape_of(field.type) for field in kind}
+    return "" if is_string(kind) else b"" if str(kind).endswith("binary") else None
 
-    [] where that does not pay: small ones are more work to find than to tokenize, large ones take too much memory.
-    """
-    if file_type(source.name) != ".parquet":
-        return []
+
+def read_table(source, text_column):
+    schema, batches = open_table(source)
+    paths = column_paths(text_column, schema.names)
+    for path in paths:
+        found = type_in(schema, path)
+        if not is_string(found):
+            columns = string_leaves({field.name: shape_of(field.type) for field in schema})
+            row = next((row for batch in batches() for row in batch.slice(0, 1).to_pylist()), {})
+            wrong = f"Column {'.'.join(path)!r} of {source.name} is {found or 'missing'}."
+            raise wrong_column(source.name, wrong, columns, row)
+    for batch in batches([".".join(path) for path in paths]):
+        # by name: in a nested schema, its number is unknown
+        columns = [batch.column(path[0]).to_pylist() for path in paths]
+        for values in zip(*columns):
+            yield join([walk(value, path[1:]) for value, path in zip(values, paths)])
+
+
+def read_rows(source, columns):
+    """Yield (place, row) for each row of a table, with those of the `columns` that it has."""
     with explain_errors(source.name):
-        metadata = open_parquet(source, text_column).metadata
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    sizes = [group.total_byte_size for group in groups]
-    if max(sizes, default=0) > MAX_ROW_GROUP or sum(sizes) < BATCH_CHARS * len(sizes):
-        return []
-    batches, first = [], 0
-    for number, group in enumerate(groups):
-        batches.append((first, functools.partial(read_pieces, source, text_column, row_groups=[number])))
-        first += group.num_rows
-    return batches
+        schema, batches = open_table(source)
+        found = [column for column in columns if column in schema.names]
+        if not found:
+            raise UserError(
+                f"{source.name} has no column called {columns[0]}, but {', '.join(schema.names)}. Use another data set."
+            )
+        numbers = itertools.count(1)
+        for batch in batches(found):
+            for row in batch.to_pylist():
+                yield f"Row {next(numbers)} of {source.name}", row
 
 
 def read_csv(source, text_column):
@@ -241,20 +193,33 @@ def read_csv(source, text_column):
     with open_text(source.path) as file:
         dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
         rows = csv.DictReader(file, dialect=dialect, strict=True)
-        check_column(source.name, text_column, rows.fieldnames or [])
+        names = rows.fieldnames or []
+        paths = column_paths(text_column, names)
+        for path in paths:
+            if path[0] not in names or path[1:]:
+                wrong = f"Column {'.'.join(path)!r} of {source.name} is missing."
+                raise wrong_column(source.name, wrong, names, next(rows, {}))
         for row in rows:
-            yield Piece(row[text_column] or "", True)
+            yield join([row[name] for (name,) in paths])
+
+
+# ----- JSON ---------------------------------------------------------------------------------------------
 
 
 def read_jsonl(source, text_column):
-    for _, place, record in read_records(source.path, source.name):
-        text = record.get(text_column)
-        if not isinstance(text, str):
-            raise UserError(
-                f"{place} has no text under {text_column!r}; its keys are {', '.join(record)}. Choose one of them with "
-                "--text-column, or fix or remove it."
-            )
-        yield Piece(text, True)
+    for number, (_, place, record) in enumerate(read_records(source.path, source.name)):
+        paths = column_paths(text_column, record)
+        texts = [walk(record, path) for path in paths]
+        has_text = any(isinstance(text, str) for text in texts)
+        for path, text in zip(paths, texts):
+            # of several columns, some may be empty; but what the first record lacks may be mistyped
+            may_lack = has_text and text is None and (number or path[0] in record)
+            if not isinstance(text, str) and not may_lack:
+                wrong = f"{place} has no text under {'.'.join(path)!r}; its keys are {', '.join(record)}."
+                if path[0] in record:
+                    raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
+                raise wrong_column(place, wrong, string_leaves(record), record)
+        yield join(texts)
 
 
 def read_records(path, name=None, kinds=(dict,)):
@@ -326,11 +291,10 @@ def open_text(path):
 
 def read_txt(source, separator=""):
     """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
-    name = program.plain(source.name)
     with open_text(source.path) as file:
-        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, name):
+        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
             if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
-                print(f"note: {name} has lines with <|endoftext|>, which are treated as text.")
+                print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, give fineweb.py --separator "<|endoftext|>".')
             yield piece
 
@@ -426,135 +390,22 @@ def docstrings(path, module):
     return "\n\n".join(parts)
 
 
-# ----- Downloads ----------------------------------------------------------------------------------------
+# ----- Batches ------------------------------------------------------------------------------------------
 
 
-def retry(name, advice, function, attempts=3):
-    """Call `function()`, which downloads `name`, again after 1, 2, 4 ... seconds if it fails; `advice` is for the user.
-
-    A user without a network finds out after 3 seconds; 9 attempts, for later downloads, survive an outage of 4 minutes.
-    """
-    for attempt in range(attempts):
-        time.sleep(RETRY_SECONDS * (2**attempt // 2))
-        try:
-            return function()
-        except Exception as error:  # the hub's client has renamed its network errors from version to version
-            cause = error.__cause__ or error  # atomic_write turns the connection's errors, too, into a UserError
-            if isinstance(cause, UserError):
-                raise
-            response = getattr(cause, "response", None)
-            status = getattr(cause, "code", None) or getattr(response, "status_code", None)
-            number = getattr(cause, "errno", None)
-            if status in (401, 403, 404):
-                advice = "The file is not there, or you may not read it: check the address and your access."
-                break
-            if number in program.ADVICE:  # an error from the disk
-                advice = program.ADVICE[number]
-                break
-    raise UserError(f"Could not download {name}: {program.plain(program.first_line(cause))}. {advice}")
-
-
-def download(url, path, advice, attempts=3):
-    """Download `url` to `path`, whole or not at all; `advice` is what to do if that fails."""
-    address, user = public_name(url), re.match("https?://([^/?#]*)@", url)
-
-    # The hub's http_get could continue a broken download, but obeys HF_HUB_OFFLINE for all servers, and repeats a
-    # refused connection for 5 seconds in each of our attempts
-    def attempt():
-        try:  # urllib accepts neither a user name nor blanks in a URL
-            plain_url = re.sub("//[^/?#]*@", "//", url, count=1)
-            request = urllib.request.Request(urllib.parse.quote(plain_url, safe=string.punctuation))
-            if user:
-                code = base64.b64encode(urllib.parse.unquote_to_bytes(user[1])).decode()
-                request.add_unredirected_header("Authorization", f"Basic {code}")
-            response = urllib.request.urlopen(request, timeout=60)
-        except (ValueError, http.client.InvalidURL):  # brackets around no IPv6 address, a port that is no number
-            raise UserError(f"{address} is not a valid address. Check its host and port.") from None
-        with response:
-            # not before: a download that cannot begin leaves nothing
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            size = int(response.headers.get("Content-Length") or 0)
-            name = os.path.basename(path)
-            with atomic_write(path) as file:
-                bar: Any = tqdm.wrapattr(file, "write", total=size or None, desc=name, delay=0.5)
-                with bar as output:
-                    shutil.copyfileobj(response, output)
-                if file.tell() < size:
-                    raise ConnectionError(f"the connection ended after {file.tell():,} of {size:,} bytes")
-
-    retry(address, advice, attempt, attempts)
-
-
-HUB_ADVICE = "Check the network and try again. Without a network, use --dataset python-docs or --input."
-
-
-def list_hub(repo, folder):
-    """List the parquet files in a folder of a data set on the hub, at its newest commit."""
-    import huggingface_hub  # slow to import
-
-    def ask():
-        api = huggingface_hub.HfApi()
-        revision = api.dataset_info(repo).sha or ""
-        tree: Any = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision)
-        files = [file for file in tree if file.path.endswith(".parquet")]
-        return sorted(Source(file.path, file.size, repo, revision) for file in files)
-
-    return retry(repo, HUB_ADVICE, ask)
-
-
-def fetch(source, folder, attempts=3):
-    """The source with the path of its file, which is downloaded into `folder` unless it is local."""
-    name, path = source.name, source.path
-    if source.repo:
-        import huggingface_hub  # slow to import
-
-        place: Any = dict(repo_id=source.repo, filename=name, repo_type="dataset", revision=source.revision)
-
-        def load():
-            # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=60)
-            return huggingface_hub.hf_hub_download(**place, local_dir=folder)
-
-        path = retry(name, HUB_ADVICE, load, attempts)
-    elif source.url:
-        # two URLs may end in the same name
-        path = os.path.join(folder, short_hash(source.url.encode()) + os.path.basename(name))
-        advice = "Check the network and run the same command again, or give a local file."
-        download(source.url, path, advice, attempts)
-    return source._replace(path=path)
-
-
-def read_batches(sources, text_column, folder, first_source=0, skip=0, prefetch=True, separator=""):
-    """Batches of about BATCH_CHARS of text: all pieces of `sources` from piece `skip` of `first_source` on.
-
-    While a file is read, the next one is downloaded into `folder`; the caller removes each finished download.
-    """
-    next_download = None
-    with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
-        for number in range(first_source, len(sources)):
-            attempts = 3 if number == first_source else 9
-            source = next_download.get() if next_download else fetch(sources[number], folder, attempts)
-            if prefetch and number + 1 < len(sources):
-                next_download = pool.apply_async(fetch, (sources[number + 1], folder, 9))
-            batches = [] if skip else list_row_groups(source, text_column)  # a file that was begun is read here
-            for first, read in batches or batch_pieces(read_pieces(source, text_column, skip, separator), skip):
-                yield Batch(number, first, read)
-            skip = 0
-            if source.path != sources[number].path:
-                yield Batch(number, 0, list, finished_download=source.path)
-
-
-def batch_pieces(pieces, first):
-    """Yield (number of the first piece, function that returns the pieces) for each BATCH_CHARS or so."""
-    held, num_chars = [], 0
-    for piece in pieces:
-        held.append(piece)
-        num_chars += len(piece.text)
-        if num_chars >= BATCH_CHARS:
-            yield first, functools.partial(iter, held)
-            first += len(held)
-            held, num_chars = [], 0
-    yield first, functools.partial(iter, held)
+def read_batches(downloads, text_column, skip=0, separator=""):
+    """Batches of about BATCH_CHARS of text of the files of `downloads`; of the first one without `skip` pieces."""
+    for number, source in downloads:
+        held, num_chars = [], 0
+        for piece in read_pieces(source, text_column, skip, separator):
+            held.append(piece)
+            num_chars += len(piece.text)
+            if num_chars >= BATCH_CHARS:
+                yield Batch(number, skip, held)
+                skip += len(held)
+                held, num_chars = [], 0
+        yield Batch(number, skip, held)
+        skip = 0
 
 
 def num_cores():

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -13,15 +11,14 @@ from typing import IO, Any
 from plumbing.program import UserError
 
 Name = str | os.PathLike[str]
-STREAM = "a pipe or a device"
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # `file_sample` reads this many bytes per block, and blocks per file
 
 
 def kind_of(path: Name) -> str:
-    """What is at a path, or where the link at it leads: "a file" (also if there is nothing), "a folder" or STREAM."""
+    """What is at a path, or where the link at it leads: "a file" (also if there is nothing), "a folder" and so on."""
     if os.path.isdir(path):
         return "a folder"
-    return "a file" if os.path.isfile(path) or not os.path.exists(path) else STREAM
+    return "a file" if os.path.isfile(path) or not os.path.exists(path) else "a pipe or a device"
 
 
 def open_regular(path: Name, mode: str = "rb", **kwargs: Any) -> IO[Any]:
@@ -82,8 +79,8 @@ def check_replaceable(path: Name) -> None:
 def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any]]:
     """Open `path` for writing atomically: readers see what was there before or the complete file, never half a file.
 
-    Writes to the hidden `.<name>.part` in the same folder, flushes it to disk and renames it. Nothing but a regular
-    file is replaced, and no link is followed.
+    Writes to the hidden `.<name>.part` in the same folder, flushes it to disk, renames it and flushes the folder.
+    Nothing but a regular file is replaced, and no link is followed.
     """
     path = Path(path)
     part, file = path.with_name(f".{path.name}.part"), None
@@ -100,6 +97,12 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
                 )
         check_replaceable(path)
         os.replace(part, path)
+        with contextlib.suppress(OSError):  # Windows and some network file systems flush no folders
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except BaseException as error:
         if file:  # only if it was created here: otherwise it belongs to another process
             with contextlib.suppress(OSError):  # a read-only file system refuses this, too
@@ -112,22 +115,15 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
         raise
 
 
-def is_stream(path: Name) -> bool:
-    """Whether a path is a pipe, a device, or a stream that this process has open, which may be a regular file."""
-    return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/")) or kind_of(path) == STREAM
-
-
 def check_new_output(path: Name) -> None:
-    """Raise UserError if an output file named by the user exists. Pipes and devices, such as /dev/stdout, may exist."""
-    if os.path.lexists(path) and not is_stream(path):
+    """Raise UserError if an output file named by the user exists."""
+    if os.path.lexists(path):
         raise UserError(f"{path} exists already. Choose another name, or delete it first.")
 
 
 def new_output(path: Name) -> contextlib.AbstractContextManager[IO[Any]]:
-    """Open a text file that the user names for output: a new one, written atomically, or a pipe or device as it is."""
+    """Open a text file that the user names for output: a new one, written atomically."""
     check_new_output(path)
-    if is_stream(path):
-        return open(path, "a", encoding="utf-8")
     return atomic_write(path, "w", encoding="utf-8")
 
 
@@ -145,41 +141,28 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     def __init__(self, path: Path, lock: Any, created: list[Path]):
         """path: of the lock file; lock: filelock's, taken; created: the folders that were made for it."""
         self.path, self.folder, self.lock, self.created = path, path.parent, lock, created
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        with contextlib.suppress(OSError):  # a full disk; Windows, where nobody writes to a locked file
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}", encoding="utf-8")
-        self.owner = read_owner(path)
+        self.file = os.stat(path)  # filelock keeps it open, and no other file gets its number meanwhile
 
-    def is_ours(self) -> bool:
-        """Whether the lock at its path is still this one: its folder may have been moved, and another made there."""
-        # not by its inode, whose number some network file systems change
-        return self.path.exists() and read_owner(self.path) == self.owner
+    def is_there(self) -> bool:
+        """Whether the file at the lock's path is still this one: someone may have moved its folder away."""
+        return self.path.exists() and os.path.samestat(os.stat(self.path), self.file)
 
     def check(self) -> None:
         """Raise UserError if the locked folder is no longer the one at its path."""
-        if not self.is_ours():
+        if not self.is_there():
             raise UserError(
                 f"{self.folder} has been moved or replaced. Put it back and run the same command again."
             )
 
     def __exit__(self, *exception):
-        """Release the lock, and remove the folders that it created and that are still empty."""
-        is_ours = self.is_ours()
-        with contextlib.suppress(OSError):
-            if is_ours:
+        """Release the lock; remove its file and, if nothing else was written, the folders that were made for it."""
+        with contextlib.suppress(OSError):  # on Windows, filelock itself removes the file
+            if self.is_there() and self.file.st_size == 0:  # else it is the user's own, of that name by chance
                 self.path.unlink()  # filelock lets those who wait for a deleted file begin again
         self.lock.release()
         with contextlib.suppress(OSError):  # not empty
-            for folder in self.created if is_ours else ():
+            for folder in self.created:
                 folder.rmdir()
-
-
-def read_owner(path: Path) -> str:
-    """What a lock file says of the process that has it; "" if it cannot be read, as on Windows."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")[:1000]
-    except OSError:
-        return ""
 
 
 def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
@@ -192,11 +175,7 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
 
     path = Path(folder) / name
     created = [parent for parent in path.parents if not parent.exists()]
-    check_replaceable(path)  # a pipe in its place could be locked, but reading it would wait for ever
-    owner = read_owner(path)
-    if owner and not owner.startswith("process "):
-        raise UserError(f"{path} is not a lock of this program. Move it away, or choose another folder.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_replaceable(path)  # filelock would lock a pipe
     # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
     options: dict[str, Any] = dict(mode=0o666, thread_local=False)
     try:
@@ -206,12 +185,13 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
     try:
         lock.acquire(timeout=0.2)  # a second attempt, in case the file is deleted during the first one
     except filelock.Timeout:
-        user = read_owner(path) or "another process"
         raise UserError(
-            f"{folder} is in use by {user}. Wait until it has ended, or choose another folder."
+            f"{folder} is in use by another process. Wait until it has ended, or choose another folder."
         ) from None
     except PermissionError as error:
         raise UserError(f"{path} cannot be locked: {error.strerror}. Choose another folder.") from None
-    except (OSError, NotImplementedError) as error:
+    except OSError as error:
+        if error.filename:  # the file cannot be made, as on a full disk
+            raise
         print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     return FolderLock(path, lock, created)

@@ -8,7 +8,6 @@ version 1, number of tokens; then uint16), also without a number in the name (ti
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plumbing import documents, program
+from plumbing import program, sources
 from plumbing.files import Name, atomic_write, file_sample, lock_folder, named_errors, open_regular, read_json
 from plumbing.program import UserError
 
@@ -137,7 +136,7 @@ OWN_FOLDERS = {"edu_fineweb10B": "python fineweb.py", "smoltalk": "python smolta
 def command_for(folder):
     """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
     files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
-    types = {documents.file_type(file.name) for file in files if not documents.OURS.search(file.name)} - {""}
+    types = {sources.file_type(file.name) for file in files if not sources.OURS.search(file.name)} - {""}
     texts = program.quote_group(("--input", folder))
     if not types:
         out_dir = program.quote_group(("--out-dir", folder))
@@ -244,13 +243,6 @@ def check_meta(folder, shards):
 def shard_name(prefix, number):
     """("books", 12) -> "books_train_000012.npy"; number 0 is the validation split."""
     return f"{prefix}_{'train' if number else 'val'}_{number:06d}.npy"
-
-
-def output_folder(out_dir, sources, default):
-    """--out-dir, or else a folder named after the first input: "texts/books.jsonl.gz" -> "books"."""
-    if out_dir or not sources:
-        return out_dir or default
-    return os.path.basename(sources[0].name).lstrip(".").split(".")[0]
 
 
 def write_shard(path, array):
@@ -426,6 +418,15 @@ def read_metas(folder):
     return metas
 
 
+def origin(folder: Name) -> str:
+    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
+    for meta in read_metas(folder).values():
+        made_from = meta["made_from"]
+        words = [meta["dataset"], *(made_from.get(key) for key in ("config", "split", "revision"))]
+        return ", ".join(filter(None, words))
+    return ""
+
+
 def is_valid(key, value):
     """Whether an entry of meta.json is of the kind that this program writes."""
     if type(value) is not META_TYPES.get(key, type(value)):
@@ -434,6 +435,8 @@ def is_valid(key, value):
         return are_counts(value.values())
     if key == "ends":
         return all(type(end) is list and len(end) in (4, 5) and are_counts(end) for end in value.values())
+    if key == "asked":
+        return type(value) is dict
     if key == "made_from":
         sources = value.get("sources", [])
         return type(sources) is list and all(
@@ -457,33 +460,46 @@ def continue_meta(folder, path, meta):
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )
     for other_path, old in metas.items():
-        for key, before, after in compare(other_path, old, path, meta):
-            if before != after:
-                change = f"{key} was {program.plain(repr(before))} and is now {program.plain(repr(after))}"
-                raise UserError(
-                    f"{folder} has shards of other data: {change}. Move it away, or make the new ones elsewhere."
-                )
+        # the parts of a data set differ in their files
+        sources = pair_sources(old, meta) if other_path == path else ([], [])
+        was, now = request(other_path, old, sources[0]), request(path, meta, sources[1])
+        if was != now:
+            key = next(key for key in was | now if was.get(key) != now.get(key))
+            before, after = (program.plain(repr(each.get(key, ""))) for each in (was, now))
+            name = key if isinstance(key, str) else key[0]
+            raise UserError(
+                f"{folder} has shards of other data: {name} was {before} and is now {after}. Move it away, or make "
+                "the new ones elsewhere."
+            )
     return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
 
 
-def compare(other_path, old, path, meta):
-    """Yield (what, before, now) for all that must be the same in meta.json if a run is to continue where `old` ends."""
-    yield "the number of parts", num_parts_of(other_path), num_parts_of(path)
-    for key in ("dataset", "tokenizer"):
-        yield key, old[key], meta[key]
-    was, now = old["made_from"], meta["made_from"]
-    for key in was | now:
-        if key != "sources":
-            yield key, was.get(key, ""), now.get(key, "")
-    if other_path != path:  # the parts of a data set differ in their files
-        return
-    num_read = max((Position.read(end).source for end in old["ends"].values()), default=-1)
-    if old["complete"]:
-        num_read = len(was["sources"])
-    pairs = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["no file", 0, ""])
-    for i, (before, after) in enumerate(pairs):
+def request(path, meta, sources):
+    """One record of what was asked for: where a run continues, it is the same."""
+    asked = {
+        "the number of parts": num_parts_of(path),
+        "dataset": meta["dataset"],
+        "tokenizer": meta["tokenizer"],
+    }
+    asked |= {key: value for key, value in meta["made_from"].items() if key != "sources" and value != ""}
+    # each file has a key, so that the one that differs can be shown
+    return asked | {("the input (name, bytes, hash)", i): source for i, source in enumerate(sources)}
+
+
+def pair_sources(old, new):
+    """(the files of an old meta, of a new one), each [name, size, hash] as far as it counts where the old one ends.
+
+    A file that is being read may be mended further on, so then its start counts; of later ones the name.
+    """
+    was, now = old["made_from"]["sources"], new["made_from"]["sources"]
+    ends = [Position.read(end).source for end in old["ends"].values()]
+    num_read = len(was) if old["complete"] else max(ends, default=-1)
+    is_mended = 0 <= num_read < min(len(was), len(now)) and was[num_read][1] != now[num_read][1]
+
+    def cut(i, source):
+        name, size, digest = source
         if i > num_read:
-            before, after = before[:1], after[:1]
-        elif i == num_read and before[1] != after[1]:  # it may have been mended after its first bytes
-            before, after = ([name, digests[:8]] for name, _, digests in (before, after))
-        yield "the input (name, bytes, hash)", before, after
+            return [name]
+        return [name, digest[:8]] if i == num_read and is_mended else [name, size, digest]
+
+    return [[cut(i, source) for i, source in enumerate(sources)] for sources in (was, now)]

@@ -1,206 +1,439 @@
-"""Downloads: whole or not there, tried again when the network fails, and nothing that is complete is asked for."""
+"""Data sets of the hub by name: the right files, whole or not there, asked for once, and one line for each fault."""
 
-import base64
-import http.server
+import hashlib
 import io
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
-import threading
-import urllib.parse
 from pathlib import Path
 
 import fineweb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import tokenizer
-from plumbing import documents
+import smoltalk
+from datasets import Dataset, DatasetDict
+from plumbing import shards, sources
 from plumbing.program import UserError
-from tqdm import tqdm
 
-from corpora import TABLES, as_bytes, is_split, make, random_texts, read, read_meta, write_jsonl, write_parquet
-from harness import ROOT, full_disk, patched, refused
+from corpora import TABLES, is_split, make, random_texts, read, read_meta
+from harness import error_in, full_disk, listing, needs, patched, refusal_of, refused, talk
+from hub import start_hub
 
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Files by path, and as much of the hub as its client asks for. The first answer of each path is broken off."""
-
-    def do_GET(self):
-        path = urllib.parse.unquote(self.path.split("?")[0])
-        self.server.asked.append(path)
-        self.server.users.append(self.headers["Authorization"])
-        content = self.server.files.get(path)
-        flaky = self.server.flaky if self.server.asked.count(path) == 1 and self.command == "GET" else ""
-        if content is None or flaky == "status":
-            self.send_error(404 if content is None else 503)
-            return
-        headers = {"Content-Length": len(content), "ETag": '"0123456789abcdef"', "X-Repo-Commit": "c" * 40}
-        if isinstance(content, str):  # the address where it is
-            content, headers = b"", {"Location": content}
-        self.send_response(302 if "Location" in headers else 200)
-        for name, value in headers.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[: len(content) // 2] if flaky == "short" else content)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args):
-        pass
+BYTES = ["--tokenizer", "bytes"]
+CONFIGS = """---
+license: mit
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/*.jsonl
+- config_name: de
+  data_files: de/*.jsonl
+---
+Two languages.
+"""
 
 
 @pytest.fixture
-def server(monkeypatch):
-    """Also the hub, as `python fineweb.py` sees it with `server.env`."""
-    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.files, server.asked, server.users, server.flaky = {}, [], [], ""
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    server.env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def hub(monkeypatch, tmp_path):
+    """What this process takes for the hub, in whose place it works."""
+    monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(sources, "TIMEOUT", 0.3)
+    monkeypatch.chdir(tmp_path)
+    server = start_hub()
+    server.configure(monkeypatch, tmp_path / ".hf")
     yield server
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
-def script(*args, server, folder):
-    """`python fineweb.py ...` as a user runs it."""
-    command, environment = [sys.executable, ROOT / "fineweb.py", *map(str, args)], os.environ | server.env
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=60)
+def parquet(**columns):
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file, row_group_size=7)
+    return file.getvalue()
 
 
-@pytest.mark.parametrize("flaky", ["status", "short"])
-def test_urls_are_fetched_again_when_the_network_fails_and_removed_after(tmp_path, server, flaky):
-    texts = random_texts(40)
-    write_jsonl(tmp_path / "a.jsonl.gz", texts[:20])
-    write_parquet(tmp_path / "x.parquet", texts[20:30])
-    write_parquet(tmp_path / "y.parquet", texts[30:])
-    files = {"/a.jsonl.gz": "a.jsonl.gz", "/x y/b.parquet": "x.parquet", "/y/b.parquet": "y.parquet"}
-    server.files = {path: (tmp_path / name).read_bytes() for path, name in files.items()}
-    server.flaky = flaky
-    urls = [f"{server.url}{path}" for path in files]
-    folder = make(tmp_path, urls[0] + "?download=1", *urls[1:], shard_size=5000)
-    assert is_split(folder, [texts[:20], texts[20:30], texts[30:]], [], shard_size=5000)
-    assert all(server.asked.count(path) == 2 for path in files)
-    assert all(re.search(r"\.npy$|^meta.json$|^tokenizer.tiktoken", name) for name in os.listdir(folder))
+def jsonl(texts, **more):
+    return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts)
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_an_outage_later_than_the_first_download_is_survived(tmp_path, monkeypatch, prefetch):
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    attempts = []
-
-    def fetch(source, folder, number=3):
-        attempts.append(number)
-        return source._replace(path=str(tmp_path / "a.txt"))
-
-    monkeypatch.setattr(documents, "fetch", fetch)
-    sources = [documents.Source(f"http://host/{name}.txt") for name in "abc"]
-    assert list(documents.read_batches(sources, "text", str(tmp_path), prefetch=prefetch)) and attempts == [3, 9, 9]
+def add_stories(hub, texts, name="OWNER/stories"):
+    """Three files of a training split, and one to test on."""
+    files = {f"data/train-{i}.parquet": parquet(text=texts[10 * i : 10 * i + 10]) for i in range(3)}
+    return hub.add(name, files | {"README.md": "Stories.", "data/test-0.parquet": parquet(text=["not this"])})
 
 
-def test_a_download_is_whole_or_not_there(tmp_path, server):
-    server.files, path, bars = {"/a.bin": b"content" * 1000}, tmp_path / "a.bin", []
-    server.flaky = "short"
-
-    class Bar(tqdm):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options, file=io.StringIO())
-            bars.append(self)
-
-    with patched(documents, "tqdm", Bar):
-        with pytest.raises(UserError, match="ended after 3,500 of 7,000 bytes. Call a friend."):
-            documents.download(f"{server.url}/a.bin", str(path), "Call a friend.", attempts=1)
-        assert not any(tmp_path.iterdir())
-        documents.download(f"{server.url}/a.bin", str(path), "")
-    assert path.read_bytes() == server.files["/a.bin"] and [(bar.total, bar.n) for bar in bars[1:]] == [(7000, 7000)]
-    # what the disk refuses, or the server for good, is not asked for again
-    with patched(os, "fsync", full_disk), pytest.raises((UserError, OSError), match="No space left"):
-        documents.download(f"{server.url}/a.bin", str(path), "")
-    with pytest.raises(UserError, match="404"):
-        documents.download(f"{server.url}/missing", str(path), "")
-    assert server.asked == ["/a.bin"] * 3 + ["/missing"] and path.read_bytes() == server.files["/a.bin"]
+def prepare(dataset, **options):
+    return fineweb.prepare(fineweb.Options(**{"dataset": dataset, "tokenizer": "bytes", "out_dir": "out"} | options))
 
 
-def test_fineweb_edu_comes_file_by_file_from_the_hub(tmp_path, server):
-    repo, commit = "HuggingFaceFW/fineweb-edu", "c" * 40
-    texts, tree = random_texts(60), []
+def fetched(hub):
+    """The data files that were asked for."""
+    return re.findall(r"GET \S+/(\S+-\d\.parquet)", "\n".join(hub.asked))
+
+
+def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, capsys):
+    texts = random_texts(30)
+    commit = add_stories(hub, texts)
+    prepare("OWNER/stories", shard_size=5000)
+    (tmp_path / "local").mkdir()
     for i in range(3):
-        write_parquet(tmp_path / "x.parquet", texts[20 * i : 20 * i + 20])
-        path, content = f"sample/10BT/{i:03d}_00000.parquet", (tmp_path / "x.parquet").read_bytes()
-        server.files[f"/datasets/{repo}/resolve/{commit}/{path}"] = content
-        tree.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
-    server.files[f"/api/datasets/{repo}"] = json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
-    server.files[f"/api/datasets/{repo}/tree/{commit}/sample/10BT"] = json.dumps(tree[::-1]).encode()
-    server.flaky = "status"
-    tokens = as_bytes(texts)
-    args = ["--tokenizer", "bytes", "--shard-size", "7000", "--max-tokens", len(tokens) - 100]
-    done = script(*args, server=server, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "edu_fineweb10B"
-    assert np.array_equal(read(folder), tokens[:-100])
+        (tmp_path / "local" / f"train-{i}.parquet").write_bytes(parquet(text=texts[10 * i : 10 * i + 10]))
+    make(tmp_path, "local", name="copy/out", shard_size=5000)
+    ours, theirs = listing(tmp_path / "out"), listing(tmp_path / "copy" / "out")
+    assert ours.pop("meta.json") and theirs.pop("meta.json") and ours == theirs and len(ours) > 5
+    meta = read_meta("out")
+    made_from = meta["made_from"]
+    assert meta["dataset"] == "OWNER/stories" and made_from["revision"] == commit
+    assert (made_from["config"], made_from["split"]) == ("default", "train")
+    assert shards.origin("out") == f"OWNER/stories, default, train, {commit}"
+    # the branch moves, and the hub has gone: what is complete needs neither
+    hub.add("OWNER/stories", {"data/train-0.parquet": parquet(text=["new"])})
+    hub.lasting["ANY /"], hub.asked[:] = "500", []
+    prepare("OWNER/stories", shard_size=5000)
+    assert "is complete" in capsys.readouterr().out and not hub.asked
+
+
+def test_the_commit_stays_and_another_is_refused_with_both(hub):
+    first = add_stories(hub, random_texts(30))
+    prepare("OWNER/stories")
+    second = add_stories(hub, random_texts(30, seed=1))
+    prepare("OWNER/stories")
+    prepare("OWNER/stories", revision=first)
+    with pytest.raises(UserError, match=f"revision was '{first}' and is now '{second}'"):
+        prepare("OWNER/stories", revision="main")
+    with pytest.raises(UserError, match="split was 'train' and is now 'test'"):
+        prepare("OWNER/stories", split="test", revision=first)
+    prepare("OWNER/stories", out_dir="second", revision="main")
+    assert read_meta("second")["made_from"]["revision"] == second
+
+
+def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_path, monkeypatch):
+    texts = random_texts(20)
+    files = {"README.md": CONFIGS, "en/a.jsonl": jsonl(texts), "de/a.jsonl": jsonl(["nein"])}
+    hub.add("OWNER/two", files)
+    hub.renamed["two"] = "OWNER/two"
+    line = refused(fineweb.main, "--dataset", "OWNER/two", *BYTES)
+    assert "several configs. Choose from en, de. For example: " in line
+    assert line.endswith(" --dataset OWNER/two --config en --tokenizer bytes")
+    assert "no config 'fr'. Choose from en, de" in refused(fineweb.main, "--dataset", "OWNER/two", "--config", "fr")
+    line = refused(fineweb.main, "--dataset", "OWNER/two", "--config", "en", "--split", "dev", *BYTES)
+    assert "no split 'dev'. Choose from train." in line
+    line = refused(fineweb.main, "--dataset", "OWNER/two", "--revision", "v9", *BYTES)
+    assert "OWNER/two has no revision 'v9'. Choose a commit or one of: main." in line
+    # a folder of the same name is not what is asked for, and a data set may have been renamed
+    (tmp_path / "OWNER" / "two").mkdir(parents=True)
+    for name in ("OWNER/two", "two"):
+        prepare(name, config="en", out_dir=name.replace("/", "-"))
+        assert np.count_nonzero(read(name.replace("/", "-")) == 256) == 20
+        assert read_meta(name.replace("/", "-"))["dataset"] == "OWNER/two"
+    hub.asked.clear()
+    prepare("two", config="en", out_dir="two")
+    prepare("OWNER/two", config="en", out_dir="two")
+    assert not hub.asked
+
+
+def test_the_converted_branch_is_read_by_config(hub):
+    commit = hub.add("OWNER/old", {"old.py": "print('a script')"})
+    line = refused(fineweb.main, "--dataset", "OWNER/old", *BYTES)
+    assert "has only a script" in line and "--revision refs/convert/parquet" in line
+    files = {f"{config}/train/0000.parquet": parquet(text=[config] * 40) for config in ("en", "de")}
+    converted = hub.add("OWNER/old", files)
+    hub.data_sets["OWNER/old"]["refs"] = {"main": commit, "refs/convert/parquet": converted}
+    line = refused(fineweb.main, "--dataset", "OWNER/old", "--revision", "refs/convert/parquet", *BYTES)
+    assert "Choose from de, en." in line
+    prepare("OWNER/old", revision="refs/convert/parquet", config="en")
+    assert bytes(read("out")[1:3].astype(np.uint8)) == b"en"
+
+
+@pytest.mark.parametrize(
+    "files, settings, words",
+    [
+        ({"data/train.parquet": b"x"}, {"gated": True}, "is gated: accept its conditions at & hf auth login"),
+        ({"data/train.parquet": b"x"}, {"private": True}, "none of that name, or it is private & hf auth login"),
+        (None, {}, "none of that name, or it is private"),
+        ({"a.png": "x", "b.png": "x"}, {}, "images or sounds (.png) and no text column"),
+        ({"a.tar": "x"}, {}, "no files that are read here, but .tar & .parquet, .jsonl"),
+        ({"a.arrow": "x"}, {}, "no files that are read here, but .arrow & .parquet, .jsonl"),
+        ({"README.md": "---\n[\n---"}, {}, "no files that are read here"),
+        ({"README.md": "---\nconfigs: [\n---", "a.jsonl": "{}"}, {}, "OWNER/x has no files that are read here"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": \n'}, {}, "Line 2 of a.jsonl is not a valid JSON object"),
+        (
+            {"a.parquet": parquet(title=["A tale"], body=["Once"])},
+            {},
+            "title, body. A row has title: A tale; body: Once",
+        ),
+        ({"a.parquet": parquet(image=[{"bytes": b"x", "path": "a"}])}, {}, "has no column of strings"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(hub, files, settings, words):
+    if files is not None:
+        hub.add("OWNER/x", files, **settings)
+    line = refused(fineweb.main, "--dataset", "OWNER/x", *BYTES)
+    assert all(word in line for word in words.split(" & ")), line
+    assert not list(Path("x").glob("*.npy"))
+
+
+@pytest.mark.parametrize("place", ["GET OWNER/stories", "GET tree", "HEAD train-1", "GET train-1", "GET README"])
+@pytest.mark.parametrize("fault", ["500", "429", "504", "reset", "hang", "short", "wrong"])
+def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
+    if fault in ("short", "wrong") and "train-1" not in place:
+        pytest.skip("nothing is compared there")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.DEFAULT_REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    texts = random_texts(30)
+    add_stories(hub, texts)
+    hub.faults[place] = fault
+    prepare("OWNER/stories")
+    assert sorted(read("out")) == sorted(fineweb_tokens(texts)) and not hub.faults
+
+
+def fineweb_tokens(texts):
+    return [token for text in texts for token in [256, *text.encode()]]
+
+
+@pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "are not those that the hub lists")])
+def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said, monkeypatch, capsys):
+    texts = random_texts(30)
+    add_stories(hub, texts)
+    hub.lasting["GET train-2" if fault == "wrong" else "ANY train-2"] = fault
+    args = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
+    status, _, stderr = refusal_of(fineweb.main, *args)
+    line = error_in(stderr)  # there is a bar before it
+    assert status == 2 and "train-2.parquet" in line and said in line
+    before = listing("out")
+    assert len(list(Path("out").glob("*_train_*"))) > 1
+    hub.lasting.clear()
+    hub.asked.clear()
+    prepare("OWNER/stories", shard_size=3000)
+    assert "train-0.parquet" not in fetched(hub)  # it is in the shards
+    after = listing("out")
+    assert all(after[name] == before[name] for name in before if "_train_" in name)
+    prepare("OWNER/stories", shard_size=3000, out_dir="whole/out")
+    assert {name: after[name] for name in after if name != "meta.json"} == {
+        name: digest for name, digest in listing("whole/out").items() if name != "meta.json"
+    }
+
+
+def die_at_shard(hub, number):
+    """Prepare in a process that dies when it has written this many files; the real script."""
+    code = (
+        "import itertools, os, sys; import fineweb; from plumbing import program\n"
+        "count = itertools.count(1); replace = os.replace\n"
+        "def mortal(*args):\n"
+        f"    replace(*args)\n    if next(count) == {number}: os.kill(os.getpid(), 9)\n"
+        "os.replace = mortal; program.run(lambda: fineweb.main(sys.argv[1:]))"
+    )
+    return code
+
+
+@needs("SIGKILL")
+def test_killed_and_without_a_network_it_continues_with_the_files_on_disk(hub, tmp_path):
+    texts = random_texts(30)
+    add_stories(hub, texts)
+    prepare("OWNER/stories", shard_size=3000, out_dir="whole/out")
+    (tmp_path / "die.py").write_text(die_at_shard(hub, 9), encoding="utf-8")
+    words = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
+    done = hub.script(tmp_path, tmp_path / "die.py", *words)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    downloads = sorted(path.name for path in Path("out").glob(".download*/data/*.parquet"))
+    assert downloads
+    hub.asked.clear()
+    prepare("OWNER/stories", shard_size=3000)
+    assert not set(fetched(hub)) & set(downloads)
+    ours, whole = listing("out"), listing("whole/out")
+    assert ours == whole
+
+
+def test_the_users_cache_is_used_and_left_alone(hub, tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    texts = random_texts(30)
+    commit = add_stories(hub, texts)
+    huggingface_hub.snapshot_download("OWNER/stories", repo_type="dataset")
+    before, hub.asked[:] = listing(tmp_path / ".hf"), []
+    prepare("OWNER/stories")
+    assert not fetched(hub) and listing(tmp_path / ".hf") == before
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.asked.clear()
+    prepare("OWNER/stories", out_dir="offline/out")
+    assert not hub.asked and read_meta("offline/out")["made_from"]["revision"] == commit
+    assert np.array_equal(read("offline/out"), read("out"))
+    line = refused(fineweb.main, "--dataset", "OWNER/other", *BYTES)
+    assert "HF_HUB_OFFLINE is set, and OWNER/other is not in the cache" in line
+
+
+def test_columns_are_joined_and_objects_walked_into(tmp_path):
+    rows = [
+        {"title": f"T{i}", "body": None if i == 3 else f"B{i}", "doc": {"content": {"text": f"D{i}"}}}
+        for i in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    joined = [f"T{i}" if i == 3 else f"T{i}\n\nB{i}" for i in range(40)]
+    for name in ("a.jsonl", "a.parquet"):
+        path = str(tmp_path / name)
+        folder = make(tmp_path, path, name=f"{name}-1", text_column="title,body")
+        assert is_split(folder, [joined], [path])
+        folder = make(tmp_path, path, name=f"{name}-2", text_column="doc.content.text")
+        assert is_split(folder, [[f"D{i}" for i in range(40)]], [path])
+        folder = make(tmp_path, path, name=f"{name}-3", text_column="title,doc.content.text")
+        assert is_split(folder, [[f"T{i}\n\nD{i}" for i in range(40)]], [path])
+        for column in ("titel,body", "doc.content", "doc.text", "doc.content.text.x"):
+            with pytest.raises(UserError, match="title, body, doc.content.text|under 'doc"):
+                make(tmp_path, path, name="wrong", text_column=column)
+    with pytest.raises(UserError, match="For example: .*--text-column title"):
+        make(tmp_path, path, name="wrong")
+
+
+def test_rows_without_a_text_are_counted(tmp_path, capsys):
+    pq.write_table(pa.table({"text": ["a", None, "", "b"] * 10}), tmp_path / "a.parquet")
+    folder = make(tmp_path, str(tmp_path / "a.parquet"))
+    assert np.count_nonzero(read(folder) == 256) == 40
+    assert "note: 20 rows without a text became empty documents" in capsys.readouterr().out
+
+
+def test_a_clone_is_read_by_its_card_and_its_folders(tmp_path, capsys):
+    texts = random_texts(30)
+    clone = tmp_path / "clone"
+    for name, content in {
+        "README.md": CONFIGS.encode(),
+        "en/a.jsonl": jsonl(texts).encode(),
+        "de/a.jsonl": jsonl(["nein"]).encode(),
+        ".git/objects/a.jsonl": b"not this",
+    }.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_bytes(content)
+    with pytest.raises(UserError, match="several configs. Choose from en, de. For example: .* --config en"):
+        make(tmp_path, str(clone))
+    folder = make(tmp_path, str(clone), config="en")
+    assert is_split(folder, [texts], [clone / "en" / "a.jsonl"])
+    with pytest.raises(UserError, match="no split 'dev'. Choose from train"):
+        make(tmp_path, str(clone), config="en", split="dev")
+    shutil.rmtree(clone)
+    (clone / "data").mkdir(parents=True)
+    (clone / "README.md").write_text("A card without a header.", encoding="utf-8")
+    (clone / "data" / "train-0.parquet").write_bytes(parquet(text=texts))
+    (clone / "data" / "test-0.parquet").write_bytes(parquet(text=["not this"]))
+    assert is_split(make(tmp_path, str(clone), name="two"), [texts], [clone / "data" / "train-0.parquet"])
+    assert np.count_nonzero(read(make(tmp_path, str(clone), name="three", split="test")) == 256) == 1
+    (clone / "data" / "train-0.parquet").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid", encoding="utf-8"
+    )
+    with pytest.raises(UserError, match="train-0.parquet only says where Git LFS keeps the file.* git lfs pull"):
+        make(tmp_path, str(clone), name="four")
+
+
+def test_a_readme_is_text_only_where_nothing_else_is(tmp_path, capsys):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.md").write_text("All about my notes.", encoding="utf-8")
+    assert [Path(source.name).name for source in sources.list_inputs([str(tmp_path / "notes")])] == ["README.md"]
+    (tmp_path / "notes" / "a.md").write_text("A note.", encoding="utf-8")
+    assert [Path(source.name).name for source in sources.list_inputs([str(tmp_path / "notes")])] == ["a.md"]
+    assert "README.md only describes the others" in capsys.readouterr().out
+    found = sources.list_inputs([str(tmp_path / "notes" / "README.md"), str(tmp_path / "notes" / "a.md")])
+    assert len(found) == 2
+
+
+def test_a_folder_of_save_to_disk_is_read_by_its_split(tmp_path):
+    texts, chats = random_texts(30), [talk(f"Q{i}", f"A{i}") for i in range(100)]
+    rows = Dataset.from_dict({"text": texts, "n": list(range(30))})
+    rows.save_to_disk(tmp_path / "one", num_shards=3)
+    folder = make(tmp_path, str(tmp_path / "one"))
+    assert np.count_nonzero(read(folder) == 256) == 30
+    assert sorted(read(folder)) == sorted(fineweb_tokens(texts))
+    DatasetDict(train=rows, test=rows.select([3])).save_to_disk(tmp_path / "two")
+    assert sorted(read(make(tmp_path, str(tmp_path / "two"), name="both"))) == sorted(read(folder))
+    folder = make(tmp_path, str(tmp_path / "two"), name="three", split="test")
+    assert sorted(read(folder)) == sorted(fineweb_tokens(texts[3:4]))
+    with pytest.raises(UserError, match="no split 'dev'. Choose from train, test"):
+        make(tmp_path, str(tmp_path / "two"), name="four", split="dev")
+    Dataset.from_dict({"messages": chats}).save_to_disk(tmp_path / "chats")
+    options = dict(tokenizer="bytes", max_length=64, out_dir=str(tmp_path / "chat-shards"))
+    folder = smoltalk.prepare(smoltalk.Options(input=(str(tmp_path / "chats"),), **options))
+    assert read_meta(folder)["conversations"]["read"] == 100
+
+
+def test_conversations_of_the_hub(hub, tmp_path):
+    chats = [talk(f"Q{i}", f"A{i}") for i in range(100)] + [talk("no answer", None)]
+    hub.add(
+        "OWNER/chats",
+        {f"data/{split}-00000-of-00001.parquet": parquet(messages=chats) for split in ("train_sft", "test_sft")},
+    )
+    args = ["--dataset", "OWNER/chats", "--max-length", "64", *BYTES]
+    assert "Choose from" in refused(smoltalk.main, *args)
+    smoltalk.main([*args, "--split", "train_sft"])
+    meta = read_meta("chats")
+    assert meta["dataset"] == "OWNER/chats" and meta["conversations"]["read"] == 100
+    assert not list(Path("chats").glob(".download*"))
+    hub.asked.clear()
+    smoltalk.main([*args, "--split", "train_sft"])
+    assert not hub.asked
+
+
+def test_fineweb_edu_comes_file_by_file_from_the_hub(hub):
+    texts = random_texts(60)
+    files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
+    hub.add("HuggingFaceFW/fineweb-edu", {**files, "sample/100BT/000_00000.parquet": b"not this"})
+    tokens = fineweb_tokens(texts)
+    options = dict(out_dir=None, shard_size=7000, max_tokens=len(tokens) - 100)
+    prepare("fineweb-edu", **options)
+    assert read("edu_fineweb10B").tolist() == tokens[:-100]
     count = -(-len(tokens[100:]) // 7000)
-    shards = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
-    assert sorted(os.listdir(folder)) == sorted([*shards, "meta.json", *TABLES])  # and no parquet
-    # what is complete needs no network
-    asked = len(server.asked)
-    assert "is complete" in script(*args, server=server, folder=tmp_path).stdout and len(server.asked) == asked
+    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, count)]
+    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES])  # and no parquet
+    hub.asked.clear()
+    prepare("fineweb-edu", **options)
+    assert not hub.asked
 
 
-def test_ready_made_shards_come_whole_or_again(tmp_path, server):
+def test_ready_made_shards_come_whole_or_again(hub):
     rng = np.random.default_rng(0)
-    shards = {}
+    files = {}
     for file in ["val_000000", "train_000001", "train_000002"]:
         tokens = rng.integers(0, 50257, 1000, dtype=np.uint16)
         tokens[0] = 50256
         header = np.zeros(256, dtype="<i4")
         header[:3] = 20240520, 1, len(tokens)
-        shards[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
-    prefix = "/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
-    server.files = {prefix + file: content for file, content in shards.items()}
-    server.flaky = "short"
-    done = script("--pretokenized", 2, server=server, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "edu_fineweb10B"
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
-    assert set(os.listdir(folder)) - set(TABLES) == {*shards, "meta.json"}
-    # a machine without a network and without tiktoken's cache can train on them, if this one has the tables
-    assert ("note: The tokenizer" in done.stdout) != (folder / "tokenizer.tiktoken").exists()
+        files[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
+    hub.add("kjj0/finewebedu10B-gpt2", files)
+    hub.faults["GET train_000001"] = "short"
+    prepare("fineweb-edu", tokenizer="gpt2", pretokenized=2, out_dir=None)
+    folder = Path("edu_fineweb10B")
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == files
+    assert set(os.listdir(folder)) - set(TABLES) == {*files, "meta.json"}
     meta = read_meta(folder)
-    assert meta["shards"] == dict.fromkeys(shards, 1000) and meta["tokens"] == 3000 and meta["complete"]
+    assert meta["shards"] == dict.fromkeys(files, 1000) and meta["tokens"] == 3000 and meta["complete"]
     # one more shard than there is: said, and what is there stays
-    done = script("--pretokenized", 3, server=server, folder=tmp_path)
-    assert done.returncode == 2 and "finewebedu_train_000003.bin" in done.stderr and "Traceback" not in done.stderr
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == shards
+    assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == files
 
 
-def test_the_secrets_in_a_url_are_only_for_its_server(tmp_path, server, capsys):
-    """A password and a signature stood in meta.json and in errors, and a new signature was other data."""
-    texts = random_texts(20)
-    server.files = {"/a.jsonl": Path(write_jsonl(tmp_path / "a.jsonl", texts)).read_bytes()}
-    shown = f"{server.url}/a.jsonl"
-    secret = shown.replace("http://", "http://me:pass%20word@") + "?X-Amz-Signature="
-    folder = make(tmp_path, secret + "one", shard_size=5000)
-    assert base64.b64decode(server.users[0].removeprefix("Basic ")) == b"me:pass word"
-    assert read_meta(folder)["made_from"]["sources"] == [[shown, 0, ""]]
-    make(tmp_path, secret + "two", shard_size=5000)
-    assert len(server.asked) == 1 and "is complete" in capsys.readouterr().out
-    server.files["/bad.jsonl"], server.files["/b.csv"] = b"{broken", b"title\n"
-    wrong = ["/none.jsonl", "/bad.jsonl", "/b.csv", "/blank in it.jsonl", ":port/a.jsonl", "/a.pdf"]
-    for path in wrong:
-        url = secret.replace(urllib.parse.urlsplit(shown).netloc + "/a.jsonl", shown.split("/")[2] + path)
-        with pytest.raises(UserError, match=f"{server.url}{path}") as caught:
-            make(tmp_path, url, name="other")
-        assert "pass" not in str(caught.value) and "Signature" not in str(caught.value)
-    with pytest.raises(UserError, match=f"input .* was .'{shown}', 0, ''. and is now .'{server.url}/b.csv'"):
-        make(tmp_path, server.url + "/b.csv?a=b", shard_size=5000)
-    server.files["/a.jsonl"] = b""
-    line = refused(tokenizer.main, "--input", secret, "--vocab-size", "300", "--out", tmp_path / "new.tiktoken")
-    assert "There is no text in" in line and "pass" not in line and "Signature" not in line
+def test_a_download_is_whole_or_not_there(tmp_path, hub):
+    content, path = b"content" * 1000, tmp_path / "a.bin"
+    digest = hashlib.sha256(content).hexdigest()
+    hub.files, url = {"/a.bin": content}, f"{hub.url}/a.bin"
+    hub.lasting["GET a.bin"] = "short"
+    with pytest.raises(UserError, match="the 3,500 bytes that came are not those of the file. Call a friend."):
+        sources.download(url, str(path), digest, "Call a friend.")
+    assert not path.exists() and len(hub.asked) == 2
+    hub.lasting.clear()
+    hub.faults["GET a.bin"] = "503"
+    sources.download(url, str(path), digest, "")
+    assert path.read_bytes() == content
+    # what the disk refuses, or the server for good, is not asked for again
+    hub.asked.clear()
+    with patched(os, "fsync", full_disk), pytest.raises((UserError, OSError), match="No space left"):
+        sources.download(url, str(path), digest, "")
+    with pytest.raises(UserError, match="may not read it"):
+        sources.download(f"{hub.url}/missing", str(path), digest, "")
+    assert len(hub.asked) == 2 and path.read_bytes() == content
 
 
 @pytest.mark.parametrize("scheme", ["HTTP://", "ftp://", "s3://", "http:/"])
@@ -208,14 +441,6 @@ def test_an_address_that_is_not_read_is_named_without_its_secrets(scheme, tmp_pa
     place = f"{scheme}user:secret@127.0.0.1/text.jsonl?signature=secret"
     line = refused(fineweb.main, "--input", place, "--tokenizer", "bytes", "--out-dir", tmp_path / "out")
     assert f"{scheme}127.0.0.1/text.jsonl" in line and "secret" not in line
-
-
-def test_a_redirect_is_followed_but_not_to_a_file_of_this_machine(tmp_path, server):
-    server.files = {"/content": b"content", "/there": "/content", "/file": (ROOT / "README.md").as_uri()}
-    documents.download(f"{server.url}/there", str(tmp_path / "a"), "")
-    with pytest.raises(UserError, match="is not allowed"):
-        documents.download(f"{server.url}/file", str(tmp_path / "b"), "")
-    assert (tmp_path / "a").read_bytes() == b"content" and not (tmp_path / "b").exists()
 
 
 # a program on a machine whose network resolves no name, with a clock that counts instead of waiting

@@ -8,9 +8,9 @@ import random
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +24,7 @@ import tiktoken
 import tokenizer
 import train_gpt2
 from fineweb import Options, prepare
-from plumbing import documents
+from plumbing import documents, sources
 from plumbing.files import lock_folder
 from plumbing.program import UserError
 from tqdm import tqdm
@@ -164,78 +164,6 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
-@pytest.fixture(params=["threads", "processes"])
-def row_groups(tmp_path, monkeypatch, request):
-    """A parquet file whose row groups are read by the cores that tokenize them, and its documents."""
-    monkeypatch.setattr(fineweb, "MAX_THREADS", 8 if request.param == "threads" else 0)
-    monkeypatch.setattr(documents, "BATCH_CHARS", 1000)  # seven documents have more
-    texts = random_texts(200)
-    path = write_parquet(tmp_path / "a.parquet", texts)
-    assert len(documents.list_row_groups(documents.local_source(path), "text")) == 29
-    return path, texts
-
-
-@needs("SIGKILL")
-def test_row_groups_are_read_where_they_are_tokenized_and_change_no_byte(tmp_path, row_groups):
-    """Also from the middle of a row group on, where a shard ended when it was killed."""
-    path, texts = row_groups
-    paths = path, write_jsonl(tmp_path / "b.jsonl", texts)
-    folder = make(tmp_path, *paths, name="whole/out", shard_size=9000, num_proc=2)
-    assert is_split(folder, [texts, texts], paths, shard_size=9000)
-    for renames in (9, 30):
-        die(tmp_path, paths, f"{renames}/out", renames, True)
-        again = make(tmp_path, *paths, name=f"{renames}/out", shard_size=9000, num_proc=2)
-        assert listing(again) == listing(folder)
-
-
-def test_a_damaged_row_group_is_one_line_wherever_it_is_read(tmp_path, row_groups):
-    path = Path(row_groups[0])
-    content = bytearray(path.read_bytes())
-    start = pq.ParquetFile(path).metadata.row_group(20).column(1).dictionary_page_offset
-    content[start : start + 200] = bytes(200)
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="a.parquet is damaged"):
-        make(tmp_path, str(path), shard_size=9000, num_proc=2)
-
-
-def test_a_process_that_is_killed_is_one_line(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(20))
-    monkeypatch.setattr(fineweb, "MAX_THREADS", 0)
-
-    def start_and_kill(*args, **kwargs):
-        process = popen(*args, **kwargs)
-        process.kill()
-        return process
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
-    with pytest.raises(UserError, match="tokenizing process died.*smaller --num-proc"):
-        make(tmp_path, path, num_proc=2)
-
-
-@needs("SIGKILL")
-@pytest.mark.parametrize("number, said", [("SIGKILL", ""), ("SIGINT", "interrupted\n")])
-def test_processes_do_not_outlive_the_one_that_started_them(tmp_path, number, said):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(1500, longest=3000))
-    code = (
-        "import fineweb; from plumbing import program; fineweb.MAX_THREADS = 0\n"
-        f"program.run(lambda: fineweb.main(['--input', {path!r}, '--tokenizer', 'bytes', '--num-proc', '2', "
-        f"'--shard-size', '1000000', '--out-dir', {str(tmp_path / 'out')!r}]))"
-    )
-    (tmp_path / "pickle.py").write_text("raise ImportError('of the current folder')", encoding="utf-8")
-    options = dict(cwd=tmp_path, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True)
-    process = subprocess.Popen([sys.executable, "-P", "-c", code], **options)
-    while not (tmp_path / "out" / "out_train_000001.npy").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    if number == "SIGINT":  # a terminal sends it to all of them
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.kill()
-    lines = process.communicate(timeout=60)[1].splitlines(keepends=True)  # when all that hold its stderr have ended
-    assert "".join(line for line in lines if "tok/s" not in line and line.strip()) == said
-
-
 def make_and_die(tmp_path, paths, name, renames, after):
     documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
     count = itertools.count(1)
@@ -283,7 +211,7 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_p
 
     for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove, lose_shards):
         damage(Path(folder) / "out_train_000002.npy")
-        with lock_folder(folder), pytest.raises(UserError, match="in use by process"):
+        with lock_folder(folder), pytest.raises(UserError, match="in use by another process"):
             make(tmp_path, path, shard_size=5000)
         make(tmp_path, path, shard_size=5000)
         assert listing(folder) == before
@@ -340,7 +268,8 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     fsync, calls = os.fsync, []
 
     def full(number):
-        calls.append(number)
+        if stat.S_ISREG(os.fstat(number).st_mode):  # a full disk can still flush a folder
+            calls.append(number)
         # meta.json, the tokenizer's two files (one twice), then three files for each training shard
         (full_disk if len(calls) > 10 else fsync)(number)
 
@@ -431,14 +360,21 @@ BAD_INPUTS = {
     "--dataset python-doc": "Did you mean python-docs?",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
-    "--input http://127.0.0.1:9/a.txt --num-proc 1": "127.0.0.1:9",
-    "--input http://[::1/text.txt": "not a valid address",
+    "--input http://me:secret@host/a.txt?key=secret": "Addresses are not read here & curl -LO http://host/a.txt",
+    "--input OWNER/NAME": "--dataset OWNER/NAME",
+    "--input https://huggingface.co/datasets/OWNER/NAME/resolve/main/a.txt": "--dataset OWNER/NAME.",
+    "--dataset ./good.jsonl": "--input ./good.jsonl",
+    "--dataset hf://datasets/OWNER/NAME": "--dataset OWNER/NAME",
+    "--dataset a/b/c": "It is OWNER/NAME",
+    "--input good.jsonl --config en": "good.jsonl is no data set with splits",
+    "--dataset python-docs --split test": "neither configs nor splits",
+    "--input good.jsonl --max-tokens 1e-3": "--max-tokens",
 }
 
 
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(documents, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
     texts = random_texts(5)
     for name in ("good", "other"):
         write_jsonl(tmp_path / f"{name}.jsonl", texts)

@@ -3,24 +3,23 @@
 import itertools
 import json
 import re
-import shutil
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import smoltalk
 import tokenizer
 import train_gpt2
-from plumbing import documents
+from plumbing import shards, sources
 from plumbing.program import UserError
 from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from corpora import read_meta
-from harness import TINY, flags, patched, printed_commands, refused, status_of, talk
+from harness import TINY, flags, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
@@ -145,6 +144,7 @@ def test_an_interrupted_run_starts_over_and_removes_only_its_own_files(tmp_path,
         prepare(options_for(tmp_path, PAIRS * 100, shard_size=640, max_length=32))
 
 
+@pytest.mark.gpt2
 def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert status_of(train_gpt2.main, flags(data=data, out_dir="start", **TINY)) == 0
@@ -183,11 +183,11 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
 
 
 def read_conversations(path, records):
-    """The conversations that are read from a file of JSON lines, or one with an array, at a URL."""
+    """The conversations that are read from a file of JSON lines, or one with an array."""
     lines = "\n".join(map(json.dumps, records))
     path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
-    with patched(documents, "download", lambda url, target, *rest: shutil.copy(path, target)):
-        return list(smoltalk.read_files(documents.list_inputs([f"https://host/{path.name}"])))
+    found = sources.list_inputs([str(path)], types=(".jsonl",))
+    return list(smoltalk.read_conversations(sources.Downloads(found, "")))
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
@@ -226,15 +226,35 @@ def test_if_nothing_fits_the_length_that_would_is_said(tmp_path):
         prepare(options_for(tmp_path, pairs, max_length=needed))
 
 
-def test_faulty_conversations_of_the_hub_are_skipped(monkeypatch):
-    class Rows(list):
-        def shuffle(self, seed):
-            return self
+def test_tables_of_conversations_are_read_too_and_what_is_no_conversation_of_the_hub_is_left_out(tmp_path, capsys):
+    chats = [talk("a", "b"), talk("a", None), talk("c", "d"), None]
+    pq.write_table(pa.table({"id": range(4), "conversations": chats}), tmp_path / "chats.parquet")
+    local = sources.list_inputs([str(tmp_path / "chats.parquet")])
+    with pytest.raises(UserError, match="Row 2 of .*chats.parquet is not a conversation: message 2 needs a role"):
+        list(smoltalk.read_conversations(sources.Downloads(local, "")))
+    of_hub = [source._replace(repo="OWNER/NAME") for source in local]
+    assert list(smoltalk.read_conversations(sources.Downloads(of_hub, ""))) == [chats[0], chats[2]]
+    assert "note: 2 rows left out, as they are no conversations" in capsys.readouterr().out
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "texts.parquet")
+    with pytest.raises(UserError, match="texts.parquet has no column called messages, but text"):
+        prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),)))
 
-    rows = Rows({"messages": talk(*texts)} for texts in ("ab", ["a", None], "cd"))
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: None)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *args, **options: rows))
-    assert list(smoltalk.read_hub()) == [talk("a", "b"), talk("c", "d")]
+
+def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
+    """It may be ordered by source, and the first shard would be of the first one."""
+    options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
+    found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
+    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta("OWNER/NAME", ENC, {"sources": []}), ENC)
+    writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
+    files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
+    lengths = read_meta(options.out_dir)["shards"]
+    assert lengths == {path.name: len(np.load(path)) for path in files} and len(files) > 3
+    asked = [re.findall(r"<\|user\|>(\d{4})", ENC.decode(np.load(path).tolist())) for path in files]
+    assert np.histogram(list(map(int, asked[0])), 6, (0, 1200))[0].all() and len(asked[0]) < 240
+    assert sorted(sum(asked, [])) == [f"{i:04}" for i in range(1200)]
+    assert read_meta(options.out_dir)["documents"] == 1200
+    masks = [np.load(path.with_suffix(".mask")) for path in files]
+    assert [len(mask) for mask in masks] == list(lengths.values())
 
 
 def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):

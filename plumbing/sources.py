@@ -1,0 +1,552 @@
+"""Which files a data set is made of, people's own or the hub's, and how those of the hub come to this machine.
+
+Of a data set of the hub, and of a clone of one, the library `datasets` says which files a split has: its own rules are
+applied to a folder of empty files with the same names. The hub's client fetches them, at the commit that was asked for
+once; what is in them is read in documents.py.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plumbing import program
+from plumbing.files import atomic_write, file_sample, named_errors, open_regular, read_json, remove_folder
+from plumbing.program import UserError
+
+OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
+    ".parquet": ".parquet",
+    ".jsonl": ".jsonl .json .ndjson",
+    ".csv": ".csv .tsv",
+    ".txt": ".txt .md .html .py .text .markdown .rst .org .adoc .tex .htm .xml .pyi .js .jsx .ts .tsx .c .h .cc"
+    " .cpp .hpp .cu .cs .java .go .rs .rb .php .swift .kt .scala .lua .jl .pl .r .sql .sh .css",
+}
+MAX_HASHED = 2**22  # bytes; only a sample of a larger local file is hashed
+TIMEOUT = 10  # seconds without an answer
+RETRY_SECONDS = 2.0  # before the second attempt
+PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
+PASSING = (408, 429, 500, 502, 503, 504)  # answers that may be different a moment later
+CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
+
+
+class Source(NamedTuple):
+    """A file to read."""
+
+    name: str  # its path, on this machine or in a data set of the hub
+    size: int = 0  # bytes; 0 if unknown
+    digest: str = ""  # of a local file short hashes of its start and of a sample, of the hub's what its tree has
+    path: str = ""  # on this machine; `Downloads` fills it in for those of the hub
+    repo: str = ""  # on the hub: the data set
+    commit: str = ""
+
+    def recorded(self) -> list[Any]:
+        """[name, size, digest] for meta.json; a local file is recorded without its folder, so it may be moved."""
+        return [self.name if self.repo else os.path.basename(self.name), self.size, self.digest]
+
+
+class Found(NamedTuple):
+    """A split of a data set of the hub."""
+
+    dataset: str  # its full name
+    commit: str
+    config: str
+    sources: list[Source]
+
+
+class Choice(UserError):
+    """The user must choose; `flag` and `value` make a command that works."""
+
+    def __init__(self, message: str, flag: str, value: str):
+        super().__init__(message)
+        self.flag, self.value = flag, value
+
+
+def file_type(name: str) -> str:
+    """The key of TYPES for a file's name, "" if there is none: "a/b.json.gz" -> ".jsonl"."""
+    ending = suffix_of(name)
+    return next((kind for kind, endings in TYPES.items() if ending and ending in endings.split()), "")
+
+
+def suffix_of(name: str) -> str:
+    """The end of a file's name, without that of its compression: "a/B.TXT.gz" -> ".txt"."""
+    stem, suffix = os.path.splitext(str(name).lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+def what_is_read(types: Iterable[str] = tuple(TYPES)) -> str:
+    ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
+    others = " and other text and source code" if ".txt" in types else ""
+    return f"files that end in {ends}{others} (.gz and .zst are unpacked)"
+
+
+# ----- Files on this machine ----------------------------------------------------------------------------
+
+
+def list_inputs(patterns: Sequence[str], types=tuple(TYPES), config="", split="train") -> list[Source]:
+    """The files named by `patterns`: a file, a folder's files, a glob's matches, sorted by name; a data set's split."""
+    found = []
+    for pattern in patterns:
+        names = list_data_set(pattern, config, split)
+        if names is None and (config or split != "train"):
+            raise UserError(
+                f"{plain_address(pattern)} is no data set with splits. Leave --config and --split out."
+            )
+        found += [local_source(name) for name in names or list_names(pattern, types)]
+    return found
+
+
+def list_names(pattern, types):
+    """The paths of the files of these types that a path or a glob names."""
+    if os.path.lexists(pattern) and not os.path.isdir(pattern):
+        names = [pattern]
+    else:
+        folder = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
+        names = sorted(glob.glob(folder, recursive=True))
+        if "**" in pattern:  # it also matches the folders whose files it takes
+            names = [name for name in names if not os.path.isdir(name)]
+    faults = {name: find_fault(name, types) for name in names}
+    others = [name for name in names if not faults[name] and not is_readme(name)]
+    if others and pattern not in names:  # it tells of the others, unless it is all there is
+        faults |= {name: "only describes the others" for name in names if not faults[name] and is_readme(name)}
+    left_out = [f"{name} {fault}" for name, fault in faults.items() if fault]
+    if len(left_out) == len(names):
+        nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
+        wrong = left_out[0] if names else f"{nothing} {plain_address(pattern)}"
+        raise UserError(f"{wrong}. {what_it_may_be(pattern)}Give {what_is_read(types)}.")
+    if left_out:
+        print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out: {left_out[0]}.")
+    return [name for name in names if not faults[name]]
+
+
+def find_fault(name, types):
+    """Why a file is not read as one of these types, to follow its name in a sentence; "" if it is."""
+    if os.path.isdir(name):
+        return "is a folder. Add /* to take its files"
+    if OURS.search(name):
+        return "belongs to a folder of shards"
+    return "" if file_type(name) in types else "is not of a type that is read here"
+
+
+def is_readme(name):
+    return os.path.basename(name).lower() == "readme.md"
+
+
+def plain_address(name):
+    """A URL, of any scheme, without what may be secret: the user, the password and the query; others as they are."""
+    return re.sub(r"(?si)^(\s*[a-z][a-z0-9+.-]+:/+)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
+
+
+def what_it_may_be(pattern):
+    """A sentence for what is no path: an address, or the name of a data set of the hub; "" if it looks like neither."""
+    address = plain_address(pattern)
+    on_hub = re.match(r"(?:https?://[^/]+/datasets/|hf://datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)(?:/|$)", address)
+    if on_hub and (address != pattern or "://" in pattern or address.count("/") == 1):
+        return f"A data set of the hub is given by its name: --dataset {on_hub[1]}. "
+    if re.match(r"\w[\w+.-]+:/", pattern):
+        return f"Addresses are not read here: fetch it first, as with curl -LO {address}. "
+    return ""
+
+
+def local_source(name):
+    """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
+    with named_errors(name), open_regular(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(4096)
+        contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise UserError(f"{name} only says where Git LFS keeps the file. Fetch it: git lfs pull, in that clone.")
+    return Source(name, size, digest=short_hash(start) + short_hash(contents), path=name)
+
+
+def short_hash(content):
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def folder_name(pattern: str, found: Sequence[Source]) -> str:
+    """The default folder of the shards: "texts" -> "texts_shards", "texts/*.jsonl.gz" -> "books" by its first file."""
+    if os.path.isdir(pattern):
+        return os.path.basename(os.path.abspath(pattern)) + "_shards"
+    return os.path.basename(found[0].name).lstrip(".").split(".")[0]
+
+
+# ----- Data sets on this machine: a clone of one of the hub's, or a folder of save_to_disk --------------
+
+
+def list_data_set(folder, config, split):
+    """The paths of a split's files if `folder` holds a data set, else None."""
+    there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there:
+        return list_saved(Path(folder), split)
+    if "README.md" not in there:
+        return None
+    card, names = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace"), []
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names += [Path(root, name).relative_to(folder).as_posix() for name in sorted(files)]
+    is_clone = has_header(card) or any(name.startswith("data/") for name in names)
+    if not is_clone or not any(is_table_or_text(name) for name in names):
+        return None
+    return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
+
+
+def is_table_or_text(name):
+    """Whether a file may hold the documents of a data set: those of other people's are no Markdown or source code."""
+    return file_type(name) not in ("", ".txt") or suffix_of(name) == ".txt"
+
+
+def list_saved(folder, split):
+    """The Arrow files of a split in a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    remedy = "Save the data set again."
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_json(folder / "dataset_dict.json", remedy).get("splits", [])
+        check_split(folder, split, splits)
+        folder /= split
+    state = read_json(folder / "state.json", remedy)
+    own = state.get("_split")
+    if own and split != "train":
+        check_split(folder, split, [own])
+    try:
+        return [str(folder / entry["filename"]) for entry in state["_data_files"]]
+    except (LookupError, TypeError):
+        raise UserError(f"{folder / 'state.json'} is damaged: it does not list the files. {remedy}") from None
+
+
+def check_split(name, split, splits):
+    if split not in splits:
+        wrong = f"{name} has no split {split!r}. Choose from {', '.join(splits)}."
+        raise Choice(wrong, "--split", splits[0]) if splits else UserError(f"{name} has no splits.")
+
+
+# ----- Which files a split has --------------------------------------------------------------------------
+
+
+def choose_files(
+    dataset: str, names: Sequence[str], card: str, config: str, split: str
+) -> tuple[str, list[str]]:
+    """(config, names of its split's files) of a data set that has files of these names, by the rules of `datasets`."""
+    import datasets  # slow to import
+
+    datasets.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            path = Path(folder, name)
+            if Path(folder) not in Path(os.path.normpath(path)).parents:
+                raise UserError(f"{dataset} has a file called {program.plain(name)}, which no folder can have.")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        Path(folder, "README.md").write_text(card if has_header(card) else "---\n---\n", encoding="utf-8")
+        configs = config_names(card)
+        try:
+            builder = datasets.load_dataset_builder(folder, config or None, cache_dir=cache)
+            found: Any = builder.config.data_files or {}
+            by_split = {str(key): [os.path.relpath(path, folder) for path in found[key]] for key in found}
+        except Exception as error:  # of many kinds, YAML's among them
+            known = configs or ["default"]
+            if type(error) is ValueError and config not in known:
+                wrong = f"no config {config!r}" if config else "several configs"
+                message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
+                raise Choice(message, "--config", known[0]) from None
+            raise UserError(why_there_are_none(dataset, names, program.first_line(error))) from None
+    by_split = {key: [Path(name).as_posix() for name in by_split[key]] for key in by_split}
+    check_split(dataset, split, list(by_split))
+    chosen = by_split[split]
+    readable = [name for name in chosen if file_type(name)]
+    if len(readable) < len(chosen) or not chosen:
+        raise UserError(why_there_are_none(dataset, names, ""))
+    unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
+    if unused and not configs:
+        print(f"note: {program.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
+    return builder.config.name, chosen
+
+
+def has_header(card):
+    """Whether a card begins with YAML."""
+    return re.match(r"\ufeff?---\s*\n", card)
+
+
+def config_names(card):
+    """The names of the configs in a card, in its order."""
+    import yaml  # comes with datasets
+
+    header: Any = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
+    with contextlib.suppress(yaml.YAMLError, AttributeError, TypeError, LookupError):
+        return [str(entry["config_name"]) for entry in yaml.safe_load(header[1]).get("configs") or []]
+    return []
+
+
+def why_there_are_none(dataset, names, reason):
+    """A message for a data set without a file that is read here."""
+    ends = {suffix_of(name) for name in names} - {"", ".md", ".json", ".gitattributes"}
+    if ".py" in ends and not any(map(is_table_or_text, names)):
+        return (
+            f"{dataset} has only a script, which must be converted first. Where the hub has done that, its copy is read"
+            f" with --revision {CONVERTED}."
+        )
+    shown = ", ".join(sorted(ends)[:5])
+    if ends & {".png", ".jpg", ".jpeg", ".webp", ".gif", ".wav", ".mp3", ".flac", ".ogg", ".mp4"}:
+        return f"{dataset} has images or sounds ({shown}) and no text column. Use another data set."
+    reason = f" ({program.plain(reason)})" if reason else ""
+    return f"{dataset} has no files that are read here, but {shown or 'none'}{reason}. Give {what_is_read()}."
+
+
+# ----- The hub ------------------------------------------------------------------------------------------
+
+
+def hub_client() -> Any:
+    """The hub's client, with a time-out after which a download that hangs, tried six times, ends within a minute."""
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")
+    import huggingface_hub  # slow to import
+
+    return huggingface_hub
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless `name` can be that of a data set of the hub."""
+    is_path = re.match(r"[.~/\\]", name) or name.endswith("/") or os.path.isfile(name)
+    if is_path or (file_type(name) and name.count("/") != 1 and "://" not in name):
+        raise UserError(
+            f"--dataset {name} is a path, not OWNER/NAME. Your own files are given with --input {name}."
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        advice = what_it_may_be(name) or "It is OWNER/NAME, as the hub shows it."
+        raise UserError(f"{plain_address(name)!r} is not the name of a data set. {advice.strip()}")
+
+
+def find(dataset: str, options: Any, folder: str = "") -> Found:
+    """Ask the hub for the files of a split, by the options of that name; or for all Parquet files in a `folder`."""
+    huggingface_hub = hub_client()
+    config, split, revision = options.config, options.split, options.revision
+    check_name(dataset)
+    api = huggingface_hub.HfApi()
+    if huggingface_hub.is_offline_mode():
+        return find_in_cache(dataset, config, split, revision)
+    info = ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision or None, timeout=TIMEOUT))
+    name, commit = info.id, info.sha or ""
+
+    files = {}
+    for entry in ask(name, revision, lambda: list_tree(huggingface_hub, name, commit, folder)):
+        digest = entry.get("lfs", entry)["oid"]
+        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=name, commit=commit)
+    if folder:
+        return Found(name, commit, config, [files[path] for path in sorted(files) if path.endswith(".parquet")])
+    with tempfile.TemporaryDirectory() as temporary:
+        card = ""
+        if revision == CONVERTED:
+            card = converted_card(files)
+        elif "README.md" in files:
+            card = Path(fetch(files["README.md"], temporary)).read_text(encoding="utf-8", errors="replace")
+        config, chosen = choose_files(name, list(files), card, config, split)
+    return Found(name, commit, config, [files[path] for path in chosen])
+
+
+def list_tree(client, name, commit, folder):
+    """What the hub says of each file of a data set, or of those in a folder of it."""
+    # the client's own list_repo_tree waits for an answer without an end
+    url = f"{client.constants.ENDPOINT}/api/datasets/{name}/tree/{commit}/{folder}".rstrip("/")
+    url += "" if folder else "?recursive=true"
+    entries = []
+    while url:
+        answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
+        client.utils.hf_raise_for_status(answer)
+        entries += answer.json()
+        url = answer.links.get("next", {}).get("url")
+    return [entry for entry in entries if entry["type"] == "file"]
+
+
+def converted_card(names):
+    """A card for the hub's converted branch, which has none: its files are CONFIG/SPLIT/0000.parquet."""
+    places = sorted({tuple(name.split("/")[:2]) for name in names if name.count("/") == 2})
+    lines = ["---", "configs:"]
+    for config in sorted({config for config, _ in places}):
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split in [split for owner, split in places if owner == config]:
+            lines += [f"  - split: {split.removeprefix('partial-')}", f"    path: {config}/{split}/*.parquet"]
+    return "\n".join([*lines, "---", ""])
+
+
+def find_again(meta: dict[str, Any], options: Any, repo: str = "") -> list[Source] | None:
+    """The files that an earlier run found, by its meta.json, if `options` ask for the same: the hub is not asked."""
+    then: dict[str, Any] = {"config": "", "revision": ""} | meta["made_from"] | {"dataset": meta["dataset"]}
+    typed = then | meta.get("asked", {})
+    is_same = all(getattr(options, key) in (then[key], typed[key]) for key in ("dataset", "config", "revision"))
+    if not (is_same and options.split == (then.get("split") or "train") and then["revision"]):
+        return None
+    place = dict(repo=repo or then["dataset"], commit=then["revision"])
+    return [Source(name, size, digest, **place) for name, size, digest in then["sources"]]
+
+
+def find_in_cache(dataset, config, split, revision):
+    """With HF_HUB_OFFLINE: the files of a split in the user's cache."""
+    import huggingface_hub
+
+    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
+    try:
+        folder = huggingface_hub.snapshot_download(**place, local_files_only=True)
+    except (OSError, ValueError):
+        raise UserError(
+            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
+            "--input."
+        ) from None
+    card, commit = Path(folder, "README.md"), os.path.basename(folder)
+    names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    config, chosen = choose_files(dataset, names, text, config, split)
+    print(f"note: HF_HUB_OFFLINE is set: {program.count(len(chosen), 'file')} of {dataset} from the cache.")
+    sources = [Source(name, repo=dataset, commit=commit, path=os.path.join(folder, name)) for name in chosen]
+    return Found(
+        dataset, commit, config, [source._replace(size=os.path.getsize(source.path)) for source in sources]
+    )
+
+
+def ask(dataset, revision, function, file=""):
+    """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, function)
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
+            "hf auth login"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
+        raise UserError(
+            f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
+            f"or log in as one who may read it: hf auth login.{own}"
+        ) from None
+    except errors.RevisionNotFoundError:
+        refs: Any = retry(dataset, HUB_ADVICE, lambda: HfApi().list_repo_refs(dataset, repo_type="dataset"))
+        known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
+        raise UserError(f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}.") from None
+    except errors.EntryNotFoundError:
+        raise UserError(f"{dataset} has no file {file} in revision {revision}. Choose another one.") from None
+
+
+HUB_ADVICE = (
+    "Check the network and run the same command again. Without one, use --dataset python-docs or --input."
+)
+
+
+def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
+    """Call `function()`, which fetches `name`, a second time if it fails and that may pass; `advice` is for the user.
+
+    What the hub refuses for good is raised as it is, for `ask`.
+    """
+    for attempt in (1, 2):
+        begun = time.monotonic()
+        try:
+            return function()
+        except Exception as error:  # the hub's client has renamed its network errors from version to version
+            cause = error.__cause__ if isinstance(error, UserError) else error
+            if cause is None or type(cause).__name__ in REFUSALS:
+                raise
+            response: Any = getattr(cause, "response", None)
+            status = getattr(cause, "code", None) or getattr(response, "status_code", None)
+            number = getattr(cause, "errno", None)
+            if number in program.ADVICE:  # an error from the disk
+                advice, status = program.ADVICE[number], number
+            elif status in (401, 403, 404):
+                advice = "The file is not there, or you may not read it: check the address and your access."
+            if attempt == 2 or status not in (None, *PASSING) or time.monotonic() - begun > PATIENCE:
+                wrong = program.plain(program.first_line(cause))
+                raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
+            time.sleep(RETRY_SECONDS)
+
+
+REFUSALS = "GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"
+
+
+def digest_of(path, kind):
+    """The digest of a file, of the kind that `kind` is: sha256, or git's sha1 of its size and contents."""
+    file: Any
+    with open_regular(path) as file:
+        digest = hashlib.sha256()
+        if len(kind) == 40:
+            digest = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+        return hashlib.file_digest(file, lambda: digest).hexdigest()
+
+
+def is_whole(path, source):
+    """Whether the file at `path` is the source's, by its size and digest, where they are known."""
+    if not os.path.isfile(path) or source.size not in (0, os.path.getsize(path)):
+        return False
+    return len(source.digest) not in (40, 64) or digest_of(path, source.digest) == source.digest
+
+
+def fetch(source: Source, folder: str) -> str:
+    """The path of a source's file: one of this machine, of the user's cache of the hub, or fetched into `folder`."""
+    if source.path or not source.repo:
+        return source.path
+    huggingface_hub = hub_client()
+    place: Any = dict(repo_id=source.repo, filename=source.name, repo_type="dataset", revision=source.commit)
+    cached: Any = huggingface_hub.try_to_load_from_cache(**place)
+    for path in (cached, os.path.join(folder, source.name)):
+        if isinstance(path, str) and is_whole(path, source):
+            return path
+
+    def load():
+        # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=TIMEOUT)
+        path = huggingface_hub.hf_hub_download(**place, local_dir=folder)
+        if not is_whole(path, source):
+            os.remove(path)
+            raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
+        return path
+
+    return ask(source.repo, source.commit, load, source.name)
+
+
+class Downloads:
+    """The files of a data set in order: those of the hub are fetched into a folder, one ahead of the one being read."""
+
+    def __init__(self, sources: list[Source], folder: str, first: int = 0, ahead: bool = True):
+        self.sources, self.folder, self.first, self.ahead = sources, folder, first, ahead
+
+    def __iter__(self) -> Iterator[tuple[int, Source]]:
+        """Yield (number, source with the path of its file) from the first one on."""
+        with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
+            coming = None
+            for number in range(self.first, len(self.sources)):
+                source = self.sources[number]
+                path = coming.get() if coming else fetch(source, self.folder)
+                if self.ahead and number + 1 < len(self.sources):
+                    coming = pool.apply_async(fetch, (self.sources[number + 1], self.folder))
+                yield number, source._replace(path=path)
+
+    def remove_before(self, number: int) -> None:
+        """Remove the files before this one, which will not be read again; those of the user stay."""
+        for source in self.sources[self.first : number]:
+            if not source.path:
+                Path(self.folder, source.name).unlink(missing_ok=True)
+        self.first = max(self.first, number)
+
+    def close(self) -> None:
+        remove_folder(self.folder)
+
+
+def download(url: str, path: str, digest: str, advice: str) -> None:
+    """Download `url` to `path`, whole or not at all: with this digest. `advice` is what to do if that fails."""
+
+    def attempt():
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+            # not before: a download that cannot begin leaves nothing
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with atomic_write(path) as file:
+                shutil.copyfileobj(response, file)
+                file.flush()
+                if digest_of(file.name, digest) != digest:
+                    raise ConnectionError(f"the {file.tell():,} bytes that came are not those of the file")
+
+    retry(url, advice, attempt)
