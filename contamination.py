@@ -22,13 +22,13 @@ class Options:
 if __name__ == "__main__":
     program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
+import functools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 import tokenizer
@@ -38,7 +38,7 @@ from plumbing.shards import check_meta, num_parts_of, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
-TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and needs an exact check
+TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and is looked up
 BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache
 
 
@@ -83,56 +83,41 @@ def ngram_hashes(tokens):
     return hashes
 
 
-class NgramIndex:
-    """All distinct n-grams of NGRAM tokens in some texts; `ngram_ids` has the one at each position of each text."""
-
-    def __init__(self, texts):
-        ngrams = np.concatenate([sliding_window_view(tokens, NGRAM) for tokens in texts])
-        hashes = np.concatenate([ngram_hashes(tokens) for tokens in texts])
-        self.hashes, first, self.ngram_ids = np.unique(hashes, return_index=True, return_inverse=True)
-        self.ngrams = ngrams[first]  # (distinct n-grams, NGRAM)
-        collides = self.ngrams[self.ngram_ids] != ngrams
-        assert not collides.any(), "choose another HASH_MULTIPLIER"
-        self.shift = np.uint64(64 - TABLE_BITS)
-        self.table = np.zeros(2**TABLE_BITS, bool)
-        self.table[self.hashes >> self.shift] = True
-
-    def search(self, shard, following):
-        """{n-gram: (shard, position)} of the n-grams that begin in a shard; they may end in the `following` one."""
-        found = {}
-        length = BLOCK + NGRAM - 1
-        for start in range(0, len(shard), BLOCK):
-            tokens = shard.read(start, length)
-            if following and len(tokens) < length:
-                tokens = np.append(tokens, following.read(0, NGRAM - 1))
-            hashes = ngram_hashes(tokens)
-            # the table of flags lets few positions pass; their tokens are compared with the nearest hash's
-            positions = np.flatnonzero(self.table[hashes >> self.shift])
-            nearest = np.searchsorted(self.hashes[:-1], hashes[positions])
-            candidates = tokens[positions[:, None] + np.arange(NGRAM)]
-            same = (candidates == self.ngrams[nearest]).all(axis=1)
-            matches = zip(nearest[same].tolist(), positions[same].tolist())
-            for ngram, position in matches:
-                found.setdefault(ngram, (shard, start + position))
-        return found
+def first_bits(hashes):
+    return hashes >> np.uint64(64 - TABLE_BITS)
 
 
-def longest_overlaps(examples, index, found):
+def search(shard, following, wanted, table):
+    """{hash: (shard, position)} of the `wanted` n-grams that begin in a shard; they may end in the `following` one.
+
+    wanted: their hashes, sorted; table: whether one of them begins with these TABLE_BITS, which lets few others pass.
+    """
+    found = {}
+    length = BLOCK + NGRAM - 1
+    for start in range(0, len(shard), BLOCK):
+        tokens = shard.read(start, length)
+        if following and len(tokens) < length:
+            tokens = np.append(tokens, following.read(0, NGRAM - 1))
+        hashes = ngram_hashes(tokens)
+        positions = np.flatnonzero(table[first_bits(hashes)])
+        hashes = hashes[positions]
+        same = wanted[np.searchsorted(wanted[:-1], hashes)] == hashes
+        for match, position in zip(hashes[same].tolist(), positions[same].tolist()):
+            found.setdefault(match, (shard, start + position))
+    return found
+
+
+def longest_overlaps(examples, found):
     """{line number: (length, shard, position, tokens)} of each example's longest stretch of n-grams in `found`."""
-    longest, ngrams = {}, iter(index.ngram_ids.tolist())
+    longest = {}
     for number, tokens in examples:
-        stretch = []  # the n-grams in `found` up to the present one
-        for end in range(NGRAM, len(tokens) + 1):
-            ngram = next(ngrams)
+        ngrams = ngram_hashes(tokens).tolist()
+        start = 0  # of the present stretch
+        for i, ngram in enumerate(ngrams):
             if ngram not in found:
-                stretch = []
-                continue
-            stretch.append(ngram)
-            length = NGRAM - 1 + len(stretch)
-            best, *_ = longest.get(number, [0])
-            if length > best:
-                shard, position = found[stretch[0]]
-                longest[number] = length, shard, position, tokens[end - length : end]
+                start = i + 1
+            elif i + NGRAM - start > longest.get(number, [0])[0]:
+                longest[number] = i + NGRAM - start, *found[ngrams[start]], tokens[start : i + NGRAM]
     return longest
 
 
@@ -146,29 +131,31 @@ def report(folder, path, num_proc=0):
     check_meta(folder, shards)
     enc = tokenizer.folder_encoding(folder)
     examples = read_examples(path, enc)
-    texts = [tokens for _, tokens in examples if len(tokens) >= NGRAM]
-    if not texts:
+    if all(len(tokens) < NGRAM for _, tokens in examples):
         raise UserError(
             f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval."
         )
     num_examples = len({number for number, _ in examples})
-    print(f"{program.plain(path)}: {num_examples:,} examples")
-    print(f"{program.plain(folder)}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
+    print(f"{path}: {num_examples:,} examples")
+    print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
-    index, found = NgramIndex(texts), {}
+    wanted = np.unique(np.concatenate([ngram_hashes(tokens) for _, tokens in examples]))
+    table, found = np.zeros(2**TABLE_BITS, bool), {}
+    table[first_bits(wanted)] = True
+    find = functools.partial(search, wanted=wanted, table=table)
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
-        results = executor.map(index.search, shards, [*shards[1:], None])
+        results = executor.map(find, shards, [*shards[1:], None])
         for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
-    longest = longest_overlaps(examples, index, found)
+    longest = longest_overlaps(examples, found)
     lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
     print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
     for number in sorted(lengths, key=lambda number: lengths[number], reverse=True)[:10]:
         length, shard, position, tokens = longest[number]
         text = enc.decode(tokens)[:150]
-        place = f"{program.plain(shard.path.name)} at {position:,}"
+        place = f"{shard.path.name} at {position:,}"
         print(f"  line {number}: {length} tokens, the first {NGRAM} of them in {place}: {text!r}")
     return lengths
 

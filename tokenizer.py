@@ -21,7 +21,7 @@ from plumbing import flags, program
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # files, folders, globs or URLs to learn from, as fineweb.py takes them
+    input: tuple[str, ...] = ()  # files, folders or globs to learn from, as fineweb.py takes them
     # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
     out: str = ""
     vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
@@ -35,17 +35,17 @@ if __name__ == "__main__":
 
 import base64
 import hashlib
+import heapq
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from plumbing import documents, shards
+from plumbing import documents, shards, sources
 from plumbing.files import atomic_write, check_new_output, open_regular
 from plumbing.program import UserError
 
@@ -63,9 +63,10 @@ PATTERNS = {
     "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# tiktoken's faster equivalent of GPT-2's pattern; Hugging Face's engine, where `$` differs, needs the one above
+# tiktoken's faster equivalent of GPT-2's pattern; in Hugging Face's engine, `$` differs
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
+FOR_HUGGINGFACE = {FAST_GPT2: PATTERNS["gpt2"], BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
 
 # ----- Opening a tokenizer, by its name or with a folder of shards --------------------------------------
 
@@ -79,13 +80,9 @@ def get_encoding(name_or_path):
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
     if name == "gpt2":
-        try:
-            return tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is a ValueError
-            raise UserError(
-                f"GPT-2's tokenizer is not in tiktoken's cache, and its download failed ({type(error).__name__}). "
-                "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
-            ) from None
+        advice = "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
+        # tiktoken pins the vocabulary by its hash
+        return sources.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
     if not name.endswith(".tiktoken") and not os.path.exists(name):
         raise UserError(
             f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
@@ -285,26 +282,15 @@ def byte_chars():
     return dict(zip(own_first, chars))
 
 
-def huggingface_model(pat_str, vocab=None, merges=None):
-    """Make a byte-level BPE `tokenizers.Tokenizer` that splits by `pat_str`; untrained without vocab and merges."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    if pat_str != BYTES:
-        pattern = PATTERNS["gpt2"] if pat_str == FAST_GPT2 else pat_str
-        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
-    model.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    model.decoder = decoders.ByteLevel()
-    return model
-
-
 def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
     """Train byte-level BPE to `vocab_size` ids, special tokens included; fewer if the text runs out of pairs."""
-    from tokenizers import trainers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
-    model = huggingface_model(pat_str)
+    model = Tokenizer(models.BPE())
+    as_chars: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split: Any = pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, as_chars])
     char_bytes = {char: byte for byte, char in byte_chars().items()}
     special_tokens = list(dict.fromkeys([EOT, *special_tokens]))
     trainer = trainers.BpeTrainer(
@@ -327,27 +313,43 @@ def digest(enc):
 
 def last_merge(token, ranks):
     """Return the last merge that produces `token`: b"the" -> [b"t", b"he"] if "he" was merged before "th"."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        merges = [ranks.get(a + b, MAX_VOCAB) for a, b in zip(parts, parts[1:])]
-        i = merges.index(min(merges))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
+    ends = list(range(1, len(token) + 1))  # of the part that begins at each place, 0 if none does
+    begins = list(range(-1, len(token) - 1))  # of the part before the one that begins at each place
+    pairs = []  # a heap of (rank, begin, end) of two neighbors; some were merged with others since
+    num_parts = len(token)
+
+    def push(begin):
+        end = ends[begin]
+        if end < len(token):
+            stop = ends[end]
+            heapq.heappush(pairs, (ranks.get(token[begin:stop], MAX_VOCAB), begin, end, stop))
+
+    for begin in range(len(token)):
+        push(begin)
+    while num_parts > 2:
+        _, begin, middle, stop = heapq.heappop(pairs)
+        if ends[begin] != middle or ends[middle] != stop:
+            continue
+        ends[begin], ends[middle] = stop, 0
+        num_parts -= 1
+        if stop < len(token):
+            begins[stop] = begin
+        push(begin)
+        if begin:
+            push(begins[begin])
+    return [token[: ends[0]], token[ends[0] :]] if num_parts == 2 else [token]
 
 
 def read_texts(patterns, text_column):
     """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
     is_empty = True
-    for source in documents.list_inputs(patterns):
-        with tempfile.TemporaryDirectory() as folder:
-            for piece in documents.read_pieces(documents.fetch(source, folder), text_column):
-                if piece.text:
-                    is_empty = False
-                    yield whole_characters(piece.text)
+    for source in sources.list_inputs(patterns):
+        for piece in documents.read_pieces(source, text_column):
+            if piece.text:
+                is_empty = False
+                yield whole_characters(piece.text)
     if is_empty:
-        raise UserError(
-            f"There is no text in {', '.join(map(documents.public_name, patterns))}. Check the files and --text-column."
-        )
+        raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
 def check_options(options):
@@ -378,7 +380,7 @@ def main(args=None):
     enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
-    inputs = (f"./{name}" if name[0] == "-" else documents.public_name(name) for name in options.input)
+    inputs = (f"./{name}" if name[0] == "-" else name for name in options.input)
     command = ["python", "fineweb.py", ("--input", *inputs), ("--tokenizer", options.out)]
     if column != "text":
         command.append(("--text-column", column))

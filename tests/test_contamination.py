@@ -49,13 +49,18 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
         texts[i + 2]["text"] += f" {part} {nonsense(rng, words, 9)}"
     almost = enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12])  # twelve are too few
     texts[1]["text"] += f"{almost} ~ {nonsense(rng, words, 9)}"
-    path, evaluation = write_lines(tmp_path / "a.jsonl", texts), write_lines(tmp_path / "eval.jsonl", examples)
-    # shards of 20 tokens: most of the planted runs begin in one shard and end in another
-    for name, source, size in (("one", path, 10**6), ("many", path, 20), ("clean", clean, 10**6)):
-        options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size)
-        folder = prepare(Options(input=(source,), out_dir=str(tmp_path / name), **options))
+    paths = [write_lines(tmp_path / f"{i}.jsonl", texts[i::2]) for i in range(2)]
+    evaluation = write_lines(tmp_path / "eval.jsonl", examples)
+    # shards of 20 tokens: most of the planted runs begin in one shard and end in another of the same part
+    whole, parts = {"": "*.npy"}, {"0/2": "*[02468].npy", "1/2": "*[13579].npy"}
+    cases = [("one", paths, 10**6, whole), ("many", paths, 20, whole), ("parts", paths, 20, parts)]
+    for name, inputs, size, patterns in [*cases, ("clean", [clean], 10**6, whole)]:
+        options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size, out_dir=str(tmp_path / name))
+        for part in patterns:
+            folder = prepare(Options(input=tuple(inputs), part=part, **options))
         found = contamination.report(folder, evaluation)
-        assert set(found) == naive_contamination(examples, read(folder).tolist(), enc)
+        tokens = [read(folder, pattern).tolist() for pattern in patterns.values()]
+        assert set(found) == set().union(*(naive_contamination(examples, part, enc) for part in tokens))
         assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
     capsys.readouterr()
     (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
@@ -84,7 +89,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
 
 
 def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys):
-    np.save(tmp_path / "x_val_000000.npy", np.frombuffer(b"the same fourteen letters", np.uint8).astype(np.uint16))
+    for name, text in {"x_val_000000": b"the same fou", "x_train_000001": b"rteen letters"}.items():
+        np.save(tmp_path / f"{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
     assert contamination.report(tmp_path, evaluation) == {1: 18}
