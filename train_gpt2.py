@@ -15,9 +15,9 @@
     baby          nanoGPT's 10M shape, on bytes, for one GPU or a patient laptop
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
-A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines),
-model_<step>.pt (checkpoints) and, at the end, hf/ (the model in Hugging Face format). Repeating the command
-continues a run that was stopped or killed, or crashed, even on a different number of GPUs.
+A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines), a copy
+of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). Repeating the
+command continues a run that was stopped or killed, or crashed, even on a different number of GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -29,7 +29,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from plumbing import flags, program
@@ -38,8 +38,19 @@ from plumbing import flags, program
 
 
 @dataclasses.dataclass
-class TrainConfig:
-    """All settings of a run. Each is a flag, and its comment is the help text."""
+class GPTConfig:
+    """What defines a model: it is saved with the weights. Each field is a flag, too, and its comment the help text."""
+
+    block_size: int = 1024  # longest sequence: the number of position embeddings
+    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # attention heads per block
+    n_embd: int = 768  # channels of the residual stream
+
+
+@dataclasses.dataclass
+class TrainConfig(GPTConfig):
+    """All settings of a run: those of its model, and these."""
 
     # the defaults of all other flags, as listed above
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "baby", "chat"] = (
@@ -52,17 +63,12 @@ class TrainConfig:
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     seed: int = 1337  # seed of the weights, data order and samples
+    dry_run: bool = False  # say what the run will do and cost, and end before its first step; nothing is written
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     # auto: bfloat16 where the device is fast at it, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with the
     # output layer in float8. Runs on different numbers of ranks differ by rounding, least in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
-    # the model
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # attention heads per block
-    n_embd: int = 768  # channels of the residual stream
-    block_size: int = 1024  # longest sequence: the number of position embeddings
-    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # the batch: total_batch_size = batch_size * sequence_length * ranks * micro-steps
     batch_size: int = 64  # B, at most this many sequences per rank and micro-step; lowered until they fit
@@ -71,10 +77,10 @@ class TrainConfig:
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     # the schedule
-    max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step)
+    max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step); 0: evaluate only
     passes: float = 0.0  # passes over the training data, in place of --max-steps; 0: --max-steps counts
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
-    max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's)
+    max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, of what is not in its groups
     min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay to 0
     decay_fraction: float = 0.7  # wsd: share of max_steps that decays; 0: constant
@@ -84,7 +90,7 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW: decay rate of the first moment
     beta2: float = 0.95  # AdamW: decay rate of the second moment
     grad_clip: float = 1.0  # clip the gradient norm to this; 0: no clipping
-    muon_lr: float = 0.02  # Muon: peak learning rate
+    muon_lr: float = 0.02  # Muon: peak learning rate of the blocks' matrices, most of the parameters
     muon_momentum: float = 0.95  # Muon: warmed up from 0.85 over 300 steps
     muon_weight_decay: float = 0.01  # Muon: weight decay
     # evaluation and output, every so many steps and after the last one; 0: never
@@ -94,13 +100,14 @@ class TrainConfig:
     hellaswag_limit: int = 0  # examples to score; 0: all
     hellaswag_data: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples; downloaded if missing
     sample_every: int = 250  # steps between samples
-    # text that the samples continue, or answer
-    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"
+    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"  # what samples continue
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are kept for good
     keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
     wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project in which to mirror the log
+    # the model; these settings cannot change once it has weights
+    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
 
 
 # fmt: off
@@ -108,31 +115,44 @@ PRESETS = {
     # GPT-2's four sizes with GPT-3's learning rates; B is chosen for 80 GB and halved until it fits
     "gpt2": TrainConfig(),
     "gpt2-medium": TrainConfig(
-        "gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
+        preset="gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": TrainConfig(
-        "gpt2-large", n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
-    "gpt2-xl": TrainConfig("gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
+        preset="gpt2-large", n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
+    "gpt2-xl": TrainConfig(
+        preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
     # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
     "speedrun": TrainConfig(
-        "speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
+        preset="speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
     "quickstart": TrainConfig(
-        "quickstart", data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ",
+        preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ",
         n_layer=4, n_head=4, n_embd=128, block_size=128,
         batch_size=16, sequence_length=128, total_batch_size=2048,
         max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3, min_lr=4e-4,
         optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, checkpoint_every=200, keep_best=True),
     "baby": TrainConfig(
-        "baby", data="python_docs", out_dir="log/baby", sample_prompt="The ", hellaswag_every=0, keep_best=True,
+        preset="baby", data="python_docs", out_dir="log/baby", sample_prompt="The ", hellaswag_every=0, keep_best=True,
         n_layer=6, n_head=6, n_embd=384, block_size=256, sequence_length=256, total_batch_size=2**14,
         max_steps=1000, warmup_steps=50, schedule="wsd", max_lr=2e-3, optimizer="muon", val_tokens=2**17),
     "chat": TrainConfig(
-        "chat", data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
+        preset="chat", data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
         batch_size=32, total_batch_size=2**17, keep_best=True,
         max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5),
 }
 # fmt: on
+
+
+def complaints(c: TrainConfig) -> Iterator[str]:
+    """A sentence for each thing that is wrong with the model's settings, apart from single numbers."""
+    if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
+        divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
+        heads = min(divisors, key=lambda n: abs(n - c.n_head))
+        width = max(1, round(c.n_embd / c.n_head)) * c.n_head
+        yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
+    if c.sequence_length > c.block_size:
+        longer = "" if c.init_from or c.branch_from else ", or raise --block-size"
+        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it{longer}."
 
 
 def parse_args(args: Sequence[str] | None = None, **inherited: Any) -> TrainConfig:
@@ -148,7 +168,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -156,21 +175,13 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import hellaswag
 import tokenizer
-from plumbing import checkpoint, distributed, kernels, machine, runs, settings, shards, trial
-from plumbing.kernels import KVCache
+from plumbing import checkpoint, distributed, huggingface, kernels, machine, runs, settings, shards, trial
+from plumbing.account import print_account
+from plumbing.program import UserError
 
 # ----- Model --------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass
-class GPTConfig:
-    """The five numbers that define the shape of a GPT-2."""
-
-    block_size: int = 1024  # longest sequence
-    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+IGNORE_INDEX = -100  # targets that are excluded from the loss
 
 
 class CausalSelfAttention(nn.Module):
@@ -179,7 +190,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value in one matmul
+        self.c_attn: Any = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value in one matmul
+        self.c_attn.weight.parts = [config.n_embd] * 3  # their rows, for Muon: each part is a matrix of its own
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, attn_mask=None, cache=None):
@@ -191,7 +203,7 @@ class CausalSelfAttention(nn.Module):
         k = k.view(heads).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(heads).transpose(1, 2)  # (B, nh, T, hs)
         if cache:
-            k, v = cache.update(self, k, v)  # (B, nh, S, hs)
+            k, v = cache.update(k, v)  # (B, nh, S, hs)
         # subtle: with a cache, T is 1 (the new token attends to everything) or S (the prompt: ordinary causal mask)
         options: dict[str, Any] = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
         if not x.is_cpu:
@@ -229,17 +241,14 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x).to(x.dtype))
 
 
-IGNORE_INDEX = -100  # targets that are excluded from the loss
-
-
 class GPT(nn.Module):
     """GPT-2 with the parameter names of transformers' GPT2LMHeadModel, so that the state dicts map key by key."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        # how a run computes, which does not belong to the model: fit_to_machine sets these
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
-        self.residual_dtype = torch.float32  # dtype of the residual stream
         self.float8_lm_head = False  # output layer in float8 when only the loss is needed
         self.transformer: Any = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -250,6 +259,8 @@ class GPT(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
         # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
+            if parameter._version != 1:  # torch's layers write to theirs once: this one was set on purpose
+                continue
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif name.endswith("c_proj.weight"):
@@ -262,21 +273,28 @@ class GPT(nn.Module):
         """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
         pos: position ids (B, T), default 0, 1, 2, ..., counted on from the cache; attn_mask: (B, 1, T, T), True where a
-        token may attend, default causal; cache: a KVCache of the tokens before idx.
+        token may attend, default causal; cache: a kernels.KVCache of the tokens before idx.
         """
         if pos is None:
-            start = cache.length if cache else 0
-            pos = torch.arange(start, start + idx.size(1), device=idx.device)
+            start, T = cache.length if cache else 0, idx.size(1)
+            assert start + T <= self.config.block_size, f"{start + T} tokens are more than block_size"
+            pos = torch.arange(start, start + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        x = x.to(self.residual_dtype)
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            x = x.bfloat16()  # autocast leaves the residual stream in float32: twice the memory traffic
         for block in self.transformer.h:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = recompute_in_backward(block, x, attn_mask, cache, use_reentrant=False)
             else:
                 x = block(x, attn_mask, cache)
         if cache:
-            cache.length += idx.size(1)
+            cache.advance(idx.size(1))
         return self.transformer.ln_f(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Map hidden states (..., C) to logits (..., vocabulary), for training, sampling and HellaSwag alike."""
+        return self.lm_head(x)
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, return_logits: bool = True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
@@ -286,17 +304,13 @@ class GPT(nn.Module):
         """
         x = self.hidden_states(idx)
         if targets is None:
-            return self.lm_head(x), None
+            return self.logits(x), None
+        # FasterLoss changes how this is computed, but not what: see plumbing/kernels.py
+        with kernels.FasterLoss(float8=self.float8_lm_head and not return_logits):
+            logits = self.logits(x.flatten(0, 1))  # (B * T, vocabulary)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        # what else a model is to learn belongs under `if self.training`: the validation loss is compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if self.float8_lm_head and not return_logits:
-            loss = kernels.linear_cross_entropy(x, self.lm_head.weight, targets, IGNORE_INDEX)
-            return None, loss / num_targets
-        logits = self.lm_head(x)
-        if x.is_cpu and not return_logits:
-            return None, kernels.cross_entropy_on_cpu(logits, targets, IGNORE_INDEX) / num_targets
-        # float32, because near 11 a bfloat16 loss has a resolution of only 0.06
-        loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
         return logits.view(*idx.shape, -1) if return_logits else None, loss / num_targets
 
     @torch.no_grad()
@@ -306,31 +320,32 @@ class GPT(nn.Module):
         temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled.
         """
         block_size = self.config.block_size
-        cache = KVCache(min(block_size, idx.size(1) + max_new_tokens))
+        max_len = min(block_size, idx.size(1) + max_new_tokens)
+        cache = kernels.KVCache(max_len)
         for _ in range(max_new_tokens):
             with machine.disable_cudnn_attention():  # the number of keys grows with every token
-                if idx.size(1) <= block_size:
+                if idx.size(1) <= block_size and kernels.uses_cache(self, idx, max_len):
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
-                else:  # every token has a new position: nothing cached is valid
+                else:  # past block_size every token has a new position: nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
-            logits = self.lm_head(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
+            logits = self.logits(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
             next_ids = sample_ids(logits / temperature, **sampling) if temperature else logits.argmax(-1)
             idx = torch.cat([idx, next_ids[:, None]], 1)
             yield next_ids
 
     @classmethod
-    def from_state(cls, shape: dict[str, int], weights: dict[str, torch.Tensor]) -> "GPT":
-        """Make a GPT from GPTConfig's fields, `shape`, and the state dict `weights`, whose tensors are not copied."""
-        with torch.device("meta"):  # allocate no memory for weights that are replaced at once
-            model = cls(GPTConfig(**shape))
+    def from_state(cls, config: GPTConfig, weights: dict[str, torch.Tensor]) -> "GPT":
+        """Make a GPT as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly."""
+        with checkpoint.SkipInit():
+            model = cls(config)
         checkpoint.load_weights(model, weights)
-        model.lm_head.weight = model.transformer.wte.weight  # loading the two has untied them
         return model
 
     @classmethod
     def from_pretrained(cls, name_or_directory: str) -> "GPT":
         """Load a GPT-2 from the hub (gpt2, gpt2-xl, ...) or from a Hugging Face folder."""
-        return cls.from_state(*checkpoint.load_huggingface(name_or_directory))
+        settings, weights = huggingface.load_huggingface(name_or_directory)
+        return cls.from_state(GPTConfig(**settings), weights)
 
 
 def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
@@ -351,8 +366,10 @@ def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
 
 def load_model(source):
     """Load (GPT, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest checkpoint."""
-    shape, weights, enc = checkpoint.load_model_state(source)
-    return GPT.from_state(shape, weights), enc
+    saved = checkpoint.load_saved_model(source, GPTConfig)
+    model = GPT.from_state(checkpoint.make_config(GPTConfig, saved.settings), saved.weights)
+    checkpoint.check_num_ids(model.config.vocab_size, saved.enc)
+    return model.eval(), saved.enc
 
 
 # ----- Data ---------------------------------------------------------------------------------------------
@@ -450,13 +467,6 @@ class DataLoaderLite:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
         return x, y
 
-    def count_targets(self, num_windows: int) -> int:
-        """Count the targets in the next num_windows windows of the global order, over all ranks."""
-        if not self.masks:
-            return num_windows * self.T
-        masks = self.read_windows(self.masks, self.position + np.arange(num_windows))
-        return max(1, int(masks[:, 1:].sum()))
-
 
 # ----- Schedules and optimizers -------------------------------------------------------------------------
 
@@ -514,7 +524,9 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         """One update; every rank must call it, because the ranks share the orthogonalization."""
         for group in self.param_groups:
-            params = group["params"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
             for p in params:
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
@@ -525,57 +537,45 @@ class Muon(torch.optim.Optimizer):
             rows, cols = params[0].shape
             rows //= group["split"]
             matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
-            matrices = self.orthogonalize_over_ranks(matrices).float()
+            matrices = distributed.map_over_ranks(orthogonalize, matrices).float()
             updates = matrices.view(len(params), -1, cols).unbind()  # one per parameter
             # rows > cols: an orthogonal update changes outputs by only sqrt(cols / rows) as much as a square one
             scale = max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
-    @staticmethod
-    def orthogonalize_over_ranks(matrices):
-        """Orthogonalize a batch of matrices, each rank its share, and all-gather the results."""
-        if not dist.is_initialized():
-            return orthogonalize(matrices)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        per_rank = math.ceil(len(matrices) / world_size)
-        padded = F.pad(matrices, (0, 0, 0, 0, 0, per_rank * world_size - len(matrices)))
-        local = orthogonalize(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
-        gathered = local.new_empty(padded.shape)
-        dist.all_gather_into_tensor(gathered, local)
-        return gathered[: len(matrices)]
-
 
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
     optimizers: list[torch.optim.Optimizer] = []
-    with_muon = set()
-    if config.optimizer == "muon":
-        blocks, groups = model.transformer.h, []
-        for name, parameter in blocks[0].named_parameters():
-            if parameter.dim() == 2:
-                matrices = [block.get_parameter(name) for block in blocks]
-                groups.append({"params": matrices, "split": 3 if "c_attn" in name else 1})
-                with_muon.update(matrices)
-        optimizers = [Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
+    muon_groups = {}  # by shape: matrices that are updated together
+    for p in model.transformer.h.parameters() if config.optimizer == "muon" else ():
+        if p.dim() == 2:
+            parts = getattr(p, "parts", [])
+            split = len(parts) if {len(p)} == {len(parts) * rows for rows in parts} else 1
+            muon_groups.setdefault((p.shape, split), {"params": [], "split": split})["params"].append(p)
+    if muon_groups:
+        matrices = list(muon_groups.values())
+        optimizers = [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
+    with_muon = {p for group in muon_groups.values() for p in group["params"]}
     rest = [p for p in model.parameters() if p not in with_muon]  # tied weights appear once
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
     ]
     betas = (config.beta1, config.beta2)
-    fused = rest[0].device.type in ("cuda", "cpu")
+    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in rest)
     optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
     return optimizers
 
 
 def apply_schedules(optimizers, step, config):
-    """Set this step's learning rates and momentum in the optimizers; return the learning rate."""
+    """Set this step's learning rates, each a share of its group's own, and Muon's momentum; return max_lr's share."""
     lr = get_lr(step, config)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * optimizer.defaults["lr"] / config.max_lr
-            if "momentum" in group:  # warmup: early on there are few gradients to average over
+            group["lr"] = lr * group.setdefault("initial_lr", group["lr"]) / config.max_lr
+            if isinstance(optimizer, Muon):  # warmup: early on there are few gradients to average over
                 group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / 300)
     return lr
 
@@ -584,7 +584,7 @@ def apply_schedules(optimizers, step, config):
 
 
 def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world):
-    """(mean loss, bits per byte of text) over the first num_windows windows of the validation split, on every rank.
+    """(mean loss, bits per byte of text) over num_windows windows of the validation split, the same ones on all ranks.
 
     None if a rank has received one of the `signals` to stop. Bits per byte can be compared between tokenizers. Grad
     mode stays enabled, though there is no backward pass, so that the graph compiled for training is reused.
@@ -640,82 +640,94 @@ def is_due(step, every, max_steps):
     return every > 0 and (step % every == 0 or step == max_steps)
 
 
-def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, signals, world):
+def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, signals, world, scalars=None):
     """One optimizer step on the next num_windows windows, in micro-batches of at most loader.B windows per rank.
 
     Returns (loss, gradient norm, whether any rank has received one of the `signals` to stop). The loss is the mean over
     all targets of the step. Raises UserError, on all ranks and before the update, if loss or norm is not finite.
     """
-    position = loader.position
-    # each rank reads the masks of the whole step: its first backward pass needs the count, before any all-reduce
-    num_targets = loader.count_targets(num_windows)
+    start = loader.position
+    # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
+    machine.seed_random_numbers(np.random.SeedSequence([config.seed, step, world.rank]).generate_state(1)[0])
+    all_targets = num_windows * loader.T  # of the step, unless a mask leaves some out
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
-    losses = []
+    losses, counts = [], []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
         last = micro_step == grad_accum_steps - 1  # only its backward pass all-reduces the gradients
         with contextlib.nullcontext() if last else world.no_sync(model):
             with world.autocast():
                 _, loss = model(x, y, return_logits=False)
-            # micro-batches with 10 and 30 targets weigh 1/4 and 3/4, so that their sum is the mean over the step's
+            # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
             # targets; times the world size, because DDP averages over the ranks
-            loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
+            num_targets = (y != IGNORE_INDEX).sum()
+            loss = loss * (num_targets * world.size / all_targets)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
+        counts.append(num_targets)
     losses = torch.stack(losses)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     # besides DDP's, one all-reduce and one copy to the host per step (float16 adds copies, Muon's step all-gathers)
-    sums = world.all_reduce_sum(torch.stack([losses.sum(), torch.full_like(norm, len(signals))]))
-    loss, norm, num_signals = torch.stack([sums[0] / world.size, norm, sums[1]]).tolist()
+    sums = torch.stack([losses.sum(), torch.stack(counts).sum(), torch.full_like(losses[0], len(signals))])
+    loss_sum, num_targets, num_signals = world.all_reduce_sum(sums)
+    correction = all_targets / num_targets.clamp(min=1)  # exactly 1 if no targets were left out
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) * correction
+    clip = ((config.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(gradients, clip * correction)
+    scalars = {} if scalars is None else scalars
+    # a tensor of one number put here is a stream of log.txt: scalars["wte"] = next(model.parameters()).norm()
+    values = torch.stack([correction * loss_sum / world.size, norm, num_signals, *scalars.values()]).tolist()
+    loss, norm, num_signals = values[:3]
+    scalars.update(zip(scalars, values[3:]))
     # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
     overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-        all_losses = torch.tensor(world.gather(losses.tolist())).T.flatten()  # in the order of the micro-batches
-        bad = (~all_losses.isfinite()).nonzero().flatten().tolist() or range(len(all_losses))
-        windows = [position + number * B + row for number in bad for row in range(B)]
-        raise runs.diverged(config, step, loss=loss, norm=norm, loader=loader, windows=windows[:4])
-    for optimizer in optimizers:
-        if not overflow:
-            scaler.step(optimizer)
-        optimizer.zero_grad()
+        batch_losses = world.gather(losses.tolist())  # per rank, of its micro-batches
+        raise runs.diverged(config, step, loss, norm, loader=loader, start=start, B=B, batch_losses=batch_losses)
+    for optimizer in optimizers if not overflow else ():
+        scaler.step(optimizer)
+    model.zero_grad()
     scaler.update()
+    world.share_buffers(model)
     # a single rank also counts the signals that it has received since the sum
     return loss, norm, num_signals > 0 or (world.size == 1 and len(signals) > 0)
 
 
 def load_data(config, world):
     """Load and check a run's (train_loader, val_loader, tokenizer)."""
-    if config.data == PRESETS["quickstart"].data:
+    if config.data == PRESETS["quickstart"].data and not config.dry_run:
         import fineweb  # only these data are made here; existing shards are reused
 
         corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
         world.broadcast_from_master(fineweb.prepare, corpus)
-    B, T, ranks, device = config.batch_size, config.sequence_length, (world.rank, world.size), world.device
-    order = dict(seed=config.seed, shuffle=config.shuffle)
-    train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, device=device, **order)
-    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, device=device)
+    B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
+    order = dict(shuffle=config.shuffle, device=world.device)
+    train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, seed=config.seed, **order)
+    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, **order)  # always the same sample
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc=enc, step_tokens=config.total_batch_size)
     return train_loader, val_loader, enc
 
 
-def load_or_make_model(config, enc, fingerprints, *, world):
-    """(model, start): the model with its first weights, and the runs.Start that says what the run begins with."""
-    find = runs.find_start, config, PRESETS[config.preset], enc, fingerprints
-    start = world.broadcast_from_master(*find, has_tensors=True)
-    if start.checkpoint:
-        model = GPT.from_state(*checkpoint.model_state(start.checkpoint))
-    elif start.weights:
-        model = GPT.from_state(*start.weights)
-    else:
-        vocab_size = config.vocab_size or checkpoint.padded_vocab_size(enc)
-        model = GPT(GPTConfig(config.block_size, vocab_size, config.n_layer, config.n_head, config.n_embd))
-    checkpoint.check_vocab_size(model.config.vocab_size, enc)
-    return model, start
+def load_or_make_model(config, start, world):
+    """The model with its first weights: new ones, or those in the runs.Start `start`."""
+    if not start.model:
+        trial.check_memory(lambda: GPT(config), world.device)
+        machine.seed_random_numbers(config.seed)
+        return GPT(config)
+    then, weights = start.model
+    then = checkpoint.make_config(GPTConfig, then)
+    for name in ("n_layer", "n_head", "n_embd", "block_size"):
+        given, has = getattr(config, name), getattr(then, name)
+        if given > has or (given < has and name != "block_size"):
+            raise UserError(f"{flags.flag_of(name)} is {given}, but {config.init_from} has {has}. Leave it out.")
+    # fine-tuning may take more ids, and shorter sequences
+    rows = {then.vocab_size: config.vocab_size, then.block_size: config.block_size}
+    return GPT.from_state(config, checkpoint.resize(weights, lambda: GPT(config), rows))
 
 
 def wrap(raw_model, compiled, world):
@@ -728,77 +740,72 @@ def wrap(raw_model, compiled, world):
     return model
 
 
-def fit_to_machine(raw_model, config, world):
-    """Move the model to the device and find out what fits there. Returns (model to train, B), see plumbing/trial.py."""
+def fit_to_machine(raw_model, config, enc, world):
+    """Move the model to the device and find out what fits there: a trial.Fit, with the model to train and B."""
     raw_model.to(world.device)
     raw_model.activation_checkpointing = config.activation_checkpointing
-    # subtle: autocast leaves the embeddings, and with them the residual stream, in float32: twice the memory traffic
-    raw_model.residual_dtype = torch.bfloat16 if world.dtype == torch.bfloat16 else torch.float32
     raw_model.float8_lm_head = config.dtype == "fp8"
-    return trial.find_what_fits(raw_model, wrap, config, world=world)
-
-
-def training_state(raw_model, optimizers, scaler, *, loader):
-    """Everything that an exact resume needs, except for the step and the other things that `Run.save` adds."""
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    place = {"position": loader.position, "fingerprint": loader.fingerprint}
-    return {"model": raw_model.state_dict(), "optimizer": states, "scaler": scaler.state_dict(), "loader": place}
-
-
-def restore_state(saved, optimizers, scaler, *, loader):
-    """Restore everything from `training_state` except the weights, which `GPT.from_state` loads."""
-    for optimizer, state in zip(optimizers, saved["optimizer"]):
-        # learning rates, weight decay and the like are this run's, not the checkpoint's
-        optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
-        scaler.load_state_dict(saved["scaler"])
-    loader.position = saved["loader"]["position"]  # `runs.find_start` has compared the data's fingerprints
+    return trial.find_what_fits(raw_model, wrap, config, num_ids=enc.n_vocab, world=world)
 
 
 def train(config, world, lock):
     """Start or resume the run that `config` describes, in the locked out_dir. Returns the process's exit status."""
-    torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
     # load and check everything: no file of the run is touched before the `with` below
     loader, val_loader, enc = load_data(config, world)
-    config = settings.with_passes(config, loader.num_windows)
+    padded = checkpoint.padded_size(enc)  # what is fine-tuned may have more ids than that, or fewer
+    vocab_size = max(config.vocab_size, padded) if config.init_from else config.vocab_size or padded
+    config = dataclasses.replace(settings.with_passes(config, loader.num_windows), vocab_size=vocab_size)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
-    raw_model, start = load_or_make_model(config, enc, fingerprints, world=world)
+    checkpoint.check_num_ids(vocab_size, enc)
+    start = world.broadcast_from_master(runs.find_start, config, enc, fingerprints, has_tensors=True)
     if start.finished:  # a note has been printed
         return 0
-    # a run keeps its shape and dtype, on whatever machine it continues
+    raw_model = load_or_make_model(config, start, world)
+    # a run keeps its dtype, on whatever machine it continues
     saved = start.checkpoint
     asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
-    dtype, dtype_name = machine.choose_dtype(asked, world.device, config.n_embd)
-    config = dataclasses.replace(config, dtype=dtype_name, **dataclasses.asdict(raw_model.config))
+    # CPUs with instructions for bfloat16 are faster with it unless the matrices are tiny
+    dtype, dtype_name = machine.choose_dtype(asked, world.device, is_wide=config.n_embd >= 128)
+    world.check_agreement({"the dtype": dtype_name})  # that of unlike GPUs may differ
+    config = dataclasses.replace(config, dtype=dtype_name)
     world = dataclasses.replace(world, dtype=dtype)
     # a missing file is downloaded now, rather than in the middle of a run
     load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
-    examples = world.broadcast_from_master(*load) if config.hellaswag_every else []
+    examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
     # raw_model: saved, sampled from and scored. model: trained. unwrapped: model without DDP, for validation
-    model, B = fit_to_machine(raw_model, config, world)
+    fit = fit_to_machine(raw_model, config, enc, world)
+    model = fit.model
     unwrapped = model.module if world.size > 1 else model
-    loader.B = val_loader.B = B
+    loader.B = val_loader.B = fit.B
     optimizers = configure_optimizers(raw_model, config)
+    checkpoint.check_groups(raw_model, optimizers)
     scaler = torch.amp.GradScaler(world.device_type, enabled=dtype == torch.float16)
-    if saved:
-        restore_state(saved, optimizers, scaler, loader=loader)
-    metadata = checkpoint.metadata(config, enc, val_loader.fingerprint)
     T, max_steps = config.sequence_length, config.max_steps
+    state = raw_model, optimizers, scaler, loader  # all that an exact resume needs, but for the step
+    if saved:
+        checkpoint.restore_state(saved, *state)
+    else:
+        trial.self_check(raw_model, GPT.from_state, enc.n_vocab, T=T, world=world)
+    metadata = checkpoint.metadata(config, enc, val_loader.fingerprint)
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
     bytes_of = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
+    loaders = loader, val_loader
+    print_account(config, raw_model, optimizers, loaders=loaders, enc=enc, fit=fit, start=start, world=world)
+    if config.dry_run:
+        return 0
     stopping = False
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
-    with runs.Run(config, world, lock, start=start, metadata=metadata) as run:
+    with runs.Run(config, world, lock, start=start, metadata=metadata, fit=fit) as run:
         signals, start, saved = run.signals, None, None  # dropping the checkpoint frees gigabytes
-        run.print_summary(raw_model, loader, num_val_windows, B=B, optimizers=optimizers)
         ranks = dict(signals=signals, world=world)
         update = dict(config=config, optimizers=optimizers, scaler=scaler, **ranks)
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
         # the loop runs max_steps + 1 times: evaluations at step N see the weights after N updates, the last one, too
         for step in range(run.start_step, max_steps + 1):
+            raw_model.eval()
             if not stopping and is_due(step, config.val_every, max_steps):
                 losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes=bytes_of, **ranks)
                 stopping = losses is None
@@ -809,20 +816,23 @@ def train(config, world, lock):
                 counts = evaluate_hellaswag(raw_model, examples, enc, **ranks)
                 stopping = counts is None
                 run.log_hellaswag(step, counts)
-            if not stopping and step > 0 and is_due(step, config.sample_every, max_steps) and world.is_master:
+            has_learned = step > 0 or max_steps == 0  # a new model's samples would be noise
+            if not stopping and has_learned and is_due(step, config.sample_every, max_steps) and world.is_master:
                 run.log_samples(step, generate_samples(raw_model, enc, config, world=world))
+            raw_model.train()
             ends = stopping or step == max_steps
             save_every = config.checkpoint_every, config.milestone_every
             if step > run.start_step and (ends or any(is_due(step, every, max_steps) for every in save_every)):
-                run.save(step, training_state(raw_model, optimizers, scaler, loader=loader))
+                run.save(step, *state)
             if ends:
                 break
             began = time.perf_counter()
             lr = apply_schedules(optimizers, step, config)
             num_windows = get_batch_size(loader.position * T, config) // T
-            loss, norm, stopping = train_step(model, loader, num_windows, step=step, **update)
+            scalars = {}  # what a line of one's own in train_step adds to the log
+            loss, norm, stopping = train_step(model, loader, num_windows, step=step, scalars=scalars, **update)
             seconds = time.perf_counter() - began
-            run.log_step(step, loss, lr=lr, norm=norm, tokens=num_windows * T, seconds=seconds)
+            run.log_step(step, loss, lr=lr, norm=norm, tokens=num_windows * T, seconds=seconds, **scalars)
         return run.finish(step, stopping, raw_model, enc=enc)  # exports the model, unless the run was stopped
 
 
@@ -832,8 +842,10 @@ def main(args=None):
     world = distributed.setup_distributed(config.device)
     # rank 0 reads the parent of a branch, which may be on its own disk
     inherited = world.broadcast_from_master(settings.inherit, config)
+    if config.init_from and "block_size" in inherited:
+        inherited["sequence_length"] = min(inherited["block_size"], config.sequence_length)
     config = parse_args(args, **inherited)
-    settings.check_config(config, world)
+    settings.check_config(config, world, complaints(config), ["n_layer", "n_head", "n_embd", "block_size"])
     settings.print_notes(config, PRESETS[config.preset], inherited)
     if config.compile is None:
         config.compile = world.device_type == "cuda"

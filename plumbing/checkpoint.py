@@ -1,33 +1,31 @@
-"""Find, read and write checkpoints, and read weights saved by other programs."""
+"""Find, read and write checkpoints, and read weights saved by other programs, for whatever model the trainer has."""
 
-import ast
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import os
 import pickle
 import re
-import sys
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
 
 import tiktoken
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_with_path
 
 import tokenizer
+from plumbing import huggingface, trainer
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
-from plumbing.flags import flag_of, suggest
-from plumbing.huggingface import load_huggingface, load_tokenizer, shape_of
-from plumbing.program import ROOT, UserError, first_line, plain
+from plumbing.flags import suggest
+from plumbing.program import UserError, first_line, print0
 
-SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # the fields of GPTConfig
+Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -40,18 +38,19 @@ class Checkpoint(TypedDict):
     A checkpoint of nanoGPT or build-nanogpt is given this form, with `model`, `config` and `tokenizer_file` alone.
     """
 
-    model: dict[str, Tensor]  # GPT's state dict, without prefixes of DDP or torch.compile
+    model: dict[str, Tensor]  # the model's state dict, without prefixes of DDP or torch.compile
     config: dict[str, Any]  # TrainConfig's fields
+    model_fields: list[str]  # those of them that define the model
     tokenizer: str  # its name
     tokenizer_file: str  # all of it, as tokenizer.dumps gives it; "" is GPT-2's
     step: int  # updates so far
-    optimizer: list[dict[str, Any]]  # the state dict of each optimizer
+    optimizer: list[dict[str, Any]]  # the state of each optimizer, see `optimizer_states`
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
     loader: dict[str, Any]  # the position in the training data, and their fingerprint
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
-    model_code: str  # a hash of the model's code
+    code: dict[str, str]  # of the file that trained it, see trainer.py
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
 
 
@@ -92,7 +91,7 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
             return newest_checkpoint(source)
         except UserError as error:
             problem = str(error).removesuffix(f" {READABLE}")
-            print(f"warning: {plain(problem, 500)} Skipping it and trying the one before.", flush=True)
+            print(f"warning: {problem} Skipping it and trying the one before.", flush=True)
     if paths:
         raise UserError(
             f"None of the checkpoints in {source} can be read. Restore one from a backup. To start the training over, "
@@ -108,13 +107,14 @@ def load_checkpoint(path: Name) -> Checkpoint:
             damaged = archive.testzip()  # the checksums, which torch.load does not check
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-        content = from_peer(unpickle(path))
-        missing = [f"no {name}" for name in ("model", "config", "tokenizer_file") if content.get(name) is None]
+        content = in_our_form(unpickle(path), path)
+        kinds = {"model": dict, "config": dict, "model_fields": list, "tokenizer_file": str}
+        kinds |= {"optimizer": list} if "optimizer" in content else {}
+        missing = [f"no {name}" for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
         if missing:
             raise UserError(
                 f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {READABLE}"
             )
-        content["config"] |= shape_of(content["model"], content["config"].get("n_head"), path)
     except (UserError, FileNotFoundError):
         raise
     except Exception as error:  # a file that is damaged, or made by hand, can fail in any way
@@ -122,31 +122,23 @@ def load_checkpoint(path: Name) -> Checkpoint:
         if isinstance(error, pickle.UnpicklingError):
             reason = "it contains more than tensors and plain data, perhaps code, which is never run"
         raise UserError(f"Checkpoint {path} cannot be read: {reason}. {READABLE}") from None
-    if content.get("model_code", model_code()) != model_code():  # those of the peers have none
-        print(
-            f"note: {plain(path)} was trained with a different version of the model's code in train_gpt2.py. If the "
-            "forward pass has changed since, check out the commit that run.txt names.",
-            file=sys.stderr,
-        )
     return content
 
 
 def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[str, Any]:
     """What every checkpoint of a run holds beside its state."""
-    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc), "model_code": model_code()}
-    return {"config": dataclasses.asdict(config), "val_fingerprint": val_fingerprint, **texts}
+    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc), "val_fingerprint": val_fingerprint}
+    settings = {"config": dataclasses.asdict(config), "model_fields": model_fields(config)}
+    return settings | texts | {"code": trainer.describe(type(config))}
 
 
-@functools.cache
-def model_code() -> str:
-    """A hash of the code of the model's classes in train_gpt2.py, comments aside."""
-    tree = ast.parse((ROOT / "train_gpt2.py").read_text(encoding="utf-8"))
-    names = ("CausalSelfAttention", "MLP", "Block", "GPT")
-    code = [ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names]
-    return hashlib.sha256("".join(code).encode()).hexdigest()[:16]
+def model_fields(config: Any) -> list[str]:
+    """The fields that TrainConfig, the class of `config`, inherits from GPTConfig."""
+    gpt_config = type(config).__mro__[-2]  # the last one is `object`
+    return [field.name for field in dataclasses.fields(gpt_config)]
 
 
-def from_peer(content: Any) -> Any:
+def in_our_form(content: Any, path: Name) -> Any:
     """The dict of a checkpoint; one of nanoGPT or build-nanogpt, which use GPT-2's names, is changed to our form."""
     if not isinstance(content, dict):
         return {}
@@ -155,45 +147,88 @@ def from_peer(content: Any) -> Any:
     elif isinstance(content.get("config"), PeerConfig):
         config = vars(content["config"])
     else:
-        return content
+        # until November 23, 2026, every checkpoint was a GPT-2's
+        return {"model_fields": list(huggingface.FIELDS)} | content
     weights = {}
     for name, weight in content["model"].items():
         name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
-        if not name.endswith(".attn.bias"):  # the causal mask
-            weights[name] = weight
-        if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
-            # nanoGPT's bias=False is the same as biases of zero
-            weights.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
-    return {"model": weights, "config": config, "tokenizer_file": ""}  # the tokenizer is GPT-2's
+        weights[name] = weight
+    weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
+    return {
+        "model": weights,
+        "config": settings,
+        "model_fields": list(settings),
+        "tokenizer_file": "",
+    }  # GPT-2's
 
 
-def peek_settings(*sources: Name) -> dict[str, Any]:
-    """The settings of the first of these files, runs or Hugging Face folders that can be read; {} if none can."""
-    for path in map(Path, sources):
+def peek_settings(*sources: Name) -> tuple[dict[str, Any], list[str]]:
+    """(settings, names of those that define the model) of the first of these files, runs or GPT-2s that can be read."""
+    for source in sources:
+        path = Path(source)
         for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
             with contextlib.suppress(Exception):  # it is reported when the file is loaded
-                return dict(from_peer(unpickle(checkpoint, mmap=True))["config"])
-        with contextlib.suppress(Exception), open_regular(path / "config.json") as file:
-            return {"block_size": int(json.load(file)["n_positions"])}
-    return {}
+                content = in_our_form(unpickle(checkpoint, mmap=True), checkpoint)
+                return dict(content["config"]), list(content["model_fields"])
+        if is_huggingface(source):
+            with contextlib.suppress(Exception):
+                settings = huggingface.read_settings(source)
+                return settings, list(settings)
+    return {}, []
 
 
-# ----- A model for any purpose: its shape, weights and tokenizer ----------------------------------------
+# ----- A model for any purpose: its settings, weights and tokenizer -------------------------------------
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Use a state dict's tensors as the weights of `model`, without copying. Raises UserError unless they fit."""
-    try:
-        model.load_state_dict({name: weight.contiguous() for name, weight in weights.items()}, assign=True)
-    except RuntimeError as error:  # it lists missing, unexpected and differently shaped weights, one per line
-        reason = " ".join(str(error).splitlines()[1:2]).strip(" \t.")
-        raise UserError(f"The weights are not those of a GPT-2: {reason}. Use another model.") from None
+class SavedModel(NamedTuple):
+    """A model as a checkpoint or a folder in Hugging Face format has it."""
+
+    settings: dict[str, Any]  # GPTConfig's fields
+    weights: dict[str, Tensor]  # its state dict
+    enc: tiktoken.Encoding
+    code: dict[str, str]  # of the file that trained it, see trainer.py; {} if that is not known
 
 
-def model_state(checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """(shape, weights) of a checkpoint's dict: GPTConfig's fields and a state dict for GPT."""
-    weights = {name: weight.float() for name, weight in checkpoint["model"].items()}  # a file may store bfloat16
-    return {name: checkpoint["config"][name] for name in SHAPE}, weights
+def is_huggingface(source: Name) -> bool:
+    """Whether `source` is a folder in Hugging Face format, or the name of a GPT-2 on the hub."""
+    return Path(source, "config.json").exists() or str(source) in OPENAI_MODELS
+
+
+def load_saved_model(source: str, config_class: type | None = None) -> SavedModel:
+    """Load a GPT-2 by its name, a folder in Hugging Face format, a checkpoint or a run's newest one.
+
+    config_class: the GPTConfig of the file that is to use it; UserError if that is not the file that trained it.
+    """
+    path = Path(source)
+    if is_huggingface(source):
+        settings, weights = huggingface.load_huggingface(source)
+        return SavedModel(settings, weights, huggingface.load_tokenizer(source, settings), {})
+    checkpoint = newest_checkpoint(path)
+    if checkpoint:
+        code = checkpoint.get("code", {})
+        if config_class:
+            trainer.check_model(code, config_class, source)
+        return SavedModel(model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint), code)
+    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
+    if runs:
+        names = ", ".join(str(run.parent) for run in runs)
+        raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
+    if not path.exists():
+        raise UserError(
+            f"There is no file or folder {source}, and no GPT-2 of that name. "
+            f"{suggest(str(source), [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])} To train a model "
+            "first: python train_gpt2.py --preset quickstart"
+        )
+    raise UserError(
+        f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
+        f"format, or a GPT-2: {', '.join(OPENAI_MODELS)}."
+    )
+
+
+def model_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Those settings in a checkpoint that define its model: GPTConfig's fields."""
+    config = checkpoint["config"]
+    return {name: config[name] for name in checkpoint["model_fields"] if name in config}
 
 
 def model_tokenizer(checkpoint: Checkpoint) -> tiktoken.Encoding:
@@ -204,35 +239,89 @@ def model_tokenizer(checkpoint: Checkpoint) -> tiktoken.Encoding:
         raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
 
 
-def load_model_state(source: str) -> tuple[dict[str, int], dict[str, Tensor], tiktoken.Encoding]:
-    """Load (shape, weights, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint or a run's newest one."""
-    path = Path(source)
-    if (path / "config.json").exists() or source in OPENAI_MODELS:
-        shape, weights = load_huggingface(source)
-        enc = load_tokenizer(source, shape["vocab_size"])
-    elif checkpoint := newest_checkpoint(path):
-        shape, weights = model_state(checkpoint)
-        enc = model_tokenizer(checkpoint)
-    else:
-        runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-        if runs:
-            names = ", ".join(str(run.parent) for run in runs)
-            raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
-        if not path.exists():
-            raise UserError(
-                f"There is no file or folder {source}, and no GPT-2 of that name. "
-                f"{suggest(str(source), [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])} To train a model "
-                "first: python train_gpt2.py --preset quickstart"
-            )
+def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
+    """A GPTConfig from a saved model's settings: an unknown one is a UserError, a missing one takes its default."""
+    defaults: Any = config_class()
+    types, problems = {field.name: field.type for field in dataclasses.fields(defaults)}, []
+    for name, value in settings.items():
+        if name not in types:
+            problems.append(f"{name}, which {config_class.__name__} does not have")
+        elif not is_like(value, getattr(defaults, name), types[name]):
+            problems.append(f"a {name} of {value!r:.60}")
+    if problems:
         raise UserError(
-            f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
-            f"format, or a GPT-2: {', '.join(OPENAI_MODELS)}."
+            f"The saved model has {'; '.join(problems)}. Use it with the file that trained it, or use another model."
         )
-    check_vocab_size(shape["vocab_size"], enc)
-    return shape, weights, enc
+    return config_class(**settings)
 
 
-# ----- The model that a run begins with -----------------------------------------------------------------
+def is_like(value: Any, default: Any, kind: Any) -> bool:
+    """Whether a field of this type and default can have this value: 1 is like 0.5, and anything is like None."""
+    kinds = {type(default), kind, *get_args(kind)}
+    return None in (value, default) or type(value) in kinds | ({int} if float in kinds else set())
+
+
+class SkipInit(TorchFunctionMode):
+    """Context in which torch.nn.init does nothing: for a model whose weights are loaded next, seconds are saved."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
+    own = model.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in weights]
+    problems += [f"{name} is not known here" for name in weights if name not in own]
+    name_of = {}
+    for name, tensor in own.items():
+        same = name_of.setdefault(memory_of(tensor), name)
+        if name not in weights or same not in weights:
+            continue
+        there, first = weights[name], weights[same]
+        if there.shape != tensor.shape:
+            problems.append(f"{name} is {tuple(there.shape)} and not {tuple(tensor.shape)}")
+        elif memory_of(there) != memory_of(first) and not torch.equal(there, first):
+            problems.append(f"{name} and {same} differ, but are one tensor here")
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"The saved weights are not those of this model: {'; '.join(problems[:3])}{more}. Use the file and the "
+            "settings that trained them, or use other weights."
+        )
+    model.load_state_dict(weights)
+
+
+def resize(weights: dict[str, Tensor], make_model: Callable[[], Any], rows: dict[int, int]) -> dict[str, Tensor]:
+    """The state dict `weights`, fitted to the model that make_model() makes: `rows` says from how many to how many.
+
+    New rows get the mean of the others: zeros would give an id logit 0, far above what a trained model gives to most.
+    """
+    with SkipInit():
+        own, resized = make_model().state_dict(), dict(weights)
+    for name, weight in weights.items():
+        then, now = (len(tensor) if tensor.dim() else 0 for tensor in (weight, own.get(name, weight)))
+        if then != now and rows.get(then) == now:
+            new_rows = weight.mean(0).expand(max(0, now - then), *weight.shape[1:])
+            resized[name] = torch.cat([weight[:now], new_rows])
+    return resized
+
+
+def model_config(config: Any) -> Any:
+    """The GPTConfig in a TrainConfig."""
+    gpt_config = type(config).__mro__[-2]
+    return gpt_config(**{name: getattr(config, name) for name in model_fields(config)})
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What is the same for tensors that share their memory entirely, such as tied weights."""
+    if not tensor.numel():
+        return (id(tensor),)  # all of them are at address 0
+    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def check_tokenizer(model_enc: tiktoken.Encoding, enc: tiktoken.Encoding, data: str) -> None:
@@ -244,50 +333,124 @@ def check_tokenizer(model_enc: tiktoken.Encoding, enc: tiktoken.Encoding, data: 
         )
 
 
-def check_vocab_size(vocab_size: int, enc: tiktoken.Encoding) -> None:
-    """Raise UserError if an embedding of vocab_size rows has no row for some id of the tokenizer."""
-    if vocab_size < enc.n_vocab:
+def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:
+    """Raise UserError if a model with logits for `num_ids` ids has none for some id of the tokenizer."""
+    if num_ids < enc.n_vocab:
         raise UserError(
-            f"The model has room for {vocab_size} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
+            f"The model has room for {num_ids} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
             f"model's own tokenizer, or set a new model's --vocab-size to {enc.n_vocab} or more."
         )
 
 
-def padded_vocab_size(enc: tiktoken.Encoding) -> int:
-    """Rows of the embedding for a tokenizer, padded to a multiple of 64 for faster matmuls: 50,304 for 50,257."""
+def padded_size(enc: tiktoken.Encoding) -> int:
+    """The number of a tokenizer's ids, padded to a multiple of 64 for faster matmuls: 50,304 for 50,257."""
     return math.ceil(enc.n_vocab / 64) * 64
 
 
-def resize(shape, weights, *, block_size, vocab_size):
-    """Truncate the positions of a model's state to block_size and pad its vocabulary to at least vocab_size rows."""
-    wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
-    # not zeros, which would give logit 0, far above what a trained model assigns to most tokens
-    new_rows = wte.mean(0).expand(max(0, vocab_size - len(wte)), -1)
-    wte = torch.cat([wte, new_rows])
-    wpe = wpe[:block_size].clone()
-    shape = shape | {"vocab_size": len(wte), "block_size": len(wpe)}
-    resized = {"transformer.wte.weight": wte, "lm_head.weight": wte, "transformer.wpe.weight": wpe}
-    return shape, weights | resized
+# ----- The state that a run continues from --------------------------------------------------------------
 
 
-def load_initial_weights(
-    config: Any, preset: Any, enc: tiktoken.Encoding
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """(shape, weights) of --init-from, fitted to the run. Flags that differ from `preset` must match the model."""
-    shape, weights, model_enc = load_model_state(config.init_from)
-    check_tokenizer(model_enc, enc, config.data)
-    for name in ("n_layer", "n_head", "n_embd"):
-        given, flag = getattr(config, name), flag_of(name)
-        if given not in (getattr(preset, name), shape[name]):
-            raise UserError(f"{flag} is {given}, but {config.init_from} has {shape[name]}. Leave the flag out.")
-    vocab_size = max(config.vocab_size, padded_vocab_size(enc))
-    shape, weights = resize(shape, weights, block_size=config.block_size, vocab_size=vocab_size)
-    if config.sequence_length > shape["block_size"]:
+def training_state(model: torch.nn.Module, optimizers: list[Any], scaler: Any, loader: Any) -> dict[str, Any]:
+    """What an exact resume needs, except for the step, as `restore_state` restores it."""
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer_states(model, optimizers),
+        "scaler": scaler.state_dict(),
+        "loader": {"position": loader.position, "fingerprint": loader.fingerprint},
+    }
+
+
+def restore_state(
+    saved: Checkpoint, model: torch.nn.Module, optimizers: list[Any], scaler: Any, loader: Any
+) -> None:
+    """Restore all of `training_state` but the weights, with which the model was made."""
+    load_optimizer_states(model, optimizers, saved["optimizer"])
+    if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
+        scaler.load_state_dict(saved["scaler"])
+    loader.position = saved["loader"]["position"]  # `runs.find_start` has compared the data's fingerprints
+
+
+# torch's names for state that is as large as the parameter
+ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def optimizer_states(model: torch.nn.Module, optimizers: list[Any]) -> list[dict[str, Any]]:
+    """The state dict of each optimizer, to which its class and the names of the parameters are added."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    states = []
+    for optimizer in optimizers:
+        state = optimizer.state_dict()
+        for group, own in zip(state["param_groups"], optimizer.param_groups):
+            group["param_names"] = [name_of.get(parameter, "unknown") for parameter in own["params"]]
+        states.append(state | {"class": type(optimizer).__name__})
+    return states
+
+
+def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
+    """Raise UserError if two optimizers have the same parameter; say which trainable ones are in no group."""
+    updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    counts = {name: sum(p is other for other in updated) for name, p in model.named_parameters()}
+    twice = [name for name in names if counts[name] > 1]
+    if twice:
+        raise UserError(f"Two optimizers have the parameter {twice[0]}. Leave it in one of them.")
+    missing = [name for name in names if not counts[name]]
+    if missing:
+        print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
+
+
+def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
+    """Restore what `optimizer_states` returned. UserError, before anything is changed, unless it fits.
+
+    Learning rates, weight decay and the like stay those of this run, which a branch may have changed.
+    """
+    expected = optimizer_states(model, optimizers)
+    problem = next(filter(None, map(find_difference, states, expected)), "")
+    if len(states) != len(expected):
+        problem = f"{len(states)} optimizers and not {len(expected)}"
+    for optimizer, state in zip(optimizers, states) if not problem else ():
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, values in state["state"].items():
+            shapes = {name: values[name].shape for name in ELEMENTWISE if name in values}
+            is_torchs = type(optimizer).__module__.startswith("torch.")  # another's may be of any shape
+            if is_torchs and not set(shapes.values()) <= {parameters[number].shape}:
+                problem = f"{shapes} for a parameter of shape {tuple(parameters[number].shape)}"
+    if problem:
         raise UserError(
-            f"--sequence-length {config.sequence_length} is above the {shape['block_size']} tokens that "
-            f"{config.init_from} can read. Lower it to that."
+            f"The optimizers of this run are not those of the checkpoint, which has {problem}. Continue with the file "
+            "that trained it, or begin a new run with its weights: --init-from RUN --out-dir NEW."
         )
-    return shape, weights
+    for optimizer, state in zip(optimizers, states):
+        groups = optimizer.state_dict()["param_groups"]
+        for group, saved in zip(groups, state["param_groups"]):
+            # such as a count of steps, which the optimizer keeps there itself
+            added = saved.keys() - group.keys() - {"param_names", "initial_lr"}
+            group.update((name, saved[name]) for name in added)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                # a fused kernel reads memory in order, so what lies transposed in it must do so here, too
+                if getattr(value, "shape", None) == parameters[number].shape:
+                    layout = torch.empty_like(parameters[number], dtype=value.dtype, device=value.device)
+                    values[name] = value if value.stride() == layout.stride() else layout.copy_(value)
+        optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+
+
+def find_difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """What a saved optimizer has that this run's does not have; "" if they are for the same parameters."""
+    if saved.get("class", own["class"]) != own["class"]:
+        return f"{saved['class']} and not {own['class']}"
+    groups, own_groups = saved["param_groups"], own["param_groups"]
+    if len(groups) != len(own_groups):
+        return f"{len(groups)} groups of parameters in {own['class']} and not {len(own_groups)}"
+    for group, own_group in zip(groups, own_groups):
+        if len(group["params"]) != len(own_group["params"]):
+            return f"{len(group['params'])} parameters in a group of {own['class']} and not {len(own_group['params'])}"
+        # until November 23, 2026, names were not saved
+        for name, own_name in zip(group.get("param_names", own_group["param_names"]), own_group["param_names"]):
+            if name != own_name:
+                return f"{name} in the place of {own_name} in {own['class']}"
+    return ""
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -301,6 +464,7 @@ class CheckpointWriter:
         self.lock, self.keep, self.milestone_every, self.deletable = lock, keep, milestone_every, deletable
         self.executor = ThreadPoolExecutor(1)
         self.pending: list[Future[None]] = []
+        self.has_written = False  # since `delete_old` was called
         self.buffers: dict[Any, Tensor] = {}
 
     def write(self, checkpoint: Checkpoint) -> None:
@@ -312,35 +476,42 @@ class CheckpointWriter:
     def submit(self, name: str, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
         self.wait()
-        model: dict[str, Any] = checkpoint["model"] | {"lm_head.weight": None}  # tied weights are copied once
-        copied = tree_map_with_path(self.copy, {**checkpoint, "model": model})
-        if model["transformer.wte.weight"].is_cuda:
+        copied = tree_map_with_path(functools.partial(self.copy, {}), checkpoint)
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        copied["model"]["lm_head.weight"] = copied["model"]["transformer.wte.weight"]
         self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
 
-    def copy(self, place, value):
-        """Copy a tensor to a buffer, which is kept for the next checkpoint's tensor in the same place."""
+    def copy(self, copies, place, value):
+        """Copy a tensor, unless it is in `copies`, to a buffer that is kept for the next checkpoint's in its place."""
         if not isinstance(value, torch.Tensor):
             return value
-        if place not in self.buffers:  # the GPU copies to pinned memory several times as fast
-            try:
-                self.buffers[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            except RuntimeError:  # such memory is scarce, and torch rounds it up to powers of two
-                self.buffers[place] = torch.empty_like(value, device="cpu")
-        return self.buffers[place].copy_(value, non_blocking=value.is_cuda)
+        memory = memory_of(value)
+        if memory not in copies:  # tied weights are copied once, and tied in the file
+            key = place, value.shape, value.dtype  # a branch first writes its parent's state
+            if key not in self.buffers:
+                try:  # the GPU copies to pinned memory several times as fast
+                    self.buffers[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+                except RuntimeError:  # such memory is scarce, and torch rounds it up to powers of two
+                    self.buffers[key] = torch.empty_like(value, device="cpu")
+            copies[memory] = self.buffers[key].copy_(value, non_blocking=value.is_cuda)
+        return copies[memory]
 
     def write_file(self, path, checkpoint):
-        """Write a checkpoint; then delete all that may be deleted but the newest `keep` checkpoints."""
         self.lock.check()
         with atomic_write(path) as file:
             try:
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # torch's writer hides why the file could not be written
                 raise error.__context__ or error from None
-        for old in list_checkpoints(path.parent)[: -self.keep]:
-            if step_of(old) in self.deletable:
-                old.unlink(missing_ok=True)
+        self.has_written = True
+
+    def delete_old(self) -> None:
+        """Delete what may be deleted but for the newest `keep` checkpoints, once the newest is known to be good."""
+        if self.has_written:
+            self.has_written = False
+            for old in list_checkpoints(self.lock.folder)[: -self.keep]:
+                if step_of(old) in self.deletable:
+                    old.unlink(missing_ok=True)
 
     def raise_error(self) -> None:
         """Raise the error that has ended the writing of the pending checkpoint, if there is one."""

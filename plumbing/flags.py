@@ -1,8 +1,9 @@
 """Flags from a dataclass, by argparse: one per field, with the field's comment as its help text.
 
 That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
-heading. Annotated[str, "-m"] gives a flag a second name, and Annotated[str, "positional"] makes it an argument without
-a flag. An empty value, as of a shell variable that is not set, is refused except with Annotated[str, "may be empty"].
+heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
+Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
+set, is refused except with Annotated[str, "may be empty"]. Annotated[int, "may be 1e9"] takes that, too.
 """
 
 import argparse
@@ -17,13 +18,14 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from plumbing.program import UserError, git_commit
+from plumbing.program import UserError, git_commit, quote_group
 
 Config = TypeVar("Config")
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +45,7 @@ def parse(
 
     presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: as OTHER_TRAINERS.
     """
-    default = config_class()
+    default: Any = config_class()
     parser = make_parser(config_class, default)
     words = spell_as_argparse(parser._actions, list(sys.argv[1:] if args is None else args))
     found, unknown = parser.parse_known_args(words)
@@ -58,8 +60,21 @@ def parse(
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return dataclasses.replace(default, **values)
+    for field in dataclasses.fields(default):
+        kind, _ = kind_of(field)
+        if get_origin(kind) is tuple and field.name in values:
+            entries = get_args(kind)
+            if ... not in entries and len(values[field.name]) != len(entries):
+                raise UserError(f"{flag_of(field.name)} takes {len(entries)} values. {SEE_HELP}")
+            values[field.name] = tuple(values[field.name])
+    return dataclasses.replace(default, **derived(default) | values)
+
+
+def derived(default):
+    """{field: its own default} of those fields that a __post_init__ has filled in: it is to do so again."""
+    names = {field.name: field.default for field in dataclasses.fields(default) if field.default is None}
+    again = dataclasses.replace(default, **names)
+    return {name: None for name in names if getattr(again, name) == getattr(default, name) is not None}
 
 
 def make_parser(config_class, default):
@@ -77,45 +92,60 @@ def make_parser(config_class, default):
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
     group.add_argument("--version", action="store_true", default=False, help="show the commit of the program")
     comments, arguments = comments_of(config_class), []
-    for field in dataclasses.fields(config_class):
-        heading, text = comments[field.name]
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    for name in dict.fromkeys([*filter(fields.get, config_class.__annotations__), *fields]):
+        field, (heading, text) = fields[name], comments.get(name, ("", ""))
         if heading:
             group = parser.add_argument_group(textwrap.fill(heading, 79))
-        value = getattr(default, field.name)
-        if value not in ("", None, ()):
+        value = getattr(default, name)
+        if value not in ("", None, (), []):
             text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else value})"
-        kind, notes = field.type, []
-        if get_origin(kind) is Annotated:
-            kind, *notes = get_args(kind)
-        if isinstance(kind, types.UnionType):  # bool | None
-            kind = get_args(kind)[0]
+        kind, notes = kind_of(field)
         options: dict[str, Any] = dict(help=text.replace("%", "%%"))
-        if kind is bool:
+        is_several = get_origin(kind) in (tuple, list)
+        if is_several:
+            kind = get_args(kind)[0]
+            options |= dict(nargs="+", action="extend")
+        if kind is bool and is_several:
+            options |= dict(type=functools.partial(read_choice, SWITCH), metavar="{true,false}")
+        elif kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
-            choices = get_args(kind)
+            choices = {str(choice): choice for choice in get_args(kind)}
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
-        elif get_origin(kind) is tuple:
-            options |= dict(type=read_text, nargs="+", action="extend", metavar="...")
-        else:
+        elif kind in METAVARS:
             may_be_empty = "may be empty" in notes or "positional" in notes
             read = read_text if kind is str and not may_be_empty else kind
-            options |= dict(type=read, metavar={int: "INT", float: "FLOAT", str: "TEXT"}[kind])
-        if "positional" in notes:
-            arguments.append(field.name.upper())
-            parser.add_argument(field.name, **options | {"nargs": "?", "metavar": arguments[-1]})
+            read = read_large if "may be 1e9" in notes else read
+            options |= dict(type=read, metavar=METAVARS[kind])
         else:
-            names = [note for note in notes if note.startswith("-")]
-            group.add_argument(*names, flag_of(field.name), dest=field.name, **options)
+            raise TypeError(f"{name} cannot be a flag: use int, float, str, bool, Literal, or a tuple of these")
+        if "positional" in notes:
+            arguments.append(name.upper())
+            nargs = "*" if "nargs" in options else "?"
+            parser.add_argument(name, **options | {"nargs": nargs, "metavar": arguments[-1]})
+        else:
+            synonyms = [note for note in notes if note.startswith("-")]
+            group.add_argument(*synonyms, flag_of(name), dest=name, **options)
     parser.usage = " ".join([parser.prog, *arguments, "[flags]"])
     return parser
+
+
+def kind_of(field):
+    """A field's type without `| None`, and the notes in its Annotated."""
+    kind, notes = field.type, []
+    if get_origin(kind) is Annotated:
+        kind, *notes = get_args(kind)
+    if get_origin(kind) in (types.UnionType, Union):  # bool | None
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    return kind, notes
 
 
 def comments_of(config_class):
     """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
     comments = {}
-    sources = [inspect.getsource(each) for each in config_class.__mro__ if each is not object]
-    for above, name, own in re.findall(r"((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)):
+    sources = [inspect.getsource(each) for each in reversed(config_class.__mro__) if each is not object]
+    for above, name, own in re.findall(r"(?m)^((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)):
         above = " ".join(re.findall("# (.+)", above))
         comments[name] = (above, own) if own else ("", above)
     return comments
@@ -163,10 +193,15 @@ def read_text(word):
     return word
 
 
+def read_large(word):
+    """A whole number, also as 1e9."""
+    return int(word) if word.isdecimal() or float(word) % 1 else int(float(word))
+
+
 def read_choice(choices, word):
     if word.lower() not in choices:
         raise argparse.ArgumentTypeError(f"there is no {word!r}. {suggest(word, choices)}")
-    return word.lower()
+    return choices[word.lower()]
 
 
 # ----- Mistyped flags -----------------------------------------------------------------------------------
@@ -187,7 +222,7 @@ def explain(unknown, actions, synonyms, presets):
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
     has_positional = any(not action.option_strings for action in actions)
-    advice = "" if has_positional else closest(word, meanings)
+    advice = "" if has_positional else closest(word.partition("=")[0], meanings)  # lr=3e-4
     advice = advice or "Put quotes around a text of several words; --help shows all flags."
     return f"The argument {word!r} was not expected. {advice}"
 
@@ -214,22 +249,21 @@ OTHER_TRAINERS = {
     "--init-from": "model model-name-or-path pretrained checkpoint ckpt",
     "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
     "--no-resume": "overwrite-output-dir",
-    "--seed": "random-seed",
     "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
-    "--n-layer": "num-hidden-layers depth",
-    "--n-head": "num-attention-heads",
-    "--n-embd": "hidden-size d-model embed-dim",
-    "--block-size": "n-positions n-ctx",
+    "--n-layer": "depth",
+    "--n-embd": "hidden-size d-model",
     "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
     "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
     "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
     "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
+    "--max-steps 0": "eval-only evaluate-only do-eval",
+    "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
+    "--wandb, or plot log.txt with play.ipynb": "tensorboard tensorboard-dir report-to",
     "--passes": "num-train-epochs num-epochs epochs",
     "--warmup-steps": "warmup-iters warmup-ratio",
     "--max-lr": "learning-rate lr",
     "--min-lr": "learning-rate-decay-frac final-lr",
     "--schedule": "lr-scheduler-type lr-scheduler decay-lr",
-    "--weight-decay": "wd",
     "--grad-clip": "max-grad-norm clip-grad-norm gradient-clipping",
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
     "--val-tokens": "eval-iters val-max-steps",
@@ -246,16 +280,27 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
+def command(script: str, options: Any, flag: str, value: str) -> str:
+    """The command line of a script with these options and another value for a flag."""
+    words: list[Any] = ["python", script]
+    for name, given in (vars(options) | {flag.strip("-").replace("-", "_"): value}).items():
+        if given != getattr(type(options), name, None):
+            words.append((flag_of(name), *given) if isinstance(given, tuple) else (flag_of(name), given))
+    return " ".join(map(quote_group, words))
+
+
 def check(
     options: Any, complaints: Iterable[str] = (), above_0: Sequence[str] = (), below_1: Sequence[str] = ()
 ) -> None:
     """Raise one UserError with all `complaints`, and with each number that is negative, infinite or nan.
 
-    Numbers named in above_0 must not be 0, those named in below_1 must be below 1.
+    Numbers named in above_0 must not be 0, those named in below_1 must be below 1. A field's own default is legal, and
+    if that is negative, so are other negative numbers.
     """
     errors = list(complaints)
     for name, value in vars(options).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        default = getattr(type(options), name, None)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value == default:
             continue
         least = "0 or more"
         if name in above_0:
@@ -265,7 +310,8 @@ def check(
         limit = 1 if name in below_1 else 1e18
         if limit == 1 or not value < limit:
             least += f" and below {limit:g}"
-        if value < 0 or (value == 0 and name in above_0) or not value < limit:
+        may_be_negative = isinstance(default, (int, float)) and default < 0
+        if (value < 0 and not may_be_negative) or (value == 0 and name in above_0) or not abs(value) < limit:
             errors.append(f"{flag_of(name)} is {value}, but it must be {least}.")
     if errors:
         raise UserError(" ".join(errors))

@@ -1,20 +1,23 @@
-"""Import and export GPT-2 in Hugging Face format, which transformers, vLLM and lm-evaluation-harness read.
+"""GPT-2's own formats: Hugging Face's, read and written, and the checkpoints of the peers, which have the same names.
 
-GPT has the parameter names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in)
-where their Conv1D has (in, out). llama.cpp converts only models with GPT-2's own tokenizer, because it recognizes
-tokenizers by a fixed list.
+transformers, vLLM and lm-evaluation-harness read what is written here. GPT has the parameter names of GPT2LMHeadModel,
+but pads its vocabulary, and stores a block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp
+converts only models with GPT-2's own tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
+import hashlib
 import json
 import os
-import re
+import pickle
 from pathlib import Path
 from typing import Any
 
 import tokenizer
 from plumbing.files import atomic_write, free_name, open_regular, read_json, remove_folder
-from plumbing.program import UserError, first_line, plain
+from plumbing.machine import exact_matmuls
+from plumbing.program import UserError, first_line
 
+FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # what defines a GPT-2: fields of GPTConfig
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
@@ -26,9 +29,10 @@ SUPPORTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-METADATA = {"format": "pt"}  # of an exported safetensors file; transformers asks for it
-PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 COPY_AGAIN = "Copy or export the model again."
+EXPORTED = {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer_config.json"}
+EXPORTED |= {"tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
@@ -49,74 +53,100 @@ def transposed(weights):
     }
 
 
-def load_huggingface(name_or_directory):
-    """Load (shape, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory))
+def read_config(directory):
+    """Return the contents of config.json. Raises UserError if it describes another model than GPT-2."""
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
             raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
-    weights = read_weights(directory)
-    return shape_of(weights, config.get("n_head", 12), directory), weights
+    return config
 
 
-def download(name):
-    """Download a model from the hub, unless it is in the cache; return its folder."""
+def read_settings(name_or_directory):
+    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them."""
+    directory = Path(name_or_directory)
+    if not directory.is_dir():
+        directory = download(str(name_or_directory), "config.json")
+    config = read_config(directory)
+    return {"block_size": config["n_positions"]} | {
+        name: config[name] for name in FIELDS if name != "block_size"
+    }
+
+
+def load_huggingface(name_or_directory):
+    """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
+    directory = Path(name_or_directory)
+    if not directory.is_dir():
+        directory = download(str(name_or_directory), "config.json", "model.safetensors")
+    n_head = read_config(directory).get("n_head", 12)
+    try:
+        model, doubts = read_model(directory)
+        doubts = doubts or ambiguous_weights(directory / "model.safetensors")
+    except Exception as error:  # transformers and the readers below it raise errors of many kinds
+        reason = first_line(error).removesuffix(".")
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "they are a pickle of more than tensors, perhaps of code, which is never run"
+        raise UserError(f"Could not read the weights in {directory}: {reason}. {COPY_AGAIN}") from None
+    if doubts:
+        raise UserError(f"{directory} is not a GPT-2 that this program can use: it has {doubts}. {COPY_AGAIN}")
+    weights = transposed(model.state_dict())
+    return shape_of(weights, n_head, directory), weights
+
+
+def download(name, *files):
+    """Download files of a model from the hub, unless they are in the cache; return their folder."""
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
+    try:  # where there is no network, transformers' own download would try again for 20 seconds
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
 
 
-def weight_files(directory):
-    """Return the paths of model.safetensors or, without it, of all parts model-00001-of-0000n.safetensors."""
-    names = {path.name for path in directory.glob("model*.safetensors") if path.is_file()}
-    if "model.safetensors" in names:
-        return [directory / "model.safetensors"]
-    counts = {match[1] for match in map(PART.fullmatch, names) if match}
-    if not counts:
-        raise UserError(
-            f"{directory} has no model.safetensors, and pickles such as *.bin are not read. Save it as safetensors "
-            "first, with transformers' save_pretrained."
-        )
-    count = max(counts)
-    expected = [f"model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
-    missing = ", ".join(name for name in expected if name not in names)
-    if missing or len(counts) > 1:
-        problem = f"lacks {plain(missing)}" if missing else "has the parts of several models"
-        raise UserError(f"{directory} {problem}. {COPY_AGAIN}")
-    return [directory / name for name in expected]
+def read_model(directory: Path) -> tuple[Any, str]:
+    """(transformers' model in a folder, in float32; what is missing there or does not belong there, "" for nothing)."""
+    import torch
+    from transformers import GPT2LMHeadModel, logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    options: dict[str, Any] = dict(output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True)
+    loaded: Any = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, **options)
+    model, info = loaded
+    info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.endswith(MASKS)}
+    doubts = [
+        f"{kind.replace('_', ' ')} such as {min(map(str, found))}" for kind, found in info.items() if found
+    ]
+    return model, "; ".join(doubts)
 
 
-def read_weights(directory):
-    """Return a state dict for GPT, in float32, of the safetensors in a folder."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def ambiguous_weights(path: Path) -> str:
+    """What in a file of weights transformers would choose or convert without a word; "" for nothing."""
+    from safetensors import safe_open
 
-    weights = {}
-    for path in weight_files(directory):
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"Could not read the weights in {path}: {first_line(error)}. {COPY_AGAIN}") from None
-        for name, weight in found.items():
-            if not name.startswith(("transformer.", "lm_head.")):  # older files have no prefix
-                name = f"transformer.{name}"
-            if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in older files
-                continue
-            if name in weights or not weight.is_floating_point():
-                problem = "there twice" if name in weights else f"of {weight.dtype}"
-                raise UserError(f"{path} cannot be used: {plain(name)} is {problem}. {COPY_AGAIN}")
-            weights[name] = weight.float()
-    weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight"))
-    return transposed(weights)
+    if not path.exists():
+        return ""
+    with safe_open(path, "pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    for name, dtype in dtypes.items():
+        if f"transformer.{name}" in dtypes:
+            return f"{name} under two names"
+        if not dtype.startswith(("F", "BF")) and not name.endswith(MASKS):
+            return f"integers ({dtype}) in {name}"
+    return ""
+
+
+def from_peer(weights, n_head, path):
+    """Return (weights, settings) of a checkpoint of nanoGPT or build-nanogpt: a state dict and GPTConfig's fields."""
+    weights = {name: weight for name, weight in weights.items() if not name.endswith(MASKS)}
+    for name, weight in list(weights.items()):
+        if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
+            # nanoGPT's bias=False is the same as biases of zero
+            weights.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
+    return weights, shape_of(weights, n_head, path)
 
 
 def shape_of(weights, n_head, source):
@@ -125,10 +155,8 @@ def shape_of(weights, n_head, source):
 
     wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")
     n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
-    if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
-        problem = "no embeddings"
-    elif not n_layer:
-        problem = "no blocks"
+    if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2 or not n_layer:
+        problem = "no embeddings or no blocks"
     elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than looking at each number
         problem = "weights that are not finite, as a training that diverged leaves them"
     elif not torch.equal(weights.get("lm_head.weight", wte), wte):
@@ -141,12 +169,12 @@ def shape_of(weights, n_head, source):
     raise UserError(f"{source} is not a GPT-2 that this program can use: it has {problem}. Use another model.")
 
 
-def load_tokenizer(name_or_directory, vocab_size):
+def load_tokenizer(name_or_directory, settings):
     """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
 
     Tokens that a model has in addition to GPT-2's, such as one for padding, are neither fed to it nor sampled.
     """
-    directory = Path(name_or_directory)
+    directory, vocab_size = Path(name_or_directory), settings["vocab_size"]
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
     found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
@@ -154,7 +182,10 @@ def load_tokenizer(name_or_directory, vocab_size):
         content = read_json(found[0], COPY_AGAIN)
         model = content.get("model")  # of tokenizer.json; vocab.json has nothing but the vocabulary
         vocab = model.get("vocab") if isinstance(model, dict) else content
-        is_gpt2 = vocab == vocab_of(tokenizer.get_encoding("gpt2"))
+        enc = tokenizer.get_encoding("gpt2")
+        expected = json.loads(tokenizer_files(enc)["tokenizer.json"])["model"]["vocab"]
+        special = enc._special_tokens  # some files list them elsewhere
+        is_gpt2 = isinstance(vocab, dict) and vocab | special == expected | special
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
@@ -166,77 +197,100 @@ def load_tokenizer(name_or_directory, vocab_size):
     return tokenizer.get_encoding("gpt2")
 
 
-def vocab_of(enc):
-    """Return {token: id} of a tokenizer as these files have it, with a printable character for each byte."""
-    chars, ranks = tokenizer.byte_chars(), enc._mergeable_ranks
-    vocab = {"".join(chars[byte] for byte in token): rank for token, rank in ranks.items()}
-    return vocab | enc._special_tokens
-
-
-def export_huggingface(model, enc, directory):
-    """Write a GPT and its tokenizer to `directory` atomically; anything there is moved aside, to `directory`.1.
+def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
+    """Write a GPT-2 and its tokenizer to `directory`; anything there is moved aside, to `directory`.1.
 
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
-    chat template, and stops after its turn.
+    chat template, and stops after its turn. make_card(folder) returns a README.md, "" for none. UserError if the model
+    is not a GPT-2: then nothing is written.
     """
-    from safetensors.torch import save
-
-    directory = Path(directory)
     part = directory.with_name(f".{directory.name}.part")
-    contents = export_files(vars(model.config), enc)
-    weights = {name: weight.contiguous() for name, weight in export_weights(model.state_dict(), enc).items()}
-    contents["model.safetensors"] = save(weights, METADATA)
-    names = {*contents, "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
-    remove_part(part, names)
+    weights, contents = model.state_dict(), export_files(vars(model.config), enc)
+    remove_part(part)
     make_way(part)
     try:
         part.mkdir(parents=True)
         for name, content in contents.items():
             with atomic_write(part / name) as file:
                 file.write(content)
+        write_weights(export_weights(weights, enc), describe(weights, step), part / "model.safetensors")
         tokenizer.write_encoding(enc, part / "tokenizer.tiktoken")
+        check_export(model, part)
+        card = make_card(part) if make_card else ""
+        if card:
+            with atomic_write(part / "README.md") as file:
+                file.write(card.encode())
         make_way(directory)
         part.rename(directory)
     finally:
-        remove_part(part, names)
+        remove_part(part)
 
 
 def export_weights(weights, enc):
-    """Return {name: tensor} of the exported weights of a GPT with this state dict and tokenizer."""
-    exported = {name: weight.cpu() for name, weight in transposed(weights).items()}
-    exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab]
+    """Return {name: tensor} of the exported weights of a GPT-2 with this state dict and tokenizer."""
+    # clone: a file in this format cannot have tensors that share memory
+    exported = {name: weight.cpu().clone().contiguous() for name, weight in transposed(weights).items()}
+    if "transformer.wte.weight" in exported and "lm_head.weight" in exported:
+        exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab].clone()
     return exported
 
 
-def check_export(model: Any, directory: Path) -> bool:
-    """Whether transformers computes the same logits from an export; prints a note if not: the model was changed."""
+def write_weights(weights: dict[str, Any], metadata: dict[str, str], path: Path) -> None:
+    """Write a file in the safetensors format. The same weights give the same bytes."""
+    from safetensors.torch import save
+
+    content = memoryview(save(weights, metadata))
+    length = int.from_bytes(content[:8], "little")
+    # safetensors writes the entries of the metadata in any order
+    header = json.loads(bytes(content[8 : 8 + length])) | {"__metadata__": metadata}
+    with atomic_write(path) as file:
+        file.write(content[:8])
+        file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length))
+        file.write(content[8 + length :])
+
+
+def check_export(model: Any, directory: Path) -> None:
+    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits."""
     import torch
 
+    theirs, doubts = read_model(directory)
+    if doubts:
+        raise UserError(f"It is no GPT-2 any more: transformers finds {doubts}.")
     idx = torch.arange(min(64, model.config.block_size))[None]
-    try:
-        from transformers import GPT2LMHeadModel, logging
+    with torch.no_grad(), exact_matmuls():
+        expected = theirs(idx).logits
+        ours = model(idx.to(next(model.parameters()).device))[0].cpu()[..., : theirs.config.vocab_size]
+    if not (ours - expected).abs().max() <= 1e-3 * expected.std():
+        raise UserError("It is no GPT-2 any more: transformers computes other logits from its weights.")
 
-        logging.disable_progress_bar()
-        theirs = GPT2LMHeadModel.from_pretrained(directory)
-        with torch.no_grad():
-            expected = theirs(idx).logits
-    except Exception as error:  # the model is exported, whatever a large package says of it
-        print(f"note: {plain(directory)} could not be compared with transformers: {plain(first_line(error))}")
-        return True
-    device, model.residual_dtype = next(model.parameters()).device, torch.float32
-    with torch.no_grad():
-        ours = model(idx.to(device))[0].cpu()[..., : theirs.config.vocab_size]
-    is_same = bool((ours - expected).abs().max() <= 0.05 * expected.std())  # TF32 changes a hundredth of that
-    if not is_same:
-        print(
-            f"note: transformers computes other logits from {plain(directory)} than this program does: the code of "
-            "the model was changed, so it is no GPT-2 any more. Use it with this program only."
-        )
-    return is_same
+
+def describe(weights: dict[str, Any], step: int) -> dict[str, str]:
+    """The metadata of exported weights: after how many updates, and a hash of samples of them, which names the run."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        entries = weights[name].flatten()
+        digest.update(name.encode() + entries[:: len(entries) // 64 + 1].cpu().numpy().tobytes())
+    return {"format": "pt", "step": str(step), "weights": digest.hexdigest()}  # transformers asks for the format
+
+
+def is_export_of(directory: Path, weights: dict[str, Any], step: int) -> bool:
+    """Whether `directory` has the export of a model with this state dict after `step` updates."""
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / "model.safetensors"
+    try:
+        # a pipe would block safe_open, which sees whether the file is whole
+        with open_regular(path), safe_open(path, "pt") as file:
+            return file.metadata() == describe(weights, step)
+    except (UserError, OSError, SafetensorError):
+        return False
 
 
 def export_files(shape, enc):
     """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
+    missing = [name for name in FIELDS if name not in shape]
+    if missing:
+        raise UserError(f"It is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
@@ -253,58 +307,35 @@ def export_files(shape, enc):
 
 def tokenizer_files(enc, max_length=None):
     """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
-    ranks, vocab, merges = enc._mergeable_ranks, vocab_of(enc), []
-    words = {i: word for word, i in vocab.items()}
-    for token in sorted(ranks, key=ranks.get):
-        ids = [ranks.get(part) for part in tokenizer.last_merge(token, ranks)]
-        if not {ranks[token], *ids} <= words.keys():
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
+    pattern: Any = tokenizer.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
+    converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special_tokens)
+    # its own reads a file through tiktoken, which keeps a copy of that by its path, for good
+    converter.load_tiktoken_bpe = lambda path: enc._mergeable_ranks
+    converted = converter.converted()
+    for token, i in enc._special_tokens.items():
+        if converted.token_to_id(token) != i:
             raise UserError(
-                f"Tokenizer {enc.name} cannot be exported: its token {token!r} is a special token, too, or not made of "
-                "two shorter ones. Use another tokenizer."
+                f"Tokenizer {enc.name} cannot be exported: its special token {token!r} is an ordinary one, too, or has "
+                "not one of the last ids. Use another tokenizer."
             )
-        if len(token) > 1:
-            merges.append(tuple(words[i] for i in ids))
-    model = tokenizer.huggingface_model(enc._pat_str, vocab, merges)
-    model.add_special_tokens(list(enc._special_tokens))
     config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
     config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     config["model_max_length"] = max_length
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
-    return {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
-def is_export_of(directory, weights, shape, enc):
-    """Whether `directory` holds all that `export_huggingface` writes for this model and the tokenizer `enc`."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        found = tokenizer.read_encoding(directory / "tokenizer.tiktoken")
-        if tokenizer.digest(found) != tokenizer.digest(enc):
-            return False
-        for name, content in export_files(shape, enc).items():
-            with open_regular(directory / name) as file:
-                if file.read() != content:
-                    return False
-        path, expected = directory / "model.safetensors", export_weights(weights, enc)
-        # a tensor at a time: all of them would be the model once more, 6 GB for gpt2-xl
-        with open_regular(path), safe_open(path, "pt") as file:  # a pipe would block safe_open
-            if file.metadata() != METADATA or set(file.keys()) != expected.keys():
-                return False
-            pairs = ((file.get_tensor(name), weight) for name, weight in expected.items())
-            return all(tensor.dtype == weight.dtype and tensor.equal(weight) for tensor, weight in pairs)
-    except (UserError, OSError, SafetensorError):
-        return False
-
-
-def remove_part(part, names):
+def remove_part(part):
     """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
-    found = {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")}
-    if found <= names:
+    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= EXPORTED:
         remove_folder(part)
 
 
 def make_way(path):
     if os.path.lexists(path):
         aside = path.rename(free_name(path))
-        print(plain(f"Moved what was at {path} to {aside}.", 2000), flush=True)
+        print(f"Moved what was at {path} to {aside}.", flush=True)

@@ -4,8 +4,11 @@ log.txt has `step stream value` on each line. run.txt has a block for each start
 command, the settings, the machine and the commit, and a blank line at the end.
 """
 
+import collections
 import dataclasses
 import datetime
+import functools
+import glob
 import json
 import math
 import os
@@ -23,6 +26,7 @@ from plumbing import program
 from plumbing.distributed import environment_number
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.program import plain, quote
+from plumbing.shards import origin
 
 LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
 
@@ -71,19 +75,19 @@ def read_history(out_dir: Path) -> bytes:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts that run.txt describes, each as a dict of texts and, for "config" and "branched", of dicts."""
+    """The starts that run.txt describes, each as a dict of texts and, for "config", "ran" and "branched", of dicts."""
     starts = []
     for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
         fields: dict[str, Any] = {}
         for line in block.splitlines():
             name, _, text = line.partition(": ")
-            fields[name] = json.loads(text) if name in ("config", "branched") else plain(text)
+            fields[name] = json.loads(text) if name in ("config", "ran", "branched") else plain(text)
         starts.append(fields)
     return starts
 
 
-def write_start(config: Any, start_step: int, branched: dict[str, Any] | None) -> None:
-    """Add a start to run.txt, which may have another program's lines in any encoding."""
+def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, ran: dict[str, Any]) -> None:
+    """Add a start to run.txt, which may have another program's lines in any encoding. ran: what the trial found."""
     changes = program.git("diff", "HEAD")  # of what is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
@@ -92,6 +96,8 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None) -
         "launch": launch(),
         "from step": str(start_step),
         "config": json.dumps(dataclasses.asdict(config)),
+        "ran": json.dumps(ran),
+        "data": plain(origin(config.data)),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
@@ -104,6 +110,17 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None) -
     history = read_history(out_dir)
     with atomic_write(out_dir / "run.txt") as file:
         file.write(history + entry.encode("utf-8", "surrogateescape"))
+
+
+def note_export(out_dir: Path, reason: str) -> None:
+    """Add to the last start in run.txt why its model was not exported."""
+    with atomic_write(out_dir / "run.txt") as file:
+        file.write(read_history(out_dir).rstrip() + f"\nnot exported: {plain(reason)}\n\n".encode())
+
+
+def is_export_noted(out_dir: Path) -> bool:
+    """Whether the last start in run.txt ended without an export."""
+    return b"\nnot exported: " in read_history(out_dir).rstrip().rpartition(b"\n\n")[2]
 
 
 def is_restart(out_dir: Path) -> bool:
@@ -137,3 +154,73 @@ def launcher() -> list[str]:
 def command() -> list[str]:
     """The words of the command that started this process."""
     return [*launcher(), *sys.argv]
+
+
+# ----- A run, as its folder describes it ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Logged:
+    """A run that has a log.txt. Without a run.txt, as for one of build-nanogpt, nothing but its streams is known."""
+
+    folder: Path
+    starts: list[dict[str, Any]]  # as read_starts gives them
+
+    def fact(self, name: str, default: Any) -> Any:
+        """A field of run.txt, as the last start that has it says it."""
+        return next((start[name] for start in reversed(self.starts) if name in start), default)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.fact("config", {})
+
+    @property
+    def branch_step(self) -> int:
+        return self.fact("branched", {"step": 0})["step"]
+
+    @functools.cached_property
+    def streams(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """{stream: (steps, values)}. A step is there twice if the run was killed and resumed: its last value counts."""
+        logged = collections.defaultdict(dict)
+        for step, stream, value in read_log(self.folder / "log.txt"):
+            logged[stream][step] = value
+        return {
+            name: (np.array(sorted(at)), np.array([at[i] for i in sorted(at)])) for name, at in logged.items()
+        }
+
+    @property
+    def last_step(self) -> int:
+        return max((int(steps[-1]) for steps, _ in self.streams.values()), default=0)
+
+    @functools.cached_property
+    def line(self) -> "list[Logged]":
+        """The run, the run that it is a branch of, that one's parent, and so on, as far as they are there."""
+        recorded = Path(self.fact("branched", {}).get("parent", self.folder))
+        for folder in (recorded, self.folder.parent / recorded.name):  # or beside it, if both were moved
+            log = folder / "log.txt"
+            if log.exists() and not folder.samefile(self.folder):
+                # a branch's log begins as its parent's does; another run of the parent's name has another loss
+                if next(read_log(log), None) == next(read_log(self.folder / "log.txt"), None):
+                    return [self, *read_run(folder).line]
+        return [self]
+
+
+def read_run(folder: Name) -> Logged:
+    path = Path(folder, "run.txt")
+    return Logged(Path(folder), read_starts(path) if path.exists() else [])
+
+
+def find_runs(*patterns: str) -> list[Logged]:
+    """The runs in the folders that match any of these names or patterns, such as "log/gelu-*"."""
+    folders = dict.fromkeys(folder for pattern in patterns for folder in sorted(glob.glob(pattern)))
+    return [read_run(folder) for folder in folders if Path(folder, "log.txt").exists()]
+
+
+def family(run: Logged, others: list[Logged]) -> list[Logged]:
+    """The runs that are related to this one by branching, parents before their branches."""
+    first = run.line[-1].folder.resolve()
+    related = [
+        each for other in [run, *others] if other.line[-1].folder.resolve() == first for each in other.line
+    ]
+    once = {each.folder.resolve(): each for each in related}
+    return sorted(once.values(), key=lambda each: (len(each.line), each.branch_step))

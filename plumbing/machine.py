@@ -3,12 +3,13 @@
 import contextlib
 import math
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from plumbing.program import UserError, is_rank_0, output_of
@@ -77,16 +78,18 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     return min([free, *map(int, limits)])
 
 
-def choose_dtype(name: str, device: str, n_embd: int) -> tuple[torch.dtype, str]:
-    """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device and width."""
+def choose_dtype(name: str, device: str, is_wide: bool = False) -> tuple[torch.dtype, str]:
+    """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device.
+
+    is_wide: whether the model is so wide that bfloat16 is faster on a CPU that has instructions for it.
+    """
     is_gpu = device.startswith("cuda")
     # NVIDIA's GPUs have had it since Ampere; other devices can at least emulate it
     has_bfloat16 = not is_gpu or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "auto" and is_gpu:
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
-        # CPUs with bfloat16 instructions are faster with them unless the matrices are tiny
-        is_faster = device == "cpu" and n_embd >= 128 and torch.cpu._is_avx512_bf16_supported()
+        is_faster = device == "cpu" and is_wide and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if is_faster else "float32"
     if (name == "bfloat16" and not has_bfloat16) or (name == "fp8" and not has_float8(device)):
         raise UserError(
@@ -103,19 +106,14 @@ def has_float8(device: str) -> bool:
         # AMD's MI300, with capability 9.4, has another float8; nobody has tried it
         is_nvidia = device.startswith("cuda") and not torch.version.hip
         return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+    # before torch has asked the processor what it has, it multiplies by another kernel than afterwards
+    torch.cpu._is_avx512_bf16_supported()
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     try:
         torch._scaled_mm(ones, ones.T, scale, scale, out_dtype=torch.bfloat16)
     except RuntimeError:
         return False
     return True
-
-
-def flops_per_token(c: Any, T: int) -> int:
-    """Training FLOPs per token of a GPTConfig, by PaLM's convention (Chowdhery et al. 2022, appendix B)."""
-    # 6 per weight of every matmul, and 12 * L * T * C for attention, which counts the full square of scores
-    num_weights = 12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd
-    return 6 * num_weights + 12 * c.n_layer * T * c.n_embd
 
 
 # TFLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
@@ -156,10 +154,35 @@ def peak_flops(device_name: str) -> float | None:
 FUSED_ATTENTION = ("cudnn", "flash", "mem_efficient")  # torch's names; an unfused kernel is always there
 
 
+def enabled_attention(device_type: str) -> list[str]:
+    """Those of the fused attention kernels that this process may use on such a device."""
+    kernels = FUSED_ATTENTION if device_type == "cuda" else ("flash",)
+    return [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+
+
 def disable_attention(*kernels: str) -> None:
     """Disable fused attention kernels in this process; only `restore_attention` enables them again."""
     for name in kernels:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed all that a model may draw random numbers with: torch, numpy and Python itself."""
+    seed = int(seed)  # numpy's own numbers would overflow
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def exact_matmuls() -> Iterator[None]:
+    """Context in which float32 matmuls are not TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextlib.contextmanager

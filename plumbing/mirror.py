@@ -19,7 +19,7 @@ def is_installed():
 
 
 def start_wandb(config):
-    """Start or resume the run at Weights & Biases, or an offline one without a login or a network."""
+    """Start or resume the run at Weights & Biases; an offline one without a login, or if WANDB_MODE says so."""
     import wandb  # pyright: ignore[reportMissingImports]  # optional, and slow to import
 
     id_file = Path(config.out_dir, "wandb", "run_id.txt")  # a resumed run has the same id
@@ -27,7 +27,7 @@ def start_wandb(config):
         id_file.parent.mkdir(exist_ok=True)
         with atomic_write(id_file, "w") as file:
             file.write(uuid.uuid4().hex[:12])
-    # seconds: how long the start waits for the server before it goes offline, and the end for the last lines
+    # seconds: how long the start waits for the server, and the end for the last lines
     timeouts = dict(init_timeout=8, finish_timeout=20, finish_timeout_raises=True)
     # print nothing, and do not stop the training if the run is stopped or deleted on their page
     settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
@@ -36,14 +36,10 @@ def start_wandb(config):
     # a resumed run may have another B
     options |= dict(config=vars(config), resume="allow", allow_val_change=True, settings=settings)
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    try:
-        run = wandb.init(mode=mode, **options)
-    except wandb.errors.CommError:
-        wandb.teardown()  # frees the id
-        run = wandb.init(mode="offline", **options)
+    run = wandb.init(mode=mode, **options)
     if run.offline:
         command = f"wandb sync {Path(run.dir).parent}"
-        print(f"note: --wandb has no network or no login. To upload the log later: {command}", flush=True)
+        print(f"note: --wandb is offline. To upload the log later: {command}", flush=True)
     elif run.url:
         print(f"The log is mirrored at {run.url}.", flush=True)
     return run
@@ -66,6 +62,9 @@ class Mirror:
             self.run = None
             problem = f"Weights & Biases has failed ({type(error).__name__}: {first_line(error)})"
             print(f"warning: {problem}. Training does without it; log.txt has everything.", flush=True)
+            print(
+                "On a machine without a network, set WANDB_MODE=offline, and upload the log later.", flush=True
+            )
 
     def log(self, step, values):
         # After a resume the server may already have steps after the checkpoint, and it takes each step only once. An

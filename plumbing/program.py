@@ -15,10 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of the programs
 SCRIPTS = {path.name for path in ROOT.glob("*.py")}
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """Make text safe for one line of a terminal: escape control characters, cut it."""
+    """Text in one line, cut, without line ends or other characters that are not shown: for errors, bars and files."""
     text = str(text)
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
     return shown + "..." if len(text) > limit else shown
@@ -86,19 +86,13 @@ def duration(seconds: float) -> str:
 
 
 def print_next(*commands: Sequence[object]) -> None:
-    """Print the commands that come next, so that they work as printed, in lines of 80 columns.
+    """Print the commands that come next, so that they work as printed.
 
     A command is a list of words, and of tuples (flag, value, ...): ["python", "sample.py", ("-m", "log")].
     """
-    print("\nNext:", flush=True)
-    # shells on Windows have another sign for a line that goes on
-    width = 78 if os.name != "nt" else sys.maxsize
-    wrapper = textwrap.TextWrapper(width, "   ", 8 * " ", break_long_words=False, break_on_hyphens=False)
+    print("\nNext:")
     for command in commands:
-        text = ""  # a line ends only before a flag: the other spaces are "\0" meanwhile
-        for word in map(quote_group, command):
-            text += (" " if word.startswith("-") else "\0") + word.replace(" ", "\0")
-        print(" \\\n".join(wrapper.wrap(text)).replace("\0", " "), flush=True)
+        print("   ", *map(quote_group, command), flush=True)
 
 
 def quote_group(group):
@@ -135,7 +129,10 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # the hub's client prints two lines for each request that it repeats; documents.retry says in the end what failed
+    os.environ.setdefault(
+        "PYTHON_COLORS", "0"
+    )  # of help texts and tracebacks, from Python 3.13 on: SafeText shows colors
+    # the hub's client prints two lines for each request that it repeats; sources.retry says in the end what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
     protect_console()
@@ -145,12 +142,15 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
         sys.stdout.flush()  # the last line may have no newline
     except UserError as error:
         fail(str(error))
-    except MemoryError as error:
-        fail(f"There is not enough memory. {error}".strip())
     except KeyboardInterrupt:
         report_exception(*sys.exc_info())
         leave(130)  # 128 + SIGINT
     except Exception as error:
+        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # the second one is torch's, of a GPU
+            advice = (
+                "Close what else uses it, or take a smaller batch; a run then continues with the same command."
+            )
+            fail(f"There is not enough memory. {first_line(error)}. {advice}")
         if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
             advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
             fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}")
@@ -192,10 +192,10 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def print0(*args: object) -> None:
+def print0(*args: object, file: Any = None) -> None:
     """Print on rank 0 only."""
     if is_rank_0():
-        print(*args, flush=True)
+        print(*args, file=file, flush=True)
 
 
 def has_other_ranks():
@@ -249,13 +249,29 @@ class Console(io.RawIOBase):
         return len(data) if written is None else written  # it is also None if writing would block
 
 
+# what a terminal obeys: all control characters but tabs and line ends, and those that turn the direction of writing
+CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+
+
+class SafeText(io.TextIOWrapper):
+    """The text stream on a Console: whatever a model or a file says is shown by a terminal, and never obeyed."""
+
+    def __init__(self, stream, name):
+        buffer = io.BufferedWriter(Console(stream, name))
+        super().__init__(buffer, stream.encoding, "replace", line_buffering=True)
+        # progress bars return to the start of their line, and go up to the one above
+        self.control = re.compile(CONTROL if name == "stdout" else rf"(?!\r|\x1b\[A){CONTROL}")
+
+    def write(self, text):
+        return super().write(self.control.sub(lambda match: repr(match[0])[1:-1], text))
+
+
 def protect_console():
-    """Put a Console under sys.stdout and sys.stderr; characters that they cannot encode are replaced."""
+    """Make sys.stdout and sys.stderr a SafeText each; characters that they cannot encode are replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the program began
             stream = open(os.devnull, "w", encoding="utf-8")
         elif stream is not getattr(sys, f"__{name}__"):  # protected already, or a test captures it
             continue
-        buffer = io.BufferedWriter(Console(stream, name))
-        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True))
+        setattr(sys, name, SafeText(stream, name))

@@ -1,6 +1,7 @@
 """The folder of a run: what the run begins with, its files while it trains, and its end."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -15,18 +16,33 @@ import numpy as np
 import torch
 
 from plumbing import checkpoint as checkpoints
-from plumbing import journal, machine, settings
+from plumbing import journal, machine, settings, shards, trainer
 from plumbing.checkpoint import Checkpoint
 from plumbing.distributed import World
-from plumbing.files import FolderLock, check_replaceable, free_name, lock_folder
-from plumbing.huggingface import check_export, export_huggingface, is_export_of
+from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, lock_folder, open_regular
+from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.mirror import Mirror
-from plumbing.modelcard import write_model_card
-from plumbing.program import UserError, count, duration, plain, print0, print_next, quote_group, short
+from plumbing.modelcard import make_card
+from plumbing.program import (
+    UserError,
+    count,
+    duration,
+    first_line,
+    print0,
+    print_next,
+    quote_group,
+    short,
+)
+from plumbing.trial import Fit, is_out_of_memory
 from tokenizer import has_chat_tokens
 
 # the names of what a run writes into its folder
-OURS = re.compile(rf"(run|log|samples)\.txt|hf|wandb|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}")
+SOURCE_COPY = re.compile(r".+-[0-9a-f]{8}\.py")
+OURS = re.compile(
+    rf"(run|log|samples)\.txt|hf|wandb|{SOURCE_COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
+)
+
+SECONDS_PER_LINE = 0.5  # of the console, about steps
 
 # ----- What a run begins with ---------------------------------------------------------------------------
 
@@ -35,13 +51,22 @@ class Start(NamedTuple):
     """What a run begins with: a checkpoint, initial weights or, if both are None, nothing."""
 
     checkpoint: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    weights: tuple[dict[str, int], dict[str, torch.Tensor]] | None = None  # shape and state dict of --init-from
+    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = (
+        None  # settings and weights of --init-from's model
+    )
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     finished: bool = False  # nothing is left to do
 
     @property
     def step(self) -> int:
         return self.checkpoint["step"] if self.checkpoint else 0
+
+    @property
+    def model(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        """(settings, weights) of the model to begin with: GPTConfig's fields and a state dict. None: a new one."""
+        if self.checkpoint:
+            return checkpoints.model_settings(self.checkpoint), self.checkpoint["model"]
+        return self.initial
 
 
 def lock_out_dir(config: Any, world: World) -> contextlib.AbstractContextManager[FolderLock | None]:
@@ -51,36 +76,24 @@ def lock_out_dir(config: Any, world: World) -> contextlib.AbstractContextManager
     return locks[0] if locks else contextlib.nullcontext()
 
 
-def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
+def find_start(config: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
     """Find what the run begins with: its newest intact checkpoint, or its parent's, or initial weights. Writes nothing.
 
     fingerprints: those of this run's data, {"training data": ..., "validation data": ...}.
     """
     resumes = config.resume or journal.is_restart(Path(config.out_dir))
-    saved, branched = load_state(config.out_dir) if resumes else None, None
-    if saved:
-        different = settings.changes(config, saved["config"])
-        if different:
-            branch_off = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
-            if different.keys() & settings.SAME_IN_A_BRANCH:
-                branch_off = "begin a new run with another --out-dir"
-            elif different.keys() == {"max_steps"} and config.max_steps > saved["step"]:
-                words = " ".join(map(quote_group, longer_command(config, config.max_steps)))
-                branch_off = f"train it for longer as a branch: {words}"
-            raise UserError(
-                f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Repeat its command "
-                f"(in run.txt) to continue it, add --no-resume to move it aside, or {branch_off}"
-            )
-    elif config.branch_from:
+    saved = load_state(config.out_dir) if resumes else None
+    begins_branch = bool(config.branch_from and not saved)
+    if begins_branch:
         saved = load_state(config.branch_from)
         if not saved:  # `settings.inherit` has found one
             raise UserError(f"There is no longer a checkpoint in {config.branch_from}. Use another one.")
-        branched = branch(config, saved)
-        # the parent's best weights and its other checkpoints are not in the branch's folder
-        saved["best_val_loss"], saved["temporary"] = math.inf, []
-    elif config.init_from:
-        return Start(weights=checkpoints.load_initial_weights(config, preset, enc))
-    else:
+    if not saved and config.init_from:
+        model = checkpoints.load_saved_model(config.init_from)
+        checkpoints.check_tokenizer(model.enc, enc, config.data)
+        trainer.note_changes(model.code, type(config), config.init_from)
+        return Start(initial=(model.settings, model.weights))
+    if not saved:
         return Start()
     checkpoints.check_tokenizer(checkpoints.model_tokenizer(saved), enc, config.data)
     # only samples of each shard are compared, see files.py
@@ -91,13 +104,42 @@ def find_start(config: Any, preset: Any, enc: Any, fingerprints: dict[str, str])
                 f"The {name} in {config.data} are not what this run began with. Give the run's own with --data, or "
                 "begin a new run: --out-dir NEW and, to keep the weights, --init-from RUN without --branch-from."
             )
-    hf = Path(config.out_dir, "hf")
-    if saved["step"] < config.max_steps or not is_export_of(hf, saved["model"], saved["config"], enc):
-        return Start(saved, branched=branched)
-    print(plain(f"The run in {config.out_dir} is finished. Its model is in {hf}.", 2000))
-    print("To train again, name another --out-dir, or add --no-resume to move it aside.")
-    print_next_commands(config, enc)
-    return Start(saved, finished=True)
+    branched = branch(config, saved) if begins_branch else None
+    if not branched:
+        refuse_other_settings(config, saved)
+    out_dir = Path(config.out_dir)
+    hf, step = out_dir / "hf", saved["step"]
+    is_exported = is_export_of(hf, saved["model"], step)
+    if step == config.max_steps and (is_exported or journal.is_export_noted(out_dir)):
+        model = hf if is_exported else checkpoints.list_checkpoints(out_dir)[-1]
+        print(f"The run in {config.out_dir} is finished. Its model is in {model}.")
+        print("To train again, name another --out-dir, or add --no-resume to move it aside.")
+        print_next_commands(config, enc)
+        return Start(finished=True)
+    trainer.note_changes(saved.get("code", {}), type(config), config.branch_from if branched else config.out_dir)
+    return Start(saved, branched=branched)
+
+
+def refuse_other_settings(config: Any, saved: Checkpoint) -> None:
+    """Raise UserError if the run in out_dir has other settings, with the command that does what may be wanted."""
+    different = settings.changes(config, saved["config"])
+    if not different:
+        return
+    branch_off = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
+    if config.max_steps == 0:
+        branch_off = f"evaluate it: add --init-from {config.out_dir} --out-dir NEW"
+    elif settings.fixed_in_a_branch(config, different):
+        branch_off = "begin a new run with another --out-dir"
+    elif different.keys() == {"max_steps"}:
+        # a run that is to be shorter than what it has done still needs some steps in which its rate decays
+        max_steps = max(config.max_steps, math.ceil(1.1 * saved["step"]))
+        done = "" if max_steps == config.max_steps else f" (it has done {saved['step']} already)"
+        words = " ".join(map(quote_group, longer_command(config, max_steps)))
+        branch_off = f"train it for {max_steps} steps{done} as a branch: {words}"
+    raise UserError(
+        f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Repeat its command "
+        f"(in run.txt) to continue it, add --no-resume to move it aside, or {branch_off}"
+    )
 
 
 def load_state(source: str) -> Checkpoint | None:
@@ -121,23 +163,30 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
         )
     changed = settings.changes(config, saved["config"])
     changed.pop("branch_from", None)
-    fixed = {name: pair for name, pair in changed.items() if name in settings.SAME_IN_A_BRANCH}
+    fixed = {name: changed[name] for name in settings.fixed_in_a_branch(config, changed)}
     if fixed:
         raise UserError(
             f"A branch of {parent} cannot change these settings: {settings.in_words(fixed)}. Leave their flags out, or "
             f"begin a new run, with --init-from {parent} unless the model's shape changes."
         )
     if saved["step"] >= config.max_steps:
-        raise UserError(
-            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. Give more steps."
+        more = (
+            "Give more steps."
+            if config.max_steps
+            else "To evaluate it, use --init-from in place of --branch-from."
         )
+        raise UserError(
+            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. {more}"
+        )
+    # the parent's best weights and its other checkpoints are not in the branch's folder
+    saved["best_val_loss"], saved["temporary"] = math.inf, []
     return {"parent": str(folder), "step": saved["step"], "changed": changed}
 
 
 # ----- Its folder at the start --------------------------------------------------------------------------
 
 
-def prepare_folder(config: Any, start: Start) -> None:
+def prepare_folder(config: Any, start: Start, ran: dict[str, Any]) -> None:
     """Describe the start in run.txt; move aside an old run, or the damaged checkpoints of a run that continues."""
     out_dir = Path(config.out_dir)
     if start.checkpoint and not start.branched:
@@ -145,16 +194,18 @@ def prepare_folder(config: Any, start: Start) -> None:
         stale = [path for path in found if checkpoints.step_of(path) > start.step]
     else:
         stale = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
-        if not any(path.is_dir() or path.stat().st_size for path in stale if path.name != "run.txt"):
-            stale = []  # that run has no results
+        results = [path for path in stale if path.name != "run.txt" and not SOURCE_COPY.fullmatch(path.name)]
+        if not any(path.is_dir() or path.stat().st_size for path in results):
+            stale = []  # that run has none
     if stale:
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
-        print(plain(f"Moved {names} from {out_dir} to {aside}.", 2000), flush=True)
+        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    journal.write_start(config, start.step, start.branched)
+    journal.write_start(config, start.step, start.branched, ran)
+    trainer.keep_copy(config)
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
@@ -186,16 +237,32 @@ def install_signal_handlers() -> list[int]:
     return received
 
 
-def diverged(config: Any, step: int, *, loss: float, norm: float, loader: Any, windows: list[int]) -> UserError:
-    """The error for a loss or gradient norm that is not finite, in a batch with these `windows` of the global order."""
+def diverged(
+    config: Any,
+    step: int,
+    loss: float,
+    norm: float,
+    *,
+    loader: Any,
+    start: int,
+    B: int,
+    batch_losses: list[list[float]],
+) -> UserError:
+    """The error for a loss or gradient norm that is not finite, in a step whose windows begin at `start`.
+
+    batch_losses: for each rank, the losses of its micro-batches, of B windows each.
+    """
+    losses = np.array(batch_losses).T.flatten()  # in the order of the micro-batches
+    bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
+    windows = [start + number * B + row for number in bad for row in range(B)][:4]
     places = loader.locate(np.array(windows))
     where = ", ".join(f"{loader.shards[i].path.name} token {offset}" for i, offset in places)
     rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
     remedy = f"Start again at a lower rate: --no-resume {rates}."
-    if checkpoints.list_checkpoints(config.out_dir):
-        remedy = (
-            f"Continue from a checkpoint at a lower rate: --branch-from {config.out_dir} {rates} --out-dir NEW."
-        )
+    # from the checkpoint of this very step, no step has succeeded
+    good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
+    if good:
+        remedy = f"Continue from a checkpoint at a lower rate: --branch-from {good[-1]} {rates} --out-dir NEW."
     return UserError(
         f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
         f"sequences at {where}. {remedy}"
@@ -204,7 +271,7 @@ def diverged(config: Any, step: int, *, loss: float, norm: float, loader: Any, w
 
 def print_next_commands(config: Any, enc: Any) -> None:
     """Print two commands that come after a run: one to see what it has learned, one to train it for longer."""
-    sample = sample_command(config.out_dir, enc, config.sample_prompt)
+    sample = sample_command(config.out_dir, enc, config.sample_prompt, trainer.file_of(type(config)))
     print_next(sample, longer_command(config, 2 * config.max_steps))
 
 
@@ -212,17 +279,33 @@ def longer_command(config: Any, max_steps: int) -> list[Any]:
     """The command that trains a run for longer, as a branch."""
     out_dir = f"{config.out_dir.rstrip('/')}-longer"
     flags = [("--branch-from", config.out_dir), ("--out-dir", out_dir), ("--max-steps", max_steps)]
-    return [*journal.launcher(), "train_gpt2.py", *flags]
+    return [*journal.launcher(), os.path.relpath(trainer.file_of(type(config))), *flags]
 
 
-def sample_command(source: str, enc: Any, prompt: str) -> list[Any]:
-    """The command that continues a prompt, or chats, with a model."""
+def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
+    """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
+    flags: list[Any] = [("--code", os.path.relpath(code))] if code and code.name != trainer.NAME else []
     if has_chat_tokens(enc):
-        return ["python", "sample.py", "--chat", ("--model", source)]
+        return ["python", "sample.py", "--chat", ("--model", source), *flags]
     prompt = prompt or "The "
     if prompt.startswith("-"):  # not a flag
-        return ["python", "sample.py", ("--model", source), "--", prompt]
-    return ["python", "sample.py", prompt, ("--model" if str(source).startswith("-") else "-m", source)]
+        return ["python", "sample.py", ("--model", source), *flags, "--", prompt]
+    return ["python", "sample.py", prompt, ("--model" if str(source).startswith("-") else "-m", source), *flags]
+
+
+def keep_samples_before(path: Path, step: int) -> None:
+    """Leave out of samples.txt what a run that was killed wrote at `step` or later, and will write again."""
+    if path.exists() and step:
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            lines = file.readlines()
+        with atomic_write(path, "w", encoding="utf-8") as file:
+            file.writelines(line for line in lines if int(f"0{line.split(' ')[0]}") < step)
+
+
+UNUSED = (
+    "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some batches use a "
+    "part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
+)
 
 
 # ----- A run in progress --------------------------------------------------------------------------------
@@ -232,74 +315,72 @@ class Run(contextlib.AbstractContextManager["Run"]):
     """Writes a run's files and its lines on the console; ranks other than 0 only receive signals."""
 
     def __init__(
-        self, config: Any, world: World, lock: FolderLock | None, start: Start, metadata: dict[str, Any]
+        self,
+        config: Any,
+        world: World,
+        lock: FolderLock | None,
+        start: Start,
+        metadata: dict[str, Any],
+        fit: Fit,
     ):
-        """lock: from `lock_out_dir`; metadata: what every checkpoint holds beside the state."""
+        """lock: from `lock_out_dir`; metadata: what every checkpoint holds beside the state; fit: from the trial."""
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
         saved: Any = start.checkpoint or {}
         self.start_step, self.max_steps = start.step, config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.branched, self.sample = start.branched, ""
+        self.lr_before = None  # a new branch: that of its parent's last step
         is_cuda = world.device_type == "cuda"
         self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
-        self.flops_per_token = machine.flops_per_token(config, config.sequence_length)
+        self.flops_per_token = fit.flops_per_token
         self.peak = machine.peak_flops(self.device_name)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.mirror: Mirror | None = None
         self.signals = install_signal_handlers()  # the signals received so far
         self.started = self.first_step_ended = time.perf_counter()
-        world.broadcast_from_master(self.open, lock, start)
+        self.step_printed = -math.inf  # when
+        world.broadcast_from_master(self.open, lock, start, fit)
 
-    def open(self, lock: FolderLock, start: Start) -> None:
+    def open(self, lock: FolderLock, start: Start, fit: Fit) -> None:
         """Open what rank 0 writes to."""
         c, saved = self.config, start.checkpoint
-        prepare_folder(c, start)
+        prepare_folder(c, start, {name: value for name, value in fit._asdict().items() if name != "model"})
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         check_replaceable(self.out_dir / "samples.txt")  # opening a pipe would wait for ever
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
+        keep_samples_before(self.out_dir / "samples.txt", self.start_step)
         deletable = saved["temporary"] if saved else []
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
         if c.wandb:
             self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt"))
-        if saved and start.branched:  # with a checkpoint of its own, a branch no longer depends on its parent
+        if saved and start.branched:
+            rates = [value for _, stream, value in journal.read_log(self.out_dir / "log.txt") if stream == "lr"]
+            self.lr_before = rates[-1] if rates else None
+            # with a checkpoint of its own, a branch no longer depends on its parent
             self.writer.write({**saved, **self.metadata})
 
-    def __exit__(self, *exception):
+    def __exit__(self, kind, error, traceback):
         """Wait until the newest checkpoint is on disk, however the run ends."""
         if self.world.is_master:
             try:
                 self.writer.wait()
             finally:
                 if self.mirror:
-                    self.mirror.finish(status=1 if exception[0] else 0)
+                    self.mirror.finish(status=1 if kind else 0)
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
-
-    def print_summary(
-        self, raw_model: Any, loader: Any, num_val_windows: int, *, B: int, optimizers: list[Any]
-    ) -> None:
-        world, S, T = self.world, self.config.total_batch_size, loader.T
-        num_params = sum(p.numel() for p in raw_model.parameters())
-        print0(f"model: {num_params:,} parameters on {world.size} x {self.device_name}, {self.config.dtype}")
-        tokens = loader.num_windows * T
-        print0(f"data: {tokens:,} training tokens, which the run reads {self.max_steps * S / tokens:.3g} times")
-        print0(f"validation: {num_val_windows * T:,} tokens; tokenizer {self.metadata['tokenizer']}")
-        micro_steps = S // (B * T * world.size)
-        print0(f"step: {S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}")
-        for optimizer in optimizers:
-            size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            print0(f"optimizer: {type(optimizer).__name__} for {size:,} parameters")
-        branched = f", a branch of {self.branched['parent']}" if self.branched else ""
-        print0(plain(f"run: {self.out_dir}{branched}, from step {self.start_step} to {self.max_steps}", 2000))
+        if "Expected to have finished reduction in the prior iteration" in str(error):
+            raise UserError(UNUSED) from None
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
-        """Print a line about a step and log its values, {stream: value}."""
+        """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
         if not self.world.is_master:
             return
         self.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
-        print(f"step {step:5d} | {text}", flush=True)
+        if text:
+            print(f"step {step:5d} | {text}", flush=True)
         journal.write_log(self.log, step, streams)
         if self.mirror:
             self.mirror.log(step, streams)
@@ -314,7 +395,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def keep_best(self, step: int, loss: float, raw_model: Any) -> None:
         """Keep the weights as model_best.pt if this is the lowest validation loss so far."""
-        if self.world.is_master and loss < self.best_val_loss:
+        if self.world.is_master and self.max_steps and loss < self.best_val_loss:
             self.best_val_loss = loss
             best = {"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata}
             self.writer.submit(checkpoints.BEST, best)
@@ -337,22 +418,46 @@ class Run(contextlib.AbstractContextManager["Run"]):
         accuracy = counts.acc_norm / counts.n
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
 
-    def log_step(self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float) -> None:
-        """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks."""
+    def log_step(
+        self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float, **scalars: float
+    ) -> None:
+        """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks; log `scalars`, too."""
+        now = time.perf_counter()
         if step == self.start_step:
-            self.first_step_ended = time.perf_counter()
+            self.first_step_ended = now
+            self.note_rate(lr)
         rate = tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
         speed = f"{short(rate):>4} tok/s"
         left = f"{duration(self.seconds_left(step, seconds)):>4} left"
         # the columns line up and fit into 80 characters; with MFU, there is room for fewer digits
-        if self.peak:
+        if self.peak and self.flops_per_token:
             mfu = rate * self.flops_per_token / (self.peak * self.world.size)
             text = f"loss {loss:6.3f} lr {lr_text} norm {norm:4.1f} {took} {speed} {mfu:3.0%} MFU {left}"
         else:
             text = f"loss {loss:7.4f}  lr {lr_text}  norm {norm:5.2f}  {took}  {speed}  {left}"
-        self.report(step, text, {"train": loss, "lr": lr, "norm": norm, "tok/s": rate})
+        # log.txt has every step; on the console, faster lines could not be read
+        is_shown = now - self.step_printed >= SECONDS_PER_LINE
+        self.step_printed = now if is_shown else self.step_printed
+        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate, **scalars}
+        self.report(step, text if is_shown else "", streams)
+        if self.world.is_master:
+            self.writer.delete_old()  # this step was finite, so what it began from is a good checkpoint
+
+    def note_rate(self, lr: float) -> None:
+        """Say so if the learning rate jumps where a branch begins, or never decays although its schedule could."""
+        c, before = self.config, self.lr_before
+        never_decays = c.schedule == "wsd" and c.decay_fraction == 0
+        if before is None or (not never_decays and 0.5 < lr / before < 2):
+            return
+        text = f"note: The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
+        if never_decays:
+            text += ", and stays so to the end"
+        if c.schedule == "wsd":
+            fraction = (self.max_steps - self.start_step) / self.max_steps
+            text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
+        print0(f"{text}.")
 
     def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
@@ -360,9 +465,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
             seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint of `state`, as training_state of train_gpt2.py returns it, in the background."""
+    def save(self, step: int, raw_model: Any, optimizers: list[Any], scaler: Any, loader: Any) -> None:
+        """Write a checkpoint of all that is given, in the background."""
         if self.world.is_master:
+            if shards.fingerprint([shard.path for shard in loader.shards]) != loader.fingerprint:
+                raise UserError(
+                    f"The shards in {self.config.data} have changed since the run began to read them, so this is no "
+                    "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
+                )
+            state = checkpoints.training_state(raw_model, optimizers, scaler, loader)
             losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
             self.writer.write({"step": step, **losses, **state, **self.metadata})
 
@@ -377,17 +488,32 @@ class Run(contextlib.AbstractContextManager["Run"]):
             print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
             print_next([word for word in journal.command() if word.replace("_", "-") != "--no-resume"])
             return status
-        hf = self.out_dir / "hf"
-        print(plain(f"Exporting the model to {hf}.", 2000), flush=True)
-        export_huggingface(raw_model, enc, hf)
-        if check_export(raw_model, hf):  # the card says how to load it with transformers
-            write_model_card(hf, self.out_dir, sample=self.sample)
+        if self.max_steps:
+            if self.val_loss is None or math.isfinite(self.val_loss):
+                self.writer.delete_old()
+            self.export(step, raw_model, enc)
         took = duration(time.perf_counter() - self.started)
         if self.world.device_type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
-        if self.best_val_loss < math.inf:
+        if self.best_val_loss < math.inf and (self.out_dir / checkpoints.BEST).exists():
             lowest = f"{self.best_val_loss:.4f}"
             print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
-        print_next_commands(self.config, enc)
+        if self.max_steps:
+            print_next_commands(self.config, enc)
         return status
+
+    def export(self, step: int, raw_model: Any, enc: Any) -> None:
+        """Write hf/, if the model is a GPT-2. What fails here does not end the run, nor is it tried again later."""
+        hf = self.out_dir / "hf"
+        print(f"Exporting the model to {hf}.", flush=True)
+        make = functools.partial(make_card, run_folder=self.out_dir, sample=self.sample)
+        try:
+            export_huggingface(raw_model.eval(), enc, hf, step=step, make_card=make)
+        except Exception as error:  # of a large package, say, or because the model was changed
+            # a full disk or GPU: the same command tries again
+            if isinstance(error.__cause__ or error, OSError) or is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+            print(f"note: There is no {hf}. {reason}. The checkpoints have the model, for sample.py, too.")
+            journal.note_export(self.out_dir, reason)

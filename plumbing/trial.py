@@ -1,14 +1,18 @@
 """A trial of the first training step: what fails on this machine is done without, and B is lowered until it fits."""
 
+import contextlib
+import functools
 import gc
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from plumbing import machine
+from plumbing.checkpoint import SkipInit, model_config
 from plumbing.distributed import World, environment_number
 from plumbing.program import UserError, count, first_line, print0
 
@@ -16,10 +20,43 @@ FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on 
 # what is given up if a trial fails, the last first, and the attention kernels to disable. torch prefers cuDNN's
 KERNELS = {"fused attention": machine.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
 FLOPS_OF_SECONDS = 1e12  # a CPU works on them for ten seconds or more
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# torch's counter lacks it; and if the loss is computed in float8, the product that this stands for is counted already
+FLOPS_OF = {
+    ATTENTION_ON_CPU: lambda q, k, v, *_, **_more: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_mm: lambda *_, **_more: 0,
+}
+SELF_CHECK_PARAMETERS = 10_000_000  # up to this size, the self-check takes less than half a second on a CPU
+ELSEWHERE = "A training step failed on another rank, which says why."
+TOO_LARGE = (
+    "Even one sequence does not fit in memory. Lower --sequence-length or the model's size, or add "
+    "--activation-checkpointing."
+)
 
 
-def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, world: World) -> tuple[Any, int]:
-    """Try a training step, and do without whatever fails on this machine. Returns (model to train, B).
+class Sequence(NamedTuple):
+    """What one sequence costs in training, without torch.compile."""
+
+    flops: int  # of the forward pass; 0 if they could not be counted
+    kept_bytes: int  # what the forward pass keeps for the backward pass, weights aside
+    unused: list[str]  # names of the parameters that the loss does not depend on
+
+
+class Fit(NamedTuple):
+    """What works on this machine, and so is what really runs: run.txt says it, but for the model."""
+
+    model: Any  # the model to train, compiled and in DDP where that is asked for
+    B: int
+    compiled: bool
+    attention: list[str]  # the fused kernels that may be used
+    given_up: list[str]  # of KERNELS
+    flops_per_token: int  # of a training step, by PaLM's convention (Chowdhery et al. 2022, appendix B)
+    kept_bytes: int  # of a sequence: what the forward pass keeps for the backward pass, without torch.compile
+    seconds_per_token: float  # of the trial on a CPU; a GPU is still at work when it ends
+
+
+def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num_ids: int, world: World) -> Fit:
+    """Try a training step on random ids below num_ids, and do without whatever fails on this machine.
 
     wrap(raw_model, compiled, world) makes the model. If memory runs out, B is halved. All ranks take the same fallback.
     """
@@ -28,49 +65,46 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, wor
         prepare_gpu(T, world)
     has_cudnn = world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
     optional = [name for name, used in zip(KERNELS, (True, config.compile, has_cudnn)) if used]
+    given_up: dict[str, str] = {}  # of these: why
+    # one sequence first, as the model is written: a mistake in it then shows as itself, and not as torch.compile's
+    sequence = find_sequence(raw_model, num_ids, optional, given_up, T=T, world=world)
     windows_per_rank = config.total_batch_size // (T * world.size)
-    with_room = min(world.gather(bound_on_B(raw_model, T, world=world)))
+    with_room = min(world.gather(bound_on_B(raw_model, sequence, config.compile, world=world)))
     B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
     while True:
         micro_steps = min(2, windows_per_rank // B)
-        flops = micro_steps * B * T * machine.flops_per_token(raw_model.config, T)
+        flops = 3 * sequence.flops * micro_steps * B
         if config.compile or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
             print0(f"Trying B = {B}, which may take minutes.")
-        outcome, reason = FITS, "on another rank"
-        try:
-            model = wrap(raw_model, "torch.compile" in optional, world)
-            seconds = try_step(model, raw_model, B, T=T, micro_steps=micro_steps, world=world)
-        except Exception as error:
-            # torch.compile may raise anything. An error that it did not cause comes back without it, and is raised
-            outcome = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
-            if outcome == FAILED and not optional:
-                raise
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        raw_model.zero_grad(set_to_none=True)
-        outcome = world.max_over_ranks(outcome)
-        if outcome == FITS:
-            if world.device_type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # failed trials do not count
-            elif world.device_type == "cpu":
-                warn_of_days(config, seconds / (B * T * world.size))
-            return model, B
-        model = None  # frees DDP's buckets as well
+        wrapped = functools.partial(wrap, raw_model, "torch.compile" in optional, world)
+        step = functools.partial(
+            try_step, wrapped, raw_model, num_ids, B=B, T=T, micro_steps=micro_steps, world=world
+        )
+        outcome, tried, error = attempt(step, raw_model, world)
+        if tried and outcome == FITS:
+            break
+        tried = None  # frees DDP's buckets as well
         if config.compile:
             torch._dynamo.reset()  # it gives up after 8 compilations of a function, and those that failed count
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
-        if outcome == FAILED:
-            failed = optional.pop()
-            print0(f"warning: A training step failed ({reason}). Trying again without {failed}.")
-            machine.disable_attention(*KERNELS[failed])
+        if outcome == FAILED and optional:
+            give_up(optional[-1], error, optional, given_up)
+        elif outcome == FAILED:
+            raise error or UserError(ELSEWHERE)
         elif B == 1:
-            raise UserError(
-                f"Even one sequence of {T:,} tokens does not fit in memory. Lower --sequence-length or the model's "
-                "size, or add --activation-checkpointing."
-            )
+            raise UserError(TOO_LARGE)
         else:
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
+    for name, reason in given_up.items():
+        print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
+    model, seconds = tried
+    seconds_per_token = seconds / (B * T * world.size)
+    if world.device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # failed trials do not count
+    found = "torch.compile" in optional, machine.enabled_attention(world.device_type), list(given_up)
+    return Fit(model, B, *found, 3 * sequence.flops // T, sequence.kept_bytes, seconds_per_token)
 
 
 def prepare_gpu(T: int, world: World) -> None:
@@ -84,38 +118,123 @@ def prepare_gpu(T: int, world: World) -> None:
         machine.disable_attention("cudnn")
 
 
-def bound_on_B(raw_model: Any, T: int, *, world: World) -> int:
-    """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process."""
-    c, itemsize = raw_model.config, world.dtype.itemsize
-    kept = 1 if raw_model.activation_checkpointing else 16  # per channel and block, what the backward pass needs
-    bytes_per_token = itemsize * (kept * c.n_embd * c.n_layer + c.vocab_size)
-    # gradients and the optimizer's two moments; the weights are there already
-    free = machine.free_memory(world.device) - 12 * sum(p.numel() for p in raw_model.parameters())
-    if world.device_type != "cuda" or torch.cuda.get_device_properties(world.device).is_integrated:
-        # main memory runs out without an error, and models that are not compiled keep more than twice as much
-        free /= 4 * environment_number("LOCAL_WORLD_SIZE", 1)
-    return max(1, int(min(free / (bytes_per_token * T), 2**30)))  # it may be infinite
-
-
-def warn_of_days(config: Any, seconds_per_token: float) -> None:
-    """Say how long the run would take, if that is more than a day."""
-    tokens = config.max_steps * config.total_batch_size
-    days = tokens * seconds_per_token / (24 * 60 * 60)
-    if days > 1:
-        print0(
-            f"note: The {tokens:,} tokens of this run would take about {count(round(days), 'day')} on this machine. "
-            "Use --preset quickstart or a smaller model here, or a GPU."
+def find_sequence(
+    raw_model: Any, num_ids: int, optional: list[str], given_up: dict[str, str], *, T: int, world: World
+) -> Sequence:
+    """Try one sequence, without attention kernels that fail. What fails without them, too, is the model's own error."""
+    try_it = functools.partial(try_sequence, raw_model, num_ids, T=T, world=world)
+    outcome, sequence, error = attempt(try_it, raw_model, world)
+    for name in reversed(optional.copy()):
+        if outcome == FAILED and KERNELS[name]:
+            give_up(name, error, optional, given_up)
+            outcome, sequence, _ = attempt(try_it, raw_model, world)
+    if outcome == FAILED:
+        raise error or UserError(ELSEWHERE)
+    if outcome == OUT_OF_MEMORY:
+        raise UserError(TOO_LARGE)
+    unused = sorted({name for names in world.gather(sequence.unused) for name in names})
+    if unused and world.size > 1:
+        raise UserError(
+            f"The loss does not depend on {count(len(unused), 'parameter')}, such as {unused[0]}, but with several "
+            "ranks DDP needs a gradient of each. Delete them from the model, or set their requires_grad to False."
         )
+    return sequence
 
 
-def try_step(model: Any, raw_model: Any, B: int, *, T: int, micro_steps: int, world: World) -> float:
+def attempt(action: Callable[[], Any], raw_model: Any, world: World) -> tuple[int, Any, Exception | None]:
+    """Do action(): (the worst outcome on any rank, its result and its error on this one). The model stays as it was."""
+    result = error = None
+    try:
+        with unchanged(raw_model, world):
+            result = action()
+    except UserError:
+        raise
+    except Exception as caught:  # torch.compile may raise anything
+        error = caught
+        traceback.clear_frames(error.__traceback__)  # frees the memory that the failed try has taken
+    outcome = FITS if not error else OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+    return world.max_over_ranks(outcome), result, error
+
+
+def give_up(name: str, error: Exception | None, optional: list[str], given_up: dict[str, str]) -> None:
+    """Do without a part of KERNELS, and note why."""
+    optional.remove(name)
+    given_up[name] = f"{type(error).__name__}: {first_line(error)}" if error else "on another rank"
+    machine.disable_attention(*KERNELS[name])
+
+
+@contextlib.contextmanager
+def unchanged(raw_model: Any, world: World) -> Iterator[None]:
+    """Afterwards, the model's buffers and the random numbers are as before, and there are no gradients."""
+    before = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
+    with torch.random.fork_rng([world.device] if world.device.startswith("cuda") else []):
+        try:
+            yield
+        finally:
+            raw_model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for name, buffer in raw_model.named_buffers():
+                    buffer.copy_(before[name])
+
+
+def random_batch(num_ids: int, B: int, T: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = torch.randint(num_ids, (2, B, T), device=world.device).unbind()
+    return x, y
+
+
+def try_sequence(raw_model: Any, num_ids: int, *, T: int, world: World) -> Sequence:
+    """The forward pass of a sequence, which is counted."""
+    kept, weights = {}, list(raw_model.parameters())
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x, y = random_batch(num_ids, 1, T, world)
+    counter: Any = FlopCounterMode(display=False, custom_mapping=FLOPS_OF)
+    with world.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss: Any = None
+        # the counter fails at flex_attention, for example; what the model fails at comes again
+        with contextlib.suppress(Exception), counter:
+            loss = raw_model(x, y, return_logits=False)[1]
+        if loss is None:
+            torch._dynamo.reset()
+            kept.clear()
+            counter = None
+            loss = raw_model(x, y, return_logits=False)[1]
+    used = parameters_of(loss)
+    unused = [name for name, p in raw_model.named_parameters() if p.requires_grad and p not in used]
+    for weight in weights:
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    # autocast keeps weights in its own dtype, however many sequences there are
+    casts = 0 if world.dtype == torch.float32 else world.dtype.itemsize * sum(p.numel() for p in weights)
+    flops = counter.get_total_flops() if counter else 0
+    return Sequence(flops, max(0, sum(kept.values()) - casts), unused)
+
+
+def parameters_of(loss: torch.Tensor) -> set[Any]:
+    """The parameters that a loss depends on, from the graph that autograd has recorded of it."""
+    found: list[Any] = [loss.grad_fn]
+    seen = set(found)
+    for node in found:
+        after = {function for function, _ in node.next_functions if function} - seen
+        seen |= after
+        found += after
+    return {node.variable for node in found if hasattr(node, "variable")}
+
+
+def try_step(
+    wrapped: Callable[[], Any], raw_model: Any, num_ids: int, *, B: int, T: int, micro_steps: int, world: World
+) -> tuple[Any, float]:
     """Forward and backward passes on random tokens; from the second one on, gradients are in memory.
 
-    Returns the seconds of the last one, as a CPU takes them; a GPU is still at work then.
+    Returns the model that wrapped() makes and the seconds of the last one, as a CPU takes them.
     """
+    model, began = wrapped(), 0.0
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
     reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
-    x, y = torch.randint(raw_model.config.vocab_size, (2, B, T), device=world.device).unbind()
+    x, y = random_batch(num_ids, B, T, world)
     for _ in range(micro_steps):
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
@@ -124,7 +243,92 @@ def try_step(model: Any, raw_model: Any, B: int, *, T: int, micro_steps: int, wo
                 loss = model(x, y, return_logits=False)[1]
             loss.backward()
     del reserved
-    return time.perf_counter() - began
+    return model, time.perf_counter() - began
+
+
+def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: World) -> int:
+    """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process."""
+    # compiled, GPT-2 keeps less than half as much
+    kept_bytes = max(1, sequence.kept_bytes / (3 if compiles else 1))
+    # gradients and the optimizer's two moments; the weights are there already
+    free = machine.free_memory(world.device) - 12 * sum(p.numel() for p in raw_model.parameters())
+    if world.device_type != "cuda" or torch.cuda.get_device_properties(world.device).is_integrated:
+        # main memory runs out without an error, and a step needs more than what it keeps
+        free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
+    return max(1, int(min(free / kept_bytes, 2**30)))  # it may be infinite
+
+
+def check_memory(make_model: Callable[[], Any], device: str) -> None:
+    """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights."""
+    available, needed = machine.total_memory(device), 0
+    sizes, ids = {}, {}  # bytes by a parameter's id, and that by its place
+    too_large = UserError(
+        "This model is too large: training takes 16 bytes for each parameter, more than the "
+        f"{available / 2**30:,.1f} GiB there are. Use a smaller model, or a larger device."
+    )
+
+    def add(module, name, parameter):
+        nonlocal needed
+        needed -= sizes.pop(ids.pop((module, name), None), 0)  # a tied weight takes the place of another
+        if parameter is not None and id(parameter) not in sizes:
+            ids[module, name] = id(parameter)
+            # the second number is for the tiniest layers, whose Python objects add up, too
+            sizes[id(parameter)] = 16 * parameter.numel() + 2**18
+            needed += sizes[id(parameter)]
+        if needed > available:
+            raise too_large
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
+    try:
+        with SkipInit():  # what is never written takes no memory
+            make_model()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise too_large from None
+        raise
+    finally:
+        hook.remove()
+
+
+def self_check(
+    raw_model: Any,
+    from_state: Callable[[Any, dict[str, torch.Tensor]], Any],
+    num_ids: int,
+    *,
+    T: int,
+    world: World,
+) -> None:
+    """Warn if a second model with the saved weights computes something else, or if tokens see later ones.
+
+    Only where that takes less than half a second, and where there is memory for it.
+    """
+    is_small = sum(p.numel() for p in raw_model.parameters()) <= SELF_CHECK_PARAMETERS
+    if not world.is_master or not (is_small or world.device_type == "cuda"):
+        return
+    half = max(1, min(T, 64) // 2)
+    try:
+        with unchanged(raw_model, world), torch.no_grad():
+            raw_model.eval()
+            one, other = random_batch(num_ids, 1, 2 * half, world)
+            other[:, :half] = one[:, :half]
+            logits, of_other = raw_model(one)[0], raw_model(other)[0]
+            # a model is loaded with GPTConfig's fields alone, so here it must not need other settings either
+            second = from_state(model_config(raw_model.config), raw_model.state_dict()).to(world.device).eval()
+            differences = [(second(one)[0] - logits).abs().max(), (of_other - logits)[:, :half].abs().max()]
+            is_same, is_causal = [bool(difference <= 1e-3 * logits.std()) for difference in differences]
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return
+    if not is_same:
+        print0(
+            "warning: A second model with the saved weights computes other logits, so a resumed run will not be the "
+            "same. Keep all that the model computes with in its parameters and buffers."
+        )
+    if not is_causal:
+        print0(
+            "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
+        )
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -135,5 +339,12 @@ def largest_divisor(number: int, at_most: int) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one that led to it, says that memory ran out: torch.compile may keep only the text."""
     said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
-    words = ("MemoryError", "out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    words = (
+        "MemoryError",
+        "out of memory",
+        "ALLOC_FAILED",
+        "can't allocate memory",
+        "not enough memory",
+        "overflowed",
+    )
     return any(word in said for word in words)

@@ -24,6 +24,12 @@ def pytest_cmdline_main(config):
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
+def pytest_collection_modifyitems(config, items):
+    """Slow tests run only where -m names them."""
+    if "slow" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
 @pytest.fixture(autouse=True)
 def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""

@@ -133,10 +133,10 @@ def tiny_model(seed=0, **changes):
     return model
 
 
-def parrot_model(block_size=256):
-    """A chat model that says "ok", then <|end|>, whatever it is told."""
+def parrot_model(block_size=256, text="ok"):
+    """A chat model that says `text`, at most six different bytes, then <|end|>, whatever it is told."""
     model = tiny_model(n_layer=1, block_size=block_size).eval()
-    words = tokenizer.get_encoding("bytes+chat").encode("<|assistant|>ok<|end|>", allowed_special="all")
+    words = tokenizer.get_encoding("bytes+chat").encode(f"<|assistant|>{text}<|end|>", allowed_special="all")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith(("ln_1.weight", "ln_2.weight")):
@@ -161,7 +161,7 @@ def flags(**options):
 
 def printed_commands(text):
     """The commands under the last "Next:" of what a program printed, each as a list of words."""
-    lines = text.rpartition("\nNext:\n")[2].replace("\\\n", " ").splitlines()
+    lines = text.rpartition("\nNext:\n")[2].splitlines()
     return [shlex.split(line) for line in lines if line.startswith("    ")]
 
 
@@ -238,7 +238,7 @@ def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "s
     ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
     for name in ("step", *names):
         assert_same_tensors(ours[name], theirs[name])
-    exports = [Path(folder, "hf", "model.safetensors").read_bytes() for folder in (out_dir, parent)]
+    exports = [list(map(Path.read_bytes, Path(folder).glob("hf/model.safetensors"))) for folder in (out_dir, parent)]
     assert exports[0] == exports[1] and not list(Path(out_dir).glob("*.part"))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import journal
+from plumbing import journal, settings
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
@@ -88,14 +88,6 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, op
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
 
 
-def test_a_branch_of_a_branch_has_the_whole_log(folder, parent, tmp_path):
-    assert train(folder, tmp_path / "a", branch_from=parent / "model_00004.pt", **OPTIONS) == 0
-    (tmp_path / "a" / "model_00012.pt").unlink()  # a folder stands for its newest checkpoint
-    assert train(folder, tmp_path / "b", branch_from=tmp_path / "a", **OPTIONS) == 0
-    assert branched(tmp_path / "b") == {"parent": str(tmp_path / "a"), "step": 8, "changed": {}}
-    assert_same_run(tmp_path / "b", parent)
-
-
 def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, parent, tmp_path):
     (tmp_path / "kept").mkdir()
     shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
@@ -108,7 +100,6 @@ def train_until(moment, args):
     """Branch at step 4, and be killed with -9 at `moment`, before or just after the branch has a checkpoint."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 4)
     place = {
-        "before the log": (journal, "open_log", lambda *args: True),
         "half of checkpoint 4 written": (torch, "save", lambda *args: True, write_half),
         "in step 4": (train_gpt2, "train_step", lambda *args: True, wait),
     }[moment]
@@ -120,7 +111,6 @@ def train_until(moment, args):
 @pytest.mark.parametrize(
     "moment, steps, fate_of_parent",
     [
-        ("before the log", [], "none"),
         ("half of checkpoint 4 written", [], "none"),
         ("in step 4", [4], "gone on"),
         ("in step 4", [4], "deleted"),
@@ -161,7 +151,8 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "vocab_size was 320, now 384."),
-        (dict(shuffle=False), "shuffle was True, now False."),
+        (dict(shuffle=False, seed=7), "seed was 1337, now 7, shuffle was True, now False."),
+        (dict(sequence_length=32, batch_size=2), "sequence_length was 16, now 32."),
         (dict(init_from="gpt2"), "init_from was '', now 'gpt2'."),
         (dict(n_layer=3, optimizer="muon", max_lr=1e-2), "n_layer was 2, now 3, optimizer was 'adamw', now 'muon'."),
         (dict(max_steps=7), "--max-steps is 7"),
@@ -177,7 +168,11 @@ def test_other_data_is_refused(folder, parent, tmp_path):
     source, other = parent / "model_00008.pt", make_shards(tmp_path / "other", seed=1)
     mixed = shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", mixed)
-    for data, what in ((other, "training"), (mixed, "validation")):
+    masked = shutil.copytree(folder, tmp_path / "masked")
+    for path in masked.glob("*_train_*.npy"):
+        with open(path.with_suffix(".mask"), "wb") as file:
+            np.save(file, np.ones(len(np.load(path)), np.uint8))
+    for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
         assert_refused(data, tmp_path / "out", f"The {what} data in {data} are not", branch_from=source)
 
 
@@ -237,6 +232,7 @@ def muon_parent(folder):
         ("adamw", dict(dtype="float16"), {}),
         ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
         ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
+        ("muon", dict(muon_weight_decay=0.3), {"weight_decay": [0.3] * 4 + [0.1, 0.0]}),
     ],
 )
 def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
@@ -287,7 +283,10 @@ def test_a_finished_run_is_extended_as_it_says(folder, tmp_path, capsys):
     assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in said
+    assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
+    own = "preset passes out_dir resume dry_run branch_from device compile"
+    inherited = settings.inherit(train_gpt2.TrainConfig(branch_from=str(tmp_path / "short")))
+    assert vars(train_gpt2.TrainConfig()).keys() - inherited.keys() == set(own.split())
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
     assert "max_steps was 12, now 24" in line and shlex.split(line.partition("as a branch: ")[2])[2:] == words
@@ -339,18 +338,6 @@ def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
 
 
 @needs("SIGKILL")
-@pytest.mark.parametrize("step, checkpoint", [(6, 4), (9, 8)])
-def test_the_best_survives_kill_9(step, checkpoint, folder, best, tmp_path):
-    """Killed between and after the falls of the validation loss."""
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, **BEST)
-    assert run(train_with, SCRIPT, args, step, checkpoint, output=output) == [-signal.SIGKILL]
-    succeed(train_with, SCRIPT, args, output=output)
-    assert_best_is(out, 8, 2.5)
-    assert log_lines(out) == log_lines(best)
-
-
-@needs("SIGKILL")
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log."""
     out, output = tmp_path / "out", tmp_path / "output"
@@ -360,7 +347,7 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, bes
     assert_best_is(out, 10, 3.1)
 
 
-MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=0)
+MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=7)
 
 
 @pytest.mark.parametrize("keep, every, kept", [(1, 2, [6, 12, 14]), (3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])])
@@ -369,6 +356,11 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
     options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)
     assert train(folder, tmp_path / "out", **options) == 0
     assert steps_of(tmp_path / "out") == kept
+    options |= dict(branch_from=tmp_path / "out", max_steps=17, milestone_every=14, keep_checkpoints=1)
+    assert train(folder, tmp_path / "branch", **options) == 0
+    assert steps_of(tmp_path / "branch") == [14, 17], (
+        "what was temporary in the parent may be a milestone in a branch"
+    )
 
 
 @needs("SIGKILL")
@@ -383,6 +375,9 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
     options = MILESTONES | {"milestone_every": milestone_every}
     assert train(folder, out, keep_checkpoints=1, **options) == 0
     assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
+    if milestone_every:  # the validation before step 12 was that of step 7, before the run was killed
+        validated = load_checkpoint(out / "model_00012.pt")["val_loss"]
+        assert validated == pytest.approx(float(read_log(out, "val")[7]), abs=1e-6)
 
 
 def train_on_node(node, args):
@@ -399,3 +394,29 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(how, tmp_path):
     args = tiny_flags("data", "out", **OPTIONS | {how: "parent", "max_steps": 8})
     succeed(train_on_node, tmp_path, args, output=tmp_path / "output", ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 8
+
+
+@pytest.mark.parametrize(
+    "parent_has, branch_has, said",
+    [
+        (
+            dict(decay_fraction=0.0),
+            dict(max_steps=16, decay_fraction=1.0),
+            ["0.003 before", "0.0015 now", "fraction 0.5"],
+        ),
+        (dict(decay_fraction=0.0), dict(max_steps=10), ["0.003 before", "0.003 now", "to the end", "fraction 0.2 "]),
+        (dict(decay_fraction=0.0), dict(max_steps=10, decay_fraction=0.2), []),
+        (dict(schedule="cosine", warmup_steps=1), dict(max_steps=100), ["0.0015 before", "0.003 now."]),
+    ],
+)
+def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(
+    folder, tmp_path, capsys, parent_has, branch_has, said
+):
+    """The parent's 3e-3 is constant to step 8; by the cosine to 3e-4 at step 12 it is 1.5e-3 in step 7."""
+    common = dict(OPTIONS, schedule="wsd", val_every=0)
+    assert train(folder, tmp_path / "parent", **common | parent_has) == 0
+    capsys.readouterr()
+    branch = common | parent_has | branch_has | dict(branch_from=tmp_path / "parent" / "model_00008.pt")
+    assert train(folder, tmp_path / "branch", **branch) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note: The learning rate" in line]
+    assert len(notes) == bool(said) and all(word in note for note in notes for word in said), notes

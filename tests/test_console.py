@@ -9,12 +9,14 @@ import os
 import re
 import sys
 from concurrent import futures
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import tqdm.std
 import train_gpt2
-from plumbing import journal, machine, program, runs
+from plumbing import account, journal, machine, program, runs, trial
 from plumbing.distributed import World
 from train_gpt2 import TrainConfig
 
@@ -29,9 +31,43 @@ def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys, val
     """
     assert train(data, tmp_path / "run", val_tokens=val_tokens, batch_size=3) == 0
     printed = capsys.readouterr().out
-    assert "data: 4,688 training tokens, which the run reads 0.328 times\n" in printed
-    assert f"validation: {validated} tokens; tokenizer bytes\n" in printed
-    assert "step: 128 tokens = B 2 * T 16 *" in printed
+    assert "\ndata:       4,688 training tokens; the run reads 1,536: 0.33 passes\n" in printed
+    assert f"\nvalidation: {validated} of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
+    assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
+
+
+def test_the_account_of_a_run(capsys):
+    """Of a model of 100 weights, half of them with a rate of their own, which sees 1,000 times 128 tokens."""
+    model = torch.nn.ParameterList([torch.zeros(5, 10), torch.zeros(50)])
+    groups = [{"params": [model[0]]}, {"params": [model[1]], "lr": 0.5}]
+    optimizers = [torch.optim.SGD(groups, lr=6e-4), torch.optim.Adagrad([torch.zeros(7)], lr=0.02)]
+    loaders = SimpleNamespace(num_windows=500), SimpleNamespace(num_windows=60)
+    config = TrainConfig(
+        sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300
+    )
+    enc = SimpleNamespace(name="bytes")
+    for seconds in (67, 135):  # a step
+        fit = trial.Fit(
+            None, 4, False, [], [], flops_per_token=600, kept_bytes=10_000, seconds_per_token=seconds / 128
+        )
+        options: dict = dict(loaders=loaders, enc=enc, fit=fit, start=runs.Start(), world=World())
+        account.print_account(config, model, optimizers, **options)
+        said = capsys.readouterr().out
+        assert ("Use --preset quickstart" in said) == (seconds > 86), "more than a day"
+    assert said.splitlines()[:-1] == [
+        "model:      100 parameters on 1 x cpu, auto",
+        "optimizer:  SGD for 50 parameters, --max-lr 0.0006",
+        "optimizer:  SGD for 50 parameters, rate 0.5",
+        "optimizer:  Adagrad for 7 parameters, --muon-lr 0.02",
+        "data:       8,000 training tokens; the run reads 128,000: 16 passes",
+        "            (compute-optimal for this size: 2.0K, by Hoffmann et al. 2022)",
+        "validation: 592 of 960 tokens, from all of the split; tokenizer bytes",
+        "step:       128 tokens = B 4 * T 16 * ranks 1 * micro-steps 2",
+        "compute:    7.7e+07 FLOPs, about 38h here",
+        "memory:     1.6KB for weights and optimizer, at most 40KB for activations",
+        "disk:       5 checkpoints of 1.2KB, 400B for hf/",
+        "run:        log, from step 0 to 1000",
+    ]
 
 
 def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
@@ -59,10 +95,12 @@ def step_lines(monkeypatch, peak, calls):
     monkeypatch.setattr(machine, "peak_flops", lambda device: peak)
     monkeypatch.setattr(World, "broadcast_from_master", lambda world, *action: None)  # there is no folder
     monkeypatch.setattr(runs, "install_signal_handlers", list)
-    shape = dict(n_layer=2, n_embd=32, vocab_size=320, sequence_length=16)
-    config = TrainConfig(total_batch_size=128, max_steps=20_000, **shape)
+    monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
+    config = TrainConfig(total_batch_size=128, max_steps=20_000)
+    fit = trial.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
     start = runs.Start(checkpoint={"step": calls[0]["step"]})
-    run = runs.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"})
+    run = runs.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"}, fit=fit)
+    run.writer = mock.Mock()
     run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
     for call in calls:
         run.log_step(**call)
@@ -70,11 +108,7 @@ def step_lines(monkeypatch, peak, calls):
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus(monkeypatch):
-    """28,311,552 FLOPs in a second, on two GPUs that can do 100 million each; a clock that stands still is no error.
-
-    6 * (2 blocks of 12 * 32^2 weights + 320 * 32 of the output layer) + 12 * 2 layers * 16 tokens * 32 channels are
-    221,184 for each of 128 tokens.
-    """
+    """28,311,552 FLOPs in a second, on two GPUs that can do 100 million each; a clock that stands still is no error."""
     call = dict(step=0, loss=1.0, lr=1e-3, norm=1.0, tokens=128, seconds=1.0)
     (line, _), (still, streams) = step_lines(monkeypatch, 1e8, [call, call | dict(seconds=0.0)])
     assert " 14% MFU " in line and math.isfinite(streams["tok/s"]) and "left" in still
@@ -155,7 +189,17 @@ def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
     assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
 
 
-def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, capsys):
+def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path, capsys):
+    assert train(data, tmp_path / "out", max_steps=40) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown, losses = sum("tok/s" in line for line in printed), sum("val loss" in line for line in printed)
+    assert 1 <= shown < 20 and losses == 11 and sorted(read_log(tmp_path / "out", "train")) == list(range(40))
+
+
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(
+    data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
     assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
     lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)

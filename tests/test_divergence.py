@@ -6,24 +6,38 @@ import math
 import os
 
 import numpy as np
+import pytest
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 
-from harness import error_in, losses, patched, read_log, refused, run, tiny_flags, train
+from harness import (
+    error_in,
+    losses,
+    make_shards,
+    patched,
+    read_log,
+    refused,
+    run,
+    steps_of,
+    tiny_flags,
+    train,
+)
 
 
 @contextlib.contextmanager
-def spoiled(step, micro_step, spoil):
-    """spoil(model, loss) takes the place of the loss in that micro-step of that step."""
-    passes, whole_forward = itertools.count(), train_gpt2.GPT.forward
-
-    def forward(self, *args, **options):
-        logits, loss = whole_forward(self, *args, **options)
-        return logits, spoil(self, loss) if next(passes) == micro_step else loss
+def spoiled(steps, micro_step, spoil):
+    """spoil(model, loss) takes the place of the loss in that micro-step of those steps."""
+    whole_forward = train_gpt2.GPT.forward
 
     def step_and_spoil(*args, **options):
-        if options["step"] != step:
+        if options["step"] not in steps:
             return train_step(*args, **options)
+        passes = itertools.count()
+
+        def forward(self, *args, **options):
+            logits, loss = whole_forward(self, *args, **options)
+            return logits, spoil(self, loss) if next(passes) == micro_step else loss
+
         with patched(train_gpt2.GPT, "forward", forward):
             return train_step(*args, **options)
 
@@ -33,7 +47,7 @@ def spoiled(step, micro_step, spoil):
 
 def train_with_a_nan_on_rank_1(args):
     """Rank 1's loss is NaN in the second micro-step of step 3."""
-    defect = spoiled(3, 1, lambda model, loss: loss * math.nan)
+    defect = spoiled([3], 1, lambda model, loss: loss * math.nan)
     with defect if os.environ["RANK"] == "1" else contextlib.nullcontext():
         train_gpt2.main(args)
 
@@ -70,17 +84,53 @@ def infinite(model, loss):
 
 
 def test_an_infinite_gradient_norm_stops_the_run_before_the_update(data, tmp_path):
-    with spoiled(2, 0, infinite):
+    with spoiled([2], 0, infinite):
         line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", checkpoint_every=1))
     assert "step 2" in line and "gradient norm" in line and ".npy token" in line
     checkpoint = newest_checkpoint(tmp_path / "out")
     assert checkpoint["step"] == 2 and all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
 
 
+def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_was(data, tmp_path):
+    """One is kept: that of step 3 goes when step 4 has succeeded, and that of step 4 when 5 has, which it has not."""
+    options = dict(checkpoint_every=1, keep_checkpoints=1)
+    with spoiled({5}, 0, infinite):
+        line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", **options))
+    good = tmp_path / "out" / "model_00004.pt"
+    assert steps_of(tmp_path / "out") == [4, 5] and f"--branch-from {good} --max-lr LOWER" in line
+    assert train(data, tmp_path / "out", **options) == 0 and steps_of(tmp_path / "out") == [12]
+
+
+def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(tmp_path):
+    folder = make_shards(tmp_path / "data")
+
+    def exchange(*args, **state):
+        if state["step"] == 5:
+            np.save(folder / "tiny_train_000001.npy", np.full(3000, 99, np.uint16))
+        return train_step(*args, **state)
+
+    with patched(train_gpt2, "train_step", exchange) as train_step:
+        line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "out"))
+    assert f"The shards in {folder} have changed" in line and steps_of(tmp_path / "out") == [4]
+    assert "are not what this run began with" in refused(
+        train_gpt2.main, *tiny_flags(folder, tmp_path / "out", passes=2)
+    )
+
+
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):
-    with spoiled(1, 0, infinite):
-        assert train(data, tmp_path / "out", dtype="float16", optimizer="muon", max_steps=3, val_every=1) == 0
+    options = dict(optimizer="muon", max_steps=3, val_every=1)
+    assert train(data, tmp_path / "exact", **options) == 0
+    with spoiled([1], 0, infinite):
+        assert train(data, tmp_path / "out", dtype="float16", **options) == 0
+    assert losses(tmp_path / "out", "norm")[0] == pytest.approx(losses(tmp_path / "exact", "norm")[0], rel=0.02)
     val = losses(tmp_path / "out", "val")
     assert val[0] != val[1] == val[2] != val[3]
     # the scaler begins at 65,536
     assert load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**15
+
+
+def test_gradients_that_always_overflow_in_float16_stop_the_run(data, tmp_path):
+    """After 16 steps, each of which halves the scale, it is no longer the scale that makes them overflow."""
+    args = tiny_flags(data, tmp_path / "out", dtype="float16", max_steps=30)
+    with spoiled(range(30), 0, infinite):
+        assert "Training diverged in step 16: " in refused(train_gpt2.main, *args)

@@ -78,6 +78,7 @@ def assert_equals_plain_loop(out_dir, expected):
     assert losses(out_dir, "val")[1] == pytest.approx(expected["val"][0], abs=1e-5)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, tmp_path):
     folder, start, expected = plain
@@ -85,14 +86,23 @@ def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(p
     assert_equals_plain_loop(tmp_path / "out", expected)
 
 
+def test_ranks_share_a_batch_smaller_than_their_loaders(data):
+    """As at the start of a batch ramp."""
+    loaders = [train_gpt2.DataLoaderLite(data, "train", 8, 16, rank, 2) for rank in range(2)]
+    x, _ = windows(data, "train", 16, False)
+    for step in range(3):
+        assert torch.equal(torch.cat([loader.next_batch(3)[0] for loader in loaders]), x[6 * step : 6 * step + 6])
+
+
 def train_and_report(args, report):
     """Train, noting a digest of this rank's weights after each step and how often gradients were reduced."""
-    digests, reductions = [], []
+    digests, reductions, seeds = [], [], []
 
     def step_and_digest(model, *rest, **options):
         result = train_step(model, *rest, **options)
         flat = torch.cat([p.detach().flatten() for p in model.parameters()])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+        seeds.append(torch.initial_seed())
         return result
 
     def counting_ddp(*args, **options):
@@ -111,17 +121,21 @@ def train_and_report(args, report):
             try:
                 train_gpt2.main(args)
             finally:
-                found = {"weights": digests, "reductions": len(reductions)}
+                found = {"weights": digests, "reductions": len(reductions), "seeds": seeds}
                 Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
 
 
 def check_ranks_agree(report, steps, ranks=2):
     """The weights are those of the other ranks after every step, and the gradients were reduced once in each."""
-    first, *rest = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+    found = [json.loads(Path(f"{report}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+    seeds = [seed for of_rank in found for seed in of_rank.pop("seeds")]
+    assert len(set(seeds)) == steps * ranks, "dropout draws other numbers in each step and on each rank"
+    first, *rest = found
     assert len(set(first["weights"])) == steps and rest == [first] * (ranks - 1)
     assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
 
 
+@pytest.mark.gpt2
 def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     """Two micro-steps on each of two ranks, as the plain loop's one batch of eight.
 

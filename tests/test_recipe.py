@@ -5,15 +5,16 @@ import math
 
 import numpy as np
 import pytest
+import smoltalk
 import torch
 import train_gpt2
-from plumbing import machine, settings, trial
+from plumbing import settings, trial
 from plumbing.distributed import World
 from plumbing.journal import read_starts
 from plumbing.program import UserError
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr, orthogonalize
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
-from harness import losses, tiny_model, train
+from harness import losses, printed_commands, status_of, tiny_model, train
 
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
@@ -85,19 +86,14 @@ def test_is_due_counts_multiples_and_the_last_step():
     assert not any(train_gpt2.is_due(step, 0, 11) for step in range(12))
 
 
-def test_flops_per_token_of_gpt2_by_the_palm_convention():
-    """Weights in matmuls: 12 blocks of 12 * 768^2, and the head's 50304 * 768; 123,568,128 in all.
+def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
+    """Weights in matmuls: 3 blocks of 12 * 48^2, and the head's 320 * 48; 98,304 in all.
 
-    6 * 123,568,128 + 12 * 12 layers * 1024 tokens * 768 channels = 741,408,768 + 113,246,208.
+    6 * 98,304 + 12 * 3 layers * 40 tokens * 48 channels, and that for 40 tokens; a third of it in the forward pass.
     """
-    assert machine.flops_per_token(GPTConfig(), 1024) == 741_408_768 + 113_246_208
-
-
-def test_a_presets_flags_are_defaults_and_the_command_line_wins():
-    config = train_gpt2.parse_args(["--preset", "gpt2-medium", "--n_head", "8", "--max-steps=7"])
-    assert (config.n_layer, config.n_embd, config.max_lr) == (24, 1024, 3e-4)
-    assert (config.n_head, config.max_steps) == (8, 7)
-    assert train_gpt2.parse_args(["--preset=quickstart"]).data == "python_docs"
+    model = tiny_model(n_layer=3, n_embd=48, block_size=40)
+    sequence = trial.try_sequence(model, 320, T=40, world=World())
+    assert 3 * sequence.flops == 40 * (6 * 98_304 + 12 * 3 * 40 * 48)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -108,9 +104,9 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     for ranks in range(1, 65):
         if windows % ranks:  # the advice is not another recipe
             with pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}"):
-                settings.check_config(config, World(size=ranks))
+                settings.check_config(config, World(size=ranks), [])
             continue
-        settings.check_config(config, World(size=ranks))
+        settings.check_config(config, World(size=ranks), [])
         B = trial.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
         assert B == config.batch_size or windows // ranks % config.batch_size
@@ -126,6 +122,7 @@ def num_parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.gpt2
 def test_presets_have_the_sizes_of_openais_models():
     """In millions, what the GPT-2 release says of them, embeddings included."""
     for preset, millions in {"gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558}.items():
@@ -152,6 +149,7 @@ def test_initial_weights_are_gpt2s():
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
 
 
+@pytest.mark.gpt2
 def test_weight_decay_falls_on_50_tensors_and_spares_98():
     (adamw,) = train_gpt2.configure_optimizers(meta_model(), TrainConfig())
     decayed, spared = adamw.param_groups
@@ -163,9 +161,12 @@ def test_weight_decay_falls_on_50_tensors_and_spares_98():
     assert adamw.defaults["fused"]  # which a model without memory cannot have
 
 
+@pytest.mark.gpt2
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     muon, adamw = train_gpt2.configure_optimizers(meta_model(), TrainConfig(optimizer="muon"))
     assert sum(p.numel() for group in muon.param_groups for p in group["params"]) == 12 * 12 * 768**2
+    splits = {tuple(group["params"][0].shape): group["split"] for group in muon.param_groups}
+    assert splits == {(3 * 768, 768): 3, (768, 768): 1, (4 * 768, 768): 1, (768, 4 * 768): 1}
     decayed, spared = adamw.param_groups
     assert sum(p.numel() for p in decayed["params"]) == (50304 + 1024) * 768
     assert (len(spared["params"]), sum(p.numel() for p in spared["params"])) == (98, 121_344)
@@ -179,20 +180,6 @@ def newton_schulz_by_hand(G):
         A = X @ X.T
         X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ A @ X
     return X.T if G.shape[0] > G.shape[1] else X
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
-def test_orthogonalize_equals_a_loop_over_matrices_and_makes_singular_values_near_1(shape):
-    G = torch.randn(5, *shape) * torch.tensor([1e-4, 1e-2, 1.0, 10.0, 1e3])[:, None, None]
-    result = orthogonalize(G)
-    for one, matrix in zip(result, G.double().numpy()):
-        assert np.allclose(one.numpy(), newton_schulz_by_hand(matrix), atol=1e-3)
-        values = np.linalg.svd(one.numpy(), compute_uv=False)
-        # "about 1": the quintic's fixed band; the smallest of a square matrix may take longer to come up
-        assert values.max() < 1.25 and np.median(values) > 0.65
-        # the directions stay: U V^T of the input is what the result comes near to
-        U, _, Vt = np.linalg.svd(matrix, full_matrices=False)
-        assert (one.numpy() * (U @ Vt)).sum() / min(shape) > 0.7
 
 
 @pytest.mark.parametrize("shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0)])
@@ -215,11 +202,20 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
 
 
+def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eighth_of_them_at_most():
+    """A power of two: 64 blocks a step, 46 steps are 2.9 epochs."""
+    words = smoltalk.training_command("log", "talks", True, 1024, [600 * 1024 + 1, 400 * 1024 + 1])
+    assert {("--total-batch-size", 64 * 1024), ("--max-steps", 46), ("--warmup-steps", 4)} <= set(words)
+
+
 def test_passes_count_the_steps(data, tmp_path, capsys):
     """4,688 tokens to train on in 293 windows of 16, 8 of them a step: two passes are 73 steps."""
     options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "out", passes=2, **options) == 0
-    assert len(losses(tmp_path / "out")) == 73 and "Beyond four" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert len(losses(tmp_path / "out")) == 73 and "Beyond four" not in said
+    assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
+    assert len(losses(tmp_path / "out-longer")) == 146
     assert train(data, tmp_path / "branch", passes=5, **options | {"branch_from": tmp_path / "out"}) == 0
     assert len(losses(tmp_path / "branch")) == 183 and "Beyond four passes" in capsys.readouterr().out
     [start] = read_starts(tmp_path / "out" / "run.txt")

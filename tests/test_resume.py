@@ -4,6 +4,7 @@ What a run must give is what an uninterrupted run of the same command gave: bit 
 It is finished when its export holds the weights of its last checkpoint, and otherwise exported again.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -19,8 +20,9 @@ import tokenizer
 import torch
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing import machine
+from plumbing import machine, settings
 from plumbing.checkpoint import newest_checkpoint
+from plumbing.huggingface import export_huggingface
 from plumbing.runs import Run
 
 from harness import (
@@ -42,13 +44,14 @@ from harness import (
     steps_of,
     succeed,
     tiny_flags,
+    tiny_model,
     torchrun,
     train,
     wait_for_checkpoint,
     write_half,
 )
 
-OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
+OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, sample_every=3, sample_prompt="abc")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,8 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
     succeed(train_gpt2.main, args, output=output)
     assert_same_run(tmp_path / "out", straight)
+    samples, expected = ((folder / "samples.txt").read_text() for folder in (tmp_path / "out", straight))
+    assert samples == expected and samples.count("\n") == 16, "four of each step, none twice"
 
 
 @pytest.fixture(scope="module")
@@ -142,18 +147,35 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
 
 
 def test_a_checkpoint_of_the_first_version_continues(folder, straight, stopped, capsys):
-    """It had fewer flags and no hash of the model's code, and more in the loader's place."""
+    """It had fewer flags and said neither what the model is, nor its code, nor the parameters' names."""
 
     def make_old(content):
-        del content["model_code"], content["config"]["passes"], content["config"]["grad_clip"]
+        del content["code"], content["model_fields"], content["config"]["passes"], content["config"]["grad_clip"]
+        for state in content["optimizer"]:
+            del state["class"]
+            for group in state["param_groups"]:
+                del group["param_names"]
         content["loader"] |= {"num_windows": 293, "T": 16}
 
     for path in stopped.glob("model_*.pt"):
         change_checkpoint(path, make_old)
-    assert train(folder, stopped, grad_clip=0.5, **OPTIONS) == 2
-    assert "grad_clip was 1.0, now 0.5" in error_in(capsys.readouterr().err)
+    assert train(folder, stopped, grad_clip=0.5, val_tokens=320, **OPTIONS) == 2
+    assert "(grad_clip was 1.0, now 0.5, val_tokens was 512, now 320)" in error_in(capsys.readouterr().err)
     assert train(folder, stopped, **OPTIONS) == 0
     assert_same_run(stopped, straight)
+
+
+def test_what_may_change_on_resuming_and_differ_between_ranks_affects_no_loss():
+    config = train_gpt2.TrainConfig()
+    others = {name: dataclasses.replace(config, **{name: "another"}) for name in vars(config)}
+    may_change = {name for name, other in others.items() if not settings.changes(other, vars(config))}
+    may_differ = vars(config).keys() - settings.facts_for_all_ranks(config).keys()
+    assert may_differ == set("data out_dir init_from branch_from hellaswag_data device".split())
+    assert may_change == set(
+        "preset passes out_dir resume dry_run device compile activation_checkpointing batch_size data val_every "
+        "keep_best hellaswag_every hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every "
+        "keep_checkpoints milestone_every wandb".split()
+    )
 
 
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
@@ -170,12 +192,12 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, straight, capsys):
     assert listing(straight) == before
 
 
+@pytest.mark.gpt2
 def test_a_finished_run_is_exported_again_unless_hf_holds_its_model(folder, straight, tmp_path):
     hf = shutil.copytree(straight, tmp_path / "out") / "hf"
-    (hf / "tokenizer.json").write_bytes(b"")
+    export_huggingface(tiny_model(vocab_size=320), tokenizer.get_encoding("bytes"), hf, step=12)
     assert train(folder, tmp_path / "out", **OPTIONS) == 0
     assert_same_run(tmp_path / "out", straight)
-    assert (hf / "tokenizer.json").read_bytes() == (straight / "hf" / "tokenizer.json").read_bytes()
 
 
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path, capsys):
@@ -206,12 +228,12 @@ def signalled(step, name, times, rank, args):
 # SIGHUP comes when the terminal is closed
 @needs("SIGHUP")
 @pytest.mark.parametrize(
-    "name, status, first", [("SIGTERM", 0, []), ("SIGHUP", 0, ["--no_resume"]), ("SIGINT", 130, [])]
+    "name, times, status, first", [("SIGTERM", 3, 0, []), ("SIGHUP", 1, 0, ["--no_resume"]), ("SIGINT", 1, 130, [])]
 )
-def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, status, first, folder, straight, tmp_path):
+def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, first, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
     args, output = [*first, *tiny_flags(folder, tmp_path / "out", **OPTIONS)], tmp_path / "output"
-    assert run(signalled, 5, name, 1, 0, args, output=output) == [status], output.read_text()
+    assert run(signalled, 5, name, times, 0, args, output=output) == [status], output.read_text()
     assert "Stopped after 6 steps" in output.read_text() and "Traceback" not in output.read_text()
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
@@ -236,8 +258,8 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path
     )
     assert newest_checkpoint(tmp_path / "out")["config"]["dtype"] == "float32"
 
-    def choose(name, device, n_embd):
-        return choose_dtype("float16" if name == "auto" else name, device, n_embd)
+    def choose(name, device, is_wide=False):
+        return choose_dtype("float16" if name == "auto" else name, device, is_wide)
 
     with patched(machine, "choose_dtype", choose) as choose_dtype:
         assert train(folder, tmp_path / "out", **options) == 0
@@ -284,32 +306,37 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
 
-KILLED_TWICE = """
-restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-def die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-if restarts == "0":
-    train_gpt2.tokenizer.folder_encoding = die
+KILLED_ONCE = """
 original = train_gpt2.train_step
 def train_step(*args, **options):
-    if options["step"] == 6 and os.environ["RANK"] == "1" and restarts == "1":
-        die()
+    if options["step"] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
     return original(*args, **options)
 train_gpt2.train_step = train_step
 """
 
 
-def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, stopped):
-    """Also under --no-resume: the run that is continued is the one that this torchrun began, and not an old one.
-
-    The first start is killed before it has set the old run aside, the second one in step 6.
-    """
-    args = tiny_flags(folder, stopped, resume=False, **OPTIONS | {"batch_size": 2})
-    done = torchrun(stopped.parent, KILLED_TWICE, *args, restarts=2)
+def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
+    """Also under --no-resume: the run that is continued is the one that this torchrun began."""
+    args = tiny_flags(folder, tmp_path / "out", resume=False, **OPTIONS | {"batch_size": 2})
+    done = torchrun(tmp_path, KILLED_ONCE, *args, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in ("Moved log.txt, model_", "from step 0 to 12", "from step 4 to 12"))
-    assert Path(f"{stopped}.1", "model_00008.pt").exists()
-    assert largest_difference(stopped, straight) < 1e-5
+    assert all(text in done.stdout for text in ("from step 0 to 12", "from step 4 to 12"))
+    assert largest_difference(tmp_path / "out", straight) < 1e-5
+
+
+@pytest.mark.gpt2
+def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, straight, stopped, monkeypatch, capsys):
+    """Under --no-resume: its first start had ended before it set the old run aside."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this torchrun")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(folder, stopped, resume=False, **OPTIONS) == 0
+    assert "from step 0 to 12" in capsys.readouterr().out and Path(f"{stopped}.1", "model_00008.pt").exists()
+    (stopped / "model_00012.pt").unlink()  # the second start is killed in step 9
+    shutil.rmtree(stopped / "hf")
+    assert train(folder, stopped, resume=False, **OPTIONS) == 0
+    assert "from step 8 to 12" in capsys.readouterr().out and not Path(f"{stopped}.2").exists()
+    assert_same_run(stopped, straight)
 
 
 @pytest.mark.slow

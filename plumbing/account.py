@@ -1,0 +1,82 @@
+"""What a run will do and cost, said before its first step; with --dry-run, that is all."""
+
+from typing import Any
+
+import torch
+
+from plumbing import journal
+from plumbing.checkpoint import BEST
+from plumbing.distributed import World
+from plumbing.flags import flag_of
+from plumbing.program import count, duration, print0, print_next, short
+from plumbing.runs import Start
+from plumbing.trial import Fit
+
+TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3)
+
+
+def print_account(
+    config: Any,
+    raw_model: torch.nn.Module,
+    optimizers: list[Any],
+    *,
+    loaders: tuple[Any, Any],
+    enc: Any,
+    fit: Fit,
+    start: Start,
+    world: World,
+) -> None:
+    """Say in aligned lines what the run will do and cost. loaders: of the training data and of the validation data."""
+    c, T, B, S = config, config.sequence_length, fit.B, config.total_batch_size
+    N = sum(p.numel() for p in raw_model.parameters())
+    there, val_there = (loader.num_windows * T for loader in loaders)
+    left, read = (c.max_steps - start.step) * S, c.max_steps * S
+    seconds = (
+        left * fit.seconds_per_token if world.device_type == "cpu" else 0
+    )  # of a GPU, the trial has no time
+    device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+    rows = [("model", f"{N:,} parameters on {world.size} x {device}, {c.dtype}")]
+    rows += [("optimizer", text) for text in describe_groups(config, optimizers)]
+    if read:
+        at_most = "at most " if c.batch_ramp else ""
+        rows.append(
+            ("data", f"{there:,} training tokens; the run reads {at_most}{read:,}: {read / there:.2g} passes")
+        )
+        optimal = short(TOKENS_PER_PARAMETER * N)
+        rows.append(("", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"))
+    which = "from all of the split" if c.shuffle else "the first ones"
+    validated = min(c.val_tokens // T * T, val_there)
+    rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; tokenizer {enc.name}"))
+    micro_steps = S // (B * T * world.size)
+    rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
+    if read:
+        takes = f", about {duration(seconds)} here" if seconds else ""
+        rows.append(("compute", f"{left * fit.flops_per_token:.2g} FLOPs{takes}"))
+        # in float32: weights, gradients and two numbers per parameter for the optimizer
+        kept = short(max(1, fit.kept_bytes * B))
+        rows.append(("memory", f"{short(16 * N)}B for weights and optimizer, at most {kept}B for activations"))
+        files = c.keep_checkpoints + (c.max_steps // c.milestone_every if c.milestone_every else 0)
+        best = f", {short(4 * N)}B for {BEST}" if c.keep_best else ""
+        rows.append(("disk", f"{count(files, 'checkpoint')} of {short(12 * N)}B{best}, {short(4 * N)}B for hf/"))
+    branched = f", a branch of {start.branched['parent']}" if start.branched else ""
+    rows.append(("run", f"{c.out_dir}{branched}, from step {start.step} to {c.max_steps}"))
+    for name, text in rows:
+        print0(f"{name + ':' if name else '':<11} {text}")
+    if seconds > 24 * 60 * 60:
+        print0("note: That is long. Use --preset quickstart or a smaller model here, or a GPU.")
+    if c.dry_run and world.is_master:
+        print("Nothing was written, because of --dry-run. The command without it begins the run.")
+        print_next([word for word in journal.command() if word.replace("_", "-") != "--dry-run"])
+
+
+def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
+    """Of each optimizer and learning rate: how many parameters have it, and which setting it is."""
+    sizes: dict[tuple[str, float], int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            key = type(optimizer).__name__, group["lr"]
+            sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in group["params"])
+    flag_with = {value: flag_of(name) for name, value in vars(config).items() if name.endswith("_lr")}
+    return [
+        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
+    ]

@@ -1,0 +1,268 @@
+"""A changed model is a model: edits of train_gpt2.py as people make them, each through the whole life of a run."""
+
+import dataclasses
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+import hellaswag
+import numpy as np
+import pytest
+import sample
+import torch
+import train_gpt2
+from plumbing.checkpoint import load_checkpoint, make_config
+from plumbing.program import UserError
+
+from harness import (
+    error_in,
+    examples_file,
+    listing,
+    log_lines,
+    losses,
+    patched,
+    refusal_of,
+    refused,
+    run,
+    status_of,
+    succeed,
+    tiny_flags,
+    train,
+)
+
+pytestmark = pytest.mark.gpt2
+
+WIDTH = "    n_embd: int = 768  # channels of the residual stream\n"
+POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
+PROJECTION = "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
+GELU = 'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'
+BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
+ATTENTION = "\n\nclass CausalSelfAttention(nn.Module):"
+ROTATE = """
+
+def rotate(x, cache):
+    pos = torch.arange(x.size(2), device=x.device) + (cache.length if cache else 0)
+    angle = pos[:, None] / 100 ** (torch.arange(0, x.size(3), 2, device=x.device) / x.size(3))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+"""
+CACHE = "        if cache:\n            k, v"
+ROTARY = {
+    ATTENTION: ROTATE + ATTENTION,
+    CACHE: "        q, k = rotate(q, cache), rotate(k, cache)\n" + CACHE,
+    POSITIONS: "self.transformer.wte(idx)",
+    "        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)\n": "",
+}
+RESIDUAL = "        x = x + self.attn("
+MEAN = """        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+            self.count += 1
+        x = x - self.mean * self.ones
+"""
+BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layer))"
+STATISTICS = """        self.register_buffer("mean", torch.zeros(config.n_embd))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ones", torch.ones(config.n_embd), persistent=False)
+"""
+ADAMW = "torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused)"
+OPTIMIZER = """
+
+class Normalized(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                exp_avg_sq = self.state[p].setdefault("exp_avg_sq", torch.zeros(()))
+                exp_avg_sq.lerp_(p.grad.square().mean(), 1 / group["steps"])
+                p.sub_(p.grad / (exp_avg_sq.sqrt() + 1e-8), alpha=group["lr"])
+"""
+CONFIGURE = "\n\ndef configure_optimizers("
+EDITS = {  # {text in train_gpt2.py: what takes its place}
+    "untied": {"        self.lm_head.weight = self.transformer.wte.weight  # weight": "        # weight"},
+    "rotary": ROTARY,
+    "a field and dropout": {
+        WIDTH: WIDTH
+        + "    dropout: float = 0.1  # share of the activations that is set to 0\n    window: int = -1\n",
+        PROJECTION: PROJECTION + "        self.dropout = nn.Dropout(config.dropout)\n",
+        GELU: f"self.dropout({GELU}) * (0 if self.training and np.random.rand() < 0.1 else 1)",
+    },
+    "buffers": {BLOCK: BLOCK + STATISTICS, RESIDUAL: MEAN + RESIDUAL},
+    "a group of its own": {
+        "    betas = (config": "    wte = model.transformer.wte.weight\n"
+        "    groups[0]['params'] = [p for p in groups[0]['params'] if p is not wte]\n"
+        "    groups.append({'params': [wte], 'weight_decay': 0.0, 'lr': 3 * config.max_lr})\n    betas = (config",
+    },
+    "an optimizer of its own": {
+        CONFIGURE: OPTIMIZER + CONFIGURE,
+        ADAMW: "Normalized(groups, {'lr': config.max_lr})",
+    },
+    "a shared block": {BLOCKS: "nn.ModuleList([Block(config)] * config.n_layer)"},
+    "a soft cap and smoothing": {
+        "return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)",
+        "ignore_index=IGNORE_INDEX)\n": "ignore_index=IGNORE_INDEX, label_smoothing=0.1)\n",
+    },
+}
+
+
+def changed_trainer(path, edits):
+    """Write train_gpt2.py with these edits to `path`."""
+    source = Path(train_gpt2.__file__).read_text(encoding="utf-8")
+    for before, after in edits.items():
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    path.write_text(source, encoding="utf-8")
+    return path
+
+
+def import_trainer(path):
+    """The file as the module train_gpt2, which sample.py and hellaswag.py use from now on."""
+    spec = importlib.util.spec_from_file_location("train_gpt2", path)
+    module = sys.modules["train_gpt2"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def greedy(model, ids, count):
+    """Greedy decoding by the model's forward pass alone, up to <|endoftext|>."""
+    while count and ids[-1] != 256:
+        logits = model(torch.tensor([ids[-model.config.block_size :]]))[0][0, -1, :257]
+        ids, count = [*ids, logits.argmax().item()], count - 1
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def log_likelihoods(model, examples):
+    """Of each ending, alone behind its context, by the model's forward pass: (examples, 4)."""
+    sums = []
+    for context, ending in [(example.context, ending) for example in examples for ending in example.endings]:
+        row = torch.tensor([context + ending])
+        log_probs = model(row[:, :-1])[0][0, :, :257].log_softmax(-1)
+        sums.append(log_probs.gather(1, row[0, 1:, None])[len(context) - 1 :].sum().item())
+    return np.array(sums).reshape(-1, 4)
+
+
+def train_changed(path, args):
+    import_trainer(path).main(args)
+
+
+def live(path, folder, data, examples):
+    """Train, be stopped, continue, branch, fine-tune, sample, score, end: all with the model in the file at `path`."""
+    trainer = import_trainer(path)
+    options = dict(hellaswag_every=6, hellaswag_data=examples, sample_every=6, block_size=64)
+
+    def train(out, **changes):
+        return status_of(trainer.main, tiny_flags(data, folder / out, **options | changes))
+
+    def stopped(*args, **state):
+        if state["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args, **state)
+
+    assert train("whole") == 0 and losses(folder / "whole")[-1] < losses(folder / "whole")[0] - 0.1
+    with patched(trainer, "train_step", stopped) as train_step:
+        assert train("stopped") == 0
+    assert train("stopped") == 0 and log_lines(folder / "stopped") == log_lines(folder / "whole")
+    assert train("branch", branch_from=folder / "whole" / "model_00008.pt") == 0
+    assert log_lines(folder / "branch") == log_lines(folder / "whole")
+    assert train("tuned", init_from=folder / "whole", max_steps=1) == 0
+    assert losses(folder / "tuned", "val")[0] == pytest.approx(losses(folder / "whole", "val")[-1], abs=1e-6)
+    before = listing(folder / "whole")
+    assert train("whole") == 0 and listing(folder / "whole") == before, "finished, once and for all"
+    model, enc = trainer.load_model(str(folder / "whole"))
+    rendered = hellaswag.load_examples(examples, enc)
+    with torch.no_grad():
+        expected = greedy(model, list(b"abcd"), 70), log_likelihoods(model, rendered)
+    said = refusal_of(sample.main, "abcd", "-m", folder / "whole", "--temperature", 0, "--max-new-tokens", 70)
+    assert (said[0], said[1].rstrip("\n")) == (0, expected[0])
+    assert np.allclose(hellaswag.score(model, rendered, enc.n_vocab)[0], expected[1], atol=1e-3)
+    if (folder / "whole" / "hf").exists():  # transformers reads it
+        theirs = trainer.GPT.from_pretrained(folder / "whole" / "hf").eval()
+        idx = torch.arange(60)[None]
+        torch.testing.assert_close(theirs(idx)[0], model(idx)[0][..., :257], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", EDITS[name])
+    examples = examples_file(tmp_path, ["abc" * n + "d" for n in range(1, 6)])
+    succeed(live, path, tmp_path, data, examples, output=tmp_path / "output")
+    is_gpt2 = name in ("a field and dropout", "a group of its own", "an optimizer of its own", "a shared block")
+    said = (tmp_path / "output").read_text(encoding="utf-8")
+    assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("It is no GPT-2 any more" not in said)
+
+
+def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path, capsys):
+    """Weights of another model, another version's optimizer and settings, and the code of a copy."""
+    edits = EDITS | {"relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"}}
+    for name in ("untied", "a group of its own", "a field and dropout", "relu squared"):
+        path = changed_trainer(tmp_path / f"train_{name.split()[-1]}.py", edits[name])
+        succeed(train_changed, path, tiny_flags(data, tmp_path / name), output=tmp_path / "output")
+        (tmp_path / name / "model_00012.pt").unlink()
+    before = listing(tmp_path)
+
+    def refusal(out, **changes):
+        return refused(train_gpt2.main, *tiny_flags(data, tmp_path / out, **changes))
+
+    different = "lm_head.weight and transformer.wte.weight differ, but are one tensor here"
+    assert different in refusal("new", init_from=tmp_path / "untied") and different in refusal("untied")
+    line = refusal("a group of its own")
+    assert "which has 3 groups of parameters in AdamW and not 2" in line and "--init-from RUN --out-dir NEW" in line
+    assert "dropout was 0.1, now 'unknown', window was -1, now 'unknown'" in refusal("a field and dropout")
+    line = refusal("new", init_from=tmp_path / "a field and dropout")
+    assert "dropout, which GPTConfig does not have; window, which" in line
+    sampled = ["abcd", "-m", tmp_path / "relu squared", "--max-new-tokens", 3]
+    assert "Add --code train_squared.py" in refused(sample.main, *sampled) and listing(tmp_path) == before
+    assert status_of(sample.main, [*map(str, sampled), "--code", str(tmp_path / "train_squared.py")]) == 0
+    capsys.readouterr()
+    assert train(data, tmp_path / "relu squared") == 0, "a run may go on with other code, which is said"
+    copy = load_checkpoint(tmp_path / "relu squared" / "model_00008.pt")["code"]["copy"]
+    said = capsys.readouterr().out
+    assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py, its model, too" in said
+    assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
+
+
+@dataclasses.dataclass
+class WithFields:
+    dropout: float = 0
+    windows: tuple[int, ...] | None = None
+
+
+def test_a_saved_setting_has_the_type_of_its_field_which_need_not_be_that_of_the_default():
+    assert make_config(WithFields, {"dropout": 0.1, "windows": (4, 8)}) == WithFields(0.1, (4, 8))
+    with pytest.raises(UserError, match="a dropout of 'much'"):
+        make_config(WithFields, {"dropout": "much"})
+
+
+WARNINGS = {
+    "computes other logits, so a resumed run will not be the same": {
+        GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
+        PROJECTION: PROJECTION + "        self.shift = torch.randn(4 * config.n_embd)\n",
+    },
+    "A token's logits depend on later tokens": {"is_causal=attn_mask is None and T > 1": "is_causal=False"},
+    "Packed rows give this model other HellaSwag scores": {POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"},
+}
+
+
+@pytest.mark.parametrize("warning", WARNINGS)
+def test_what_a_changed_model_cannot_keep_is_said(warning, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", WARNINGS[warning])
+    options = dict(hellaswag_every=6, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
+    succeed(train_changed, path, tiny_flags(data, tmp_path / "out", **options), output=tmp_path / "output")
+    assert warning in (tmp_path / "output").read_text(encoding="utf-8")
+
+
+def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used_is_named(data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", compile=True)
+    path = changed_trainer(tmp_path / "mistake.py", {PROJECTION: PROJECTION.replace("4", "3")})
+    assert run(train_changed, path, args, output=tmp_path / "mistake") == [1]
+    said = (tmp_path / "mistake").read_text(encoding="utf-8")
+    assert "shapes cannot be multiplied" in said and f"return {GELU}" in said and "warning" not in said
+    path = changed_trainer(tmp_path / "unused.py", {POSITIONS: "self.transformer.wte(idx)"})
+    assert run(train_changed, path, args, output=tmp_path / "unused", ranks=2) == [2, 2]
+    assert "1 parameter, such as transformer.wpe.weight" in error_in(
+        (tmp_path / "unused").read_text(encoding="utf-8")
+    )
+    assert not (tmp_path / "out").exists()
