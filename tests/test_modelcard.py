@@ -4,13 +4,14 @@ import json
 import re
 
 import pytest
-import sample
 import tokenizer
 import yaml
 from plumbing.huggingface import export_huggingface
-from plumbing.modelcard import write_model_card
+from plumbing.modelcard import make_card
 
-from harness import change_checkpoint, status_of, tiny_model, train
+from harness import tiny_model
+
+pytestmark = pytest.mark.gpt2
 
 CONFIG = dict(data="/home/somebody/data", out_dir="/home/somebody/log", hellaswag_data="/home/somebody/val.jsonl")
 CONFIG |= dict(preset="gpt2", init_from="", max_lr=6e-4, total_batch_size=1000, batch_ramp=0, max_steps=4)
@@ -44,9 +45,7 @@ def write(run, text=RUN, log=LOG + EVALUATIONS):
 def card(run, text=RUN, log=LOG + EVALUATIONS, **options):
     """The card of the run with these two files."""
     write(run, text, log)
-    (run / "hf" / "README.md").unlink(missing_ok=True)
-    write_model_card(run / "hf", run, **options)
-    return (run / "hf" / "README.md").read_text(encoding="utf-8")
+    return make_card(run / "hf", run, **options)
 
 
 def test_the_card_has_what_the_run_measured(run):
@@ -77,12 +76,6 @@ def test_what_was_not_measured_is_left_out(run):
     assert "commit" not in page and "Training: 4 updates." in page
 
 
-def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later(run):
-    page = card(run, log=LOG + EVALUATIONS + "2 val 3.5\n", step=2)
-    assert "nats per token | 3.5000 | 2 |" in page and "nats per token | 4.0000 | 2 |" in page and "1.25" not in page
-    assert "2 updates of 1,000 tokens,\n2,000 in all" in page and "0.2400 | 0 |" in page
-
-
 def test_a_run_in_parts_and_a_branch_say_so(run):
     page = card(run, RUN + start_text(started="2026-11-21T10:00:00+00:00", machine="Linux, 8 cores"))
     assert "Started:\n\n    started: 2026-11-20T13:42:34+00:00\n" in page and "NVIDIA H100\n" in page
@@ -99,8 +92,8 @@ def test_known_data_and_weights_are_named_and_the_tokenizers_name_is_neither_a_l
     header = yaml.safe_load(text.split("---")[1])
     assert header["datasets"] == ["HuggingFaceFW/fineweb-edu"] and header["language"] == "en"
     assert header["base_model"] == "openai-community/gpt2-medium" and "fine-tuned from OpenAI's gpt2-medium" in text
-    tokens = r"123,456 tokens of the tokenizer a\_b+c\\n\<b\>\[x\]\(y\)\`\&\#\!."
-    assert f"Data: HuggingFaceFW/fineweb-edu, {tokens}" in text
+    assert "\n\n    data set: HuggingFaceFW/fineweb-edu\n    tokens: 123,456\n" in text
+    assert r"    tokenizer: a_b+c\n<b>[x](y)`&#!" in text
 
 
 @pytest.mark.parametrize("name, shown", [("bytes", "The "), ("bytes+chat", "<|user|>Hello!<|end|><|assistant|>")])
@@ -132,18 +125,6 @@ DAMAGES = {
 def test_damaged_files_never_stop_an_export(run, name, capsys):
     write(run)
     DAMAGES[name](run)
-    write_model_card(run / "hf", run)
+    make_card(run / "hf", run)
     notes = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("note: ", "warning: ")) for line in notes) and len(notes) <= 1
-
-
-def test_sample_exports_a_card_from_a_runs_folder_and_from_a_checkpoint_in_it(data, tmp_path):
-    assert train(data, tmp_path / "run", sample_prompt="abc") == 0
-    for number, model in enumerate(("run", "run/model_00008.pt")):
-        out = tmp_path / f"out{number}"
-        assert status_of(sample.main, ["-m", str(tmp_path / model), "--export", str(out), "--device", "cpu"]) == 0
-        page = (out / "README.md").read_text(encoding="utf-8")
-        assert "\n    abc" in page and f"Training: {8 if number else 12} updates of 128 tokens" in page
-    change_checkpoint(tmp_path / model, lambda checkpoint: checkpoint.pop("step"))  # nanoGPT's has none
-    assert status_of(sample.main, ["-m", str(tmp_path / model), "--export", str(tmp_path / "other")]) == 0
-    assert (tmp_path / "other" / "config.json").exists() and not (tmp_path / "other" / "README.md").exists()
