@@ -1,10 +1,12 @@
 """The output layer and its loss in float8, compared with F.cross_entropy in float64; GPUs and their errors by name."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from plumbing import kernels
-from plumbing.kernels import cross_entropy, linear_cross_entropy, to_float8
+from plumbing.kernels import FasterLoss, linear_cross_entropy, losses_and_gradient, to_float8
 from plumbing.machine import has_float8, peak_flops
 from plumbing.trial import is_out_of_memory
 
@@ -20,7 +22,7 @@ def test_losses_are_those_of_float64_and_a_float8_gradient_keeps_two_bits_of_man
     logits64 = logits.double().requires_grad_()
     expected = F.cross_entropy(logits64, targets, reduction="none", ignore_index=-100)
     expected_gradient = torch.autograd.grad(expected.sum(), logits64)[0]
-    losses, gradient = cross_entropy(logits, targets, -100)
+    losses, gradient = losses_and_gradient(logits, targets, -100)
     # float32: the sum of V exponentials is off by at most V roundings of 2**-24 each
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=2**-23, atol=V * 2**-24)
     # e5m2 rounds to 3 bits, so by at most 1/8; the smallest number is 2**-16, here divided by 2**15
@@ -80,13 +82,14 @@ def test_the_compiler_takes_it_in_one_graph():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeypatch):
     """Of 7 rows: one at a time, three, all. The loss and its gradient are off by roundings only."""
-    monkeypatch.setattr(kernels.CrossEntropyOnCPU, "LOGITS", chunk)
+    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", chunk)
     logits, targets = (torch.randn(7, 48) * 5).to(dtype), torch.tensor([0, 47, -100, 7, -100, 9, 10])
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="sum")
     (expected / 3).backward()
     leaf = logits.clone().requires_grad_()
-    loss = kernels.cross_entropy_on_cpu(leaf * 1, targets)  # times 1: it overwrites its input
+    with FasterLoss():
+        loss = F.cross_entropy(leaf, targets, reduction="sum")
     (loss / 3).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
     limits = dict(rtol=2**-8, atol=1e-8) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-7)
@@ -94,10 +97,59 @@ def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeyp
     assert leaf.grad.dtype == dtype and not leaf.grad[2].any() and not leaf.grad[4].any()
 
 
-def test_the_compiler_gets_the_loss_on_a_cpu_in_one_graph():
-    compiled = torch.compile(kernels.cross_entropy_on_cpu, backend="aot_eager", dynamic=False, fullgraph=True)
-    logits, targets = torch.randn(8, 48), torch.randint(48, (8,))
-    torch.testing.assert_close(compiled(logits, targets), kernels.cross_entropy_on_cpu(logits, targets))
+def loss_of(x, weight, targets, float8=False, **options):
+    with FasterLoss(float8):
+        logits = F.linear(x, weight, None)
+        return F.cross_entropy(logits, targets, reduction="sum", **options)
+
+
+def test_the_compiler_gets_the_loss_in_one_graph():
+    compiled = torch.compile(loss_of, backend="aot_eager", dynamic=False, fullgraph=True)
+    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32), torch.randint(48, (16,))
+    torch.testing.assert_close(compiled(x, weight, targets), loss_of(x, weight, targets))
+    if has_float8("cpu"):
+        rough = compiled(x, weight, targets, float8=True)
+        torch.testing.assert_close(rough, loss_of(x, weight, targets, float8=True))
+        assert rough != loss_of(x, weight, targets)
+
+
+CHANGES = {  # what else a loss may be asked for
+    "label smoothing": (dict(label_smoothing=0.1), lambda logits: logits),
+    "class weights": (dict(weight=torch.linspace(0, 1, 48)), lambda logits: logits),
+    "a soft cap": ({}, lambda logits: 2 * torch.tanh(logits / 2)),
+}
+
+
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_faster_kernel_steps_aside_when_it_is_asked_for_more(name, float8, monkeypatch):
+    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 1)
+    options, change = CHANGES[name]
+    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32), torch.randint(48, (16,))
+    with FasterLoss(float8):
+        loss = F.cross_entropy(change(F.linear(x, weight, None)), targets, reduction="sum", **options)
+    torch.testing.assert_close(loss, F.cross_entropy(change(x @ weight.T), targets, reduction="sum", **options))
+
+
+def test_the_loss_leaves_the_logits_alone(monkeypatch):
+    """Something else, such as a penalty on large logits, may need them in its backward pass."""
+    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 96)
+    gradients = []
+    for context in (FasterLoss(), contextlib.nullcontext()):
+        x = torch.linspace(-3, 3, 7 * 48).view(7, 48).requires_grad_()
+        with context:
+            logits = x * 2
+            loss = F.cross_entropy(logits, torch.arange(7), reduction="sum") + logits.logsumexp(1).square().sum()
+        loss.backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
+    q, k, v = torch.randn(3, 1, 2, 8, 4).bfloat16()
+    mask = torch.full((8, 8), -torch.inf, dtype=torch.bfloat16).triu(1)
+    expected = kernels.attention_on_cpu(q, k, v, is_causal=True)
+    torch.testing.assert_close(kernels.attention_on_cpu(q, k, v, attn_mask=mask), expected)
 
 
 def test_out_of_memory_is_known_in_whatever_it_is_wrapped():

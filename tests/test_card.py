@@ -1,0 +1,324 @@
+"""The program on a simulated GPU (tests/card): what CUDA would do, and in which order, shown on any machine."""
+
+import functools
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train_gpt2
+from plumbing import distributed, machine, runs, settings, trial
+from plumbing.checkpoint import list_checkpoints, load_checkpoint
+from plumbing.machine import has_float8
+from plumbing.program import UserError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from card import gpu as simulated
+from harness import assert_same_run, error_in, examples_file, losses, patched, read_log, tiny_flags, train
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory):
+    """gpu(function, *args, cards=["H200"], **options): run it in a process with these GPUs; its status and output."""
+    folder = tmp_path_factory.mktemp("gpu")
+    library = folder / "libgpu.so"
+    problem = "torch has CUDA itself" if torch.version.cuda else simulated.build(library)
+    if problem and "error:" in problem and torch.__version__.startswith("2.13."):
+        pytest.fail(problem)
+    if problem:
+        pytest.skip(problem[:200])
+    command = [sys.executable, simulated.__file__, "serve"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, env=os.environ | {"GPU_LIBRARY": str(library)}) as server:
+
+        def on_gpu(function, *args, cards=("H200",), **options):
+            output = folder / "output"
+            output.unlink(missing_ok=True)
+            pickle.dump((function, args, output, (cards, options)), server.stdin)
+            server.stdin.flush()
+            return int(server.stdout.readline()), output.read_text(encoding="utf-8")
+
+        yield on_gpu
+        server.stdin.close()
+
+
+def all_flags(folder, out_dir, **changes):
+    """A run that does everything."""
+    data = examples_file(folder.parent, ["a cat", "The dog sat", "hi"])
+    options = dict(device="cuda", hellaswag_every=6, hellaswag_data=data, sample_every=6, sample_prompt="abc")
+    return tiny_flags(folder, out_dir, **options | changes)
+
+
+RUNS = {  # cards, what torch was built for, flags, and what the summary says
+    "float32": (["H200"], "cu130", dict(dtype="float32"), "NVIDIA H200, float32"),
+    "bfloat16": (["A100"], "cu130", dict(dtype="auto", optimizer="muon"), "NVIDIA A100-SXM4-80GB, bfloat16"),
+    "float16": (["V100"], "cu126", dict(dtype="auto", optimizer="muon"), "Tesla V100-SXM2-16GB, float16"),
+    "fp8": (["4090"], "cu130", dict(dtype="fp8"), "NVIDIA GeForce RTX 4090, fp8"),
+    "recomputing": (["H200"], "cu130", dict(dtype="bfloat16", activation_checkpointing=True), "H200, bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_everything(gpu, name, folder, tmp_path):
+    """In float32 it computes what the CPU computes. Its checkpoints are whole: copies to the host have ended."""
+    cards, build, changes, words = RUNS[name]
+    if name == "fp8" and not has_float8("cpu"):
+        pytest.skip("this processor does not multiply float8 matrices")
+    out_dir = tmp_path / "out"
+    status, said = gpu(train_gpt2.main, all_flags(folder, out_dir, max_steps=6, **changes), cards=cards, build=build)
+    assert status == 0 and words in said and "warning" not in said.lower(), said
+    assert losses(out_dir)[-1] < losses(out_dir)[0] - 0.3 and list(read_log(out_dir, "hella")) == [0, 6]
+    assert (out_dir / "samples.txt").stat().st_size and (out_dir / "hf" / "model.safetensors").exists()
+    for path in list_checkpoints(out_dir):
+        assert all(tensor.isfinite().all() for tensor in load_checkpoint(path)["model"].values())
+    if name == "float32":
+        options = dict(hellaswag_every=6, hellaswag_data=folder.parent / "hellaswag.jsonl", max_steps=6)
+        assert train(folder, tmp_path / "cpu", **options) == 0
+        for stream in ("train", "val", "norm", "hella"):
+            assert np.allclose(losses(out_dir, stream), losses(tmp_path / "cpu", stream), atol=1e-4, rtol=0)
+
+
+def stop_at(step, args):
+    """Train, and receive SIGTERM at the report of this step."""
+
+    def report(run, now, *rest):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, now, *rest)
+
+    with patched(runs.Run, "report", report) as original:
+        train_gpt2.main(args)
+
+
+def test_a_stop_its_continuation_and_a_branch_are_the_run_bit_for_bit(gpu, folder, tmp_path):
+    """In float16, whose gradient scaler has a state of its own."""
+    names = ("whole", "stopped", "branch")
+    changes = dict(dtype="float16", optimizer="muon", hellaswag_every=0)
+    whole, stopped, branch = [all_flags(folder, tmp_path / name, **changes) for name in names]
+    assert gpu(train_gpt2.main, whole)[0] == 0
+    assert gpu(stop_at, 7, stopped)[0] == 0
+    assert max(read_log(tmp_path / "stopped")) == 7
+    assert gpu(train_gpt2.main, stopped)[0] == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    parent = tmp_path / "whole" / "model_00008.pt"
+    assert gpu(train_gpt2.main, [*branch, "--branch-from", str(parent)])[0] == 0
+    assert_same_run(tmp_path / "branch", tmp_path / "whole", ["val_loss", "model", "optimizer", "scaler", "loader"])
+
+
+# ----- Memory -------------------------------------------------------------------------------------------
+
+
+def train_uncompiled(args):
+    """Train with a compiler that changes nothing, whose better use of memory the trial counts on."""
+    with patched(torch, "compile", lambda model, **options: model):
+        train_gpt2.main(args)
+
+
+def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
+    """A sequence takes about 2.1 MB: 16 numbers per channel, 4 per logit, 8 x 256 x 256 of attention, 4 bytes each."""
+    options = dict(
+        n_layer=1, block_size=256, sequence_length=256, batch_size=8, total_batch_size=8 * 256, max_steps=2
+    )
+    for megabytes, B, halvings in ((100, 8, 0), (14, 4, 1), (7, 2, 2)):
+        args = tiny_flags(folder, tmp_path / f"{B}", device="cuda", compile=True, **options)
+        status, said = gpu(train_uncompiled, args, gib=megabytes * 1e6 / 2**30)
+        assert status == 0 and f"B {B} *" in said and said.count("Out of memory") == halvings, said
+        assert np.allclose(losses(tmp_path / f"{B}"), losses(tmp_path / "8"), atol=1e-5, rtol=0)
+
+
+STAGES = {  # where, and in which call of the process
+    "validation": ("train_gpt2", "evaluate_val_loss", 2),
+    "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 2),
+    "sampling": ("train_gpt2", "generate_samples", 2),
+    "the export": ("plumbing.runs", "export_huggingface", 1),
+}
+
+
+def train_on_a_gpu_that_fills(module, name, call, args):
+    """From this call of the function on, there is no more memory than is in use."""
+
+    def full(*rest, **options):
+        calls.append(name)
+        if len(calls) == call:
+            torch.ops.card.limit(torch.ops.card.used())
+        return original(*rest, **options)
+
+    calls = []
+    with patched(importlib.import_module(module), name, full) as original:
+        train_gpt2.main(args)
+
+
+def test_out_of_memory_later_costs_one_line_and_no_work(gpu, folder, tmp_path):
+    """In one evaluation after another, and in the export. Then the run ends as one that had enough."""
+    whole, args = all_flags(folder, tmp_path / "whole"), all_flags(folder, tmp_path / "out")
+    assert gpu(train_gpt2.main, whole)[0] == 0
+    for stage, (module, name, call) in STAGES.items():
+        status, said = gpu(train_on_a_gpu_that_fills, module, name, call, args)
+        assert status == 2 and "Traceback" not in said, stage
+        assert "There is not enough memory. CUDA out of memory" in error_in(said), stage
+    assert gpu(train_gpt2.main, args)[0] == 0
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+# ----- Order --------------------------------------------------------------------------------------------
+
+
+class Waits(TorchDispatchMode):
+    """The program's lines in which the host waits for the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = torch.ops.card.waits()
+        result = function(*args, **kwargs or {})
+        if torch.ops.card.waits() > before:
+            stack = traceback.extract_stack()[:-1]
+            frames = [frame for frame in stack if Path(frame.filename).name in ("train_gpt2.py", PLANTED)]
+            self.lines.append(f"{Path(frames[-1].filename).name}: {frames[-1].line}")
+        return result
+
+
+PLANTED = Path(__file__).name
+
+
+def impatient_norm(gradients):
+    norm = total_norm(gradients)
+    return norm if norm.item() > 0 else norm
+
+
+total_norm = torch.nn.utils.get_total_norm
+
+
+def train_and_note_waits(report, norm, args):
+    found = {"step": [], "loader": []}
+
+    def noting(name, function):
+        def call(*rest, **options):
+            with Waits() as waits:
+                result = function(*rest, **options)
+            found[name].append(waits.lines)
+            return result
+
+        return call
+
+    loader = train_gpt2.DataLoaderLite
+    with patched(train_gpt2, "train_step", noting("step", train_gpt2.train_step)):
+        with patched(loader, "next_batch", noting("loader", loader.next_batch)):
+            with patched(torch.nn.utils, "get_total_norm", norm):
+                try:
+                    train_gpt2.main(args)
+                finally:
+                    report.write_text(json.dumps(found), encoding="utf-8")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_path, optimizer):
+    """For the loss, the norm and the signals, which it reads in one copy."""
+    report, options = tmp_path / "report", dict(device="cuda", max_steps=4, optimizer=optimizer, dtype="bfloat16")
+    args = tiny_flags(folder, tmp_path / "out", **options)
+    assert gpu(train_and_note_waits, report, total_norm, args)[0] == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    stacked = "torch.stack([correction * loss_sum / world.size, norm, num_signals, *scalars.values()])"
+    own = f"train_gpt2.py: values = {stacked}.tolist()"
+    assert found["step"] == [[own]] * 4
+    assert len(found["loader"]) >= 8 and not any(found["loader"])
+    args = tiny_flags(folder, tmp_path / "planted", **options)
+    assert gpu(train_and_note_waits, report, impatient_norm, args)[0] == 0
+    planted = f"{PLANTED}: return norm if norm.item() > 0 else norm"
+    assert json.loads(report.read_text(encoding="utf-8"))["step"] == [[planted, own]] * 4
+
+
+def train_without_waiting_for_checkpoints(args):
+    with patched(torch.cuda, "synchronize", lambda: None):
+        train_gpt2.main(args)
+
+
+def train_with_one_pinned_buffer(args):
+    """All batches are read into the same memory, which may still be on its way to the GPU."""
+
+    def pin(rows):
+        return buffers.setdefault(rows.shape, original(rows)).copy_(rows)
+
+    buffers = {}
+    with patched(torch.Tensor, "pin_memory", pin) as original:
+        train_gpt2.main(args)
+
+
+def test_a_copy_that_is_used_before_it_has_ended_is_noticed(gpu, folder, tmp_path):
+    out_dir = tmp_path / "out"
+    gpu(train_without_waiting_for_checkpoints, tiny_flags(folder, out_dir, device="cuda"))
+    assert load_checkpoint(out_dir / "model_00012.pt")["model"]["transformer.wte.weight"].isnan().all()
+    status, said = gpu(train_with_one_pinned_buffer, tiny_flags(folder, tmp_path / "pinned", device="cuda"))
+    assert status != 0 and "pinned memory has changed before its copy to the card has ended" in said
+
+
+# ----- Decisions ----------------------------------------------------------------------------------------
+
+
+def decide(place, presets):
+    """Print what the program decides on this machine's GPU `place`, in a line per question."""
+    os.environ["LOCAL_RANK"] = str(place)
+    for build in simulated.KERNELS:
+        torch.cuda.set_device(0)  # as in a new process
+        arches = [f"sm_{number}" for number in simulated.KERNELS[build].split()]
+        with patched(torch.cuda, "get_arch_list", lambda arches=arches: arches):
+            print(build, answer(lambda: distributed.setup_distributed("cuda").device))
+    torch.cuda.get_arch_list = lambda: []
+    device = distributed.setup_distributed("cuda").device
+    dtype, name = machine.choose_dtype("auto", device)
+    print("dtype", name)
+    print("fp8", answer(lambda: machine.choose_dtype("fp8", device)[1]))
+    for preset in presets:
+        world = distributed.World(device=device, dtype=dtype)
+        config = train_gpt2.parse_args(["--preset", preset, "--no-compile", "--vocab-size", "50304"])
+        print(preset, answer(functools.partial(find_B, config, world)), flush=True)
+
+
+def answer(question):
+    try:
+        return str(question())
+    except UserError:
+        return "no"
+
+
+def find_B(config, world):
+    settings.check_config(config, world, train_gpt2.complaints(config))
+    trial.check_memory(lambda: train_gpt2.GPT(config), world.device)
+    with torch.device(world.device):
+        model = train_gpt2.GPT(config)
+    return trial.find_what_fits(model, lambda raw, *rest: raw, config, num_ids=50257, world=world).B
+
+
+ALL = ["cu126", "cu128", "cu130"]
+# cards, and which is this rank's; the builds of torch with kernels for it; dtype; fp8; B without torch.compile. GPT-2's
+# weights and what belongs to them take 1.9 GiB, and a sequence of 1,024 tokens 0.52: 32 x 768 numbers of 2 bytes per
+# token and block, and 50,304 logits and their gradients. 95% of a card may be used
+DECISIONS = [
+    (["H200"], 0, ALL, "bfloat16", "fp8", {"gpt2": 64, "gpt2-xl": 8}),  # the presets' own B, which is for 80 GB
+    (["A100"], 0, ALL, "bfloat16", "no", {"gpt2": 64}),  # 35 of 75 GiB; float8 is Ada's
+    (["4090"], 0, ALL, "bfloat16", "fp8", {"gpt2": 32, "gpt2-xl": "no"}),  # 18.6 of 22 GiB; 23 GiB of state
+    (["slice"], 0, ALL, "bfloat16", "fp8", {"gpt2": 8}),  # 6.6 of 9.3 GiB; 16 would take 11
+    (["V100"], 0, ["cu126", "cu128"], "float16", "no", {"gpt2": 16}),  # 11 of 15 GiB; Volta is before bfloat16
+    (["1080"], 0, ["cu126"], "float16", "no", {"gpt2": 8}),  # 6.6 of 7.5 GiB
+    (["H200", "1080"], 1, ["cu126"], "float16", "no", {}),  # each rank asks for its own GPU
+    (["1080", "H200"], 1, ["cu126"], "bfloat16", "fp8", {}),  # and another rank needs the first one
+]
+
+
+@pytest.mark.parametrize("cards, place, builds, dtype, fp8, sizes", DECISIONS, ids=lambda value: str(value)[:20])
+def test_what_is_decided_on_a_gpu(gpu, cards, place, builds, dtype, fp8, sizes):
+    status, said = gpu(decide, place, list(sizes), cards=cards, hollow=True)
+    answers = dict(line.split() for line in said.splitlines() if not line.startswith("warning"))
+    assert status == 0 and [build for build in simulated.KERNELS if answers[build] == f"cuda:{place}"] == builds
+    assert (answers["dtype"], answers["fp8"]) == (dtype, fp8)
+    assert {preset: answers[preset] for preset in sizes} == {preset: str(B) for preset, B in sizes.items()}
