@@ -1,0 +1,164 @@
+"""Compare ideas by runs with several seeds: which one is better, by how much, and whether the seeds can tell.
+
+    python -m plumbing.compare "log/gelu-*" "log/relu2-*"
+
+Runs that differ in nothing but their seed make a group. The other groups are compared with the first one, seed by seed,
+by the last validation loss of finished runs on the same data.
+"""
+
+import ast
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from plumbing import flags, program
+
+
+@dataclasses.dataclass
+class Options:
+    # the runs' folders, or patterns; by default log/*
+    runs: Annotated[tuple[str, ...], "positional"] = ()
+
+
+if __name__ == "__main__":
+    program.run(lambda: flags.parse(Options))  # answers --help and mistyped flags before the slow imports below
+
+import numpy as np
+
+from plumbing import settings, trainer
+from plumbing.journal import Logged, find_runs
+
+# what changes neither what a run learns nor what its validation loss means
+IGNORED = settings.MAY_CHANGE_ON_RESUME | {"seed", "branch_from"}
+# the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
+T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
+
+
+@dataclasses.dataclass
+class Group:
+    """Runs that differ in nothing but their seed."""
+
+    runs: list[Logged]
+    traits: dict[str, Any]  # what may change their loss: {"max_lr": 0.001, "code of MLP": its source}, say
+    different: str = ""  # how they differ from the other groups, such as "max_lr 0.001, code of MLP"
+
+    @property
+    def name(self) -> str:
+        """What the names of the runs' folders have in common: "gelu" for gelu-1 and gelu-2."""
+        names = [run.folder.name for run in self.runs]
+        return os.path.commonprefix(names).rstrip("-_. ") or names[0]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """{seed: the last validation loss}, their mean if a seed was run twice."""
+        ends: dict[int, list[float]] = {}
+        for run in self.runs:
+            ends.setdefault(run.config["seed"], []).append(run.streams["val"][1][-1])
+        return {seed: float(np.mean(ends[seed])) for seed in sorted(ends)}
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(list(self.losses.values())))
+
+
+@functools.cache
+def parts_of(source: bytes) -> dict[str, str]:
+    """{"code of MLP": its source}, say, for all parts of a trainer's file."""
+    parts: dict[str, str] = {}
+    for node in trainer.parse(source):
+        name = f"code of {', '.join(sorted(trainer.names_of(node))) or 'no name'}"
+        parts[name] = parts.get(name, "") + ast.unparse(node) + "\n"
+    return parts
+
+
+def traits_of(run: Logged) -> dict[str, Any]:
+    traits = {name: value for name, value in run.config.items() if name not in IGNORED}
+    if run.branch_step:
+        traits["branched at"] = run.branch_step
+    copies = sorted(
+        run.folder.glob("*-????????.py")
+    )  # of the files that ran, one unless it was changed in between
+    for parts in [parts_of(copy.read_bytes()) for copy in copies]:
+        traits |= {name: traits.get(name, "") + text for name, text in parts.items()}
+    if not copies:  # a record, say, which has the commit instead
+        script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
+        commit = run.fact("commit", "?")
+        traits["code"] = f"{script} of {commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
+    return traits
+
+
+def group_runs(runs: list[Logged]) -> list[list[Group]]:
+    """The groups among finished runs, as a list for each data set. Runs that are left out are named."""
+    by_data: dict[Any, list[Group]] = {}
+    for run in runs:
+        c = run.config
+        if not c or "val" not in run.streams:
+            print(f"{run.folder} is left out, as it has no {'validation loss' if c else 'run.txt'}.")
+        elif run.last_step < c["max_steps"]:
+            print(f"{run.folder} is left out: it has done {run.last_step:,} of {c['max_steps']:,} steps.")
+        else:
+            groups, traits = by_data.setdefault((c["data"], c["val_tokens"]), []), traits_of(run)
+            same = [group for group in groups if group.traits == traits]
+            if same:
+                same[0].runs.append(run)
+            else:
+                groups.append(Group([run], traits))
+    for groups in by_data.values():
+        for group in groups:
+            others = [other.traits for other in groups]
+            own = {
+                name: value for name, value in group.traits.items() if any(t.get(name) != value for t in others)
+            }
+            group.different = ", ".join(n if n.startswith("code of") else f"{n} {own[n]}" for n in own)
+    return list(by_data.values())
+
+
+def difference(base: Group, other: Group) -> tuple[float, float, int]:
+    """(mean, half of its 95% interval, seeds) of the loss of `other` less that of `base` with the same seed."""
+    pairs = [(base.losses[seed], other.losses[seed]) for seed in base.losses if seed in other.losses]
+    more, n = np.array([theirs - ours for ours, theirs in pairs] or [np.nan]), len(pairs)
+    half = T_975[min(n - 1, len(T_975)) - 1] * more.std(ddof=1) / n**0.5 if n > 1 else np.inf
+    return float(more.mean()), float(half), n
+
+
+def verdict(base: Group, other: Group) -> str:
+    """What the seeds show of `other`, compared with `base`, in a sentence."""
+    mean, half, n = difference(base, other)
+    if n == 0:
+        return f"{other.name} and {base.name} have no seed in common. Run both with the same seeds."
+    text = f"{other.name} ends {abs(mean):.4f} {'above' if mean > 0 else 'below'} {base.name}"
+    if n == 1:
+        return f"{text} with one seed. That shows nothing, as another seed moves a loss, too: run three or more."
+    text += f" (95% interval {mean - half:+.4f} to {mean + half:+.4f}, {n} seeds)"
+    if abs(mean) <= half:
+        return f"{text}. Seeds alone may do that: neither is shown to be better."
+    return f"{text}: {other.name} is {'worse' if mean > 0 else 'better'}."
+
+
+def report(groups: list[Group]) -> Iterator[str]:
+    """What the runs on one data set show, line by line."""
+    yield f"{groups[0].runs[0].config['data']}: last validation loss in nats per token, lowest first"
+    width = max(len(group.name) for group in groups)
+    for group in sorted(groups, key=lambda group: group.loss):
+        ends = list(group.losses.values())
+        spread = f"{min(ends):.4f} to {max(ends):.4f}" if len(ends) > 1 else ""
+        yield f"  {group.name:{width}}  {group.loss:.4f}  {spread:16}  {len(ends):2} x  {group.different}"
+    yield from (verdict(groups[0], group) for group in groups[1:])
+
+
+def main(args=None):
+    patterns = flags.parse(Options, args).runs or ["log/*"]
+    runs = find_runs(*patterns)
+    if not runs:
+        found = " ".join(patterns)
+        raise program.UserError(
+            f"No folder with a log.txt matches {found}. Give the runs' folders, such as log/*."
+        )
+    for groups in group_runs(runs):
+        print("\n".join(report(groups)) + "\n")
+
+
+if __name__ == "__main__":
+    program.run(main)
