@@ -20,12 +20,13 @@ import json
 import math
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from plumbing import flags, program
-from plumbing.program import UserError
+from plumbing import flags, program, trainer
+from plumbing.program import UserError, print0
 
 
 @dataclass
@@ -37,21 +38,12 @@ class Options:
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
     batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
-
-
-# the names for these in nanoGPT, transformers and lm-evaluation-harness
-SYNONYMS = {
-    "--model": "model out-dir init-from pretrained model-args model-name-or-path model-path checkpoint ckpt",
-    "--limit": "num-examples max-examples num-samples length",
-    "--batch-tokens": "batch-size",
-    "--predictions": "output-path output out log-samples",
-    "Scoring reads no prompt.": "prompt start",
-}
+    code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
 
 
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = flags.parse(Options, args, synonyms=SYNONYMS)
+    options = flags.parse(Options, args)
     flags.check(options)
     return options
 
@@ -64,11 +56,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from plumbing import documents
+from plumbing import documents, sources
 from plumbing.files import check_new_output, new_output
-from plumbing.machine import choose_device
+from plumbing.machine import choose_device, exact_matmuls
+from tokenizer import encode_text
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
+URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
+DIGEST = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # as git has it
 # row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
 PAD_TO = 16
 # positions whose logits are computed at a time. With 50,304 ids in float32, 256 take 52 MB, which suits a CPU's caches
@@ -104,7 +99,7 @@ def read_examples(path, limit=0):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
         advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
-        documents.download(URL, path, advice)
+        sources.download(URL, path, DIGEST, advice)
     return list(itertools.islice(iterate_examples(path), limit or None))
 
 
@@ -134,8 +129,9 @@ def render_example(example, enc, harness=False):
         context = text.rstrip()  # the harness moves trailing whitespace to the endings
         prefix = text[len(context) :] + " "
     return Rendered(
-        enc.encode_ordinary(context) or [enc.eot_token],  # the first token must be predicted from something
-        [enc.encode_ordinary(prefix + ending) for ending in endings],
+        encode_text(enc, context).tolist()
+        or [enc.eot_token],  # the first token must be predicted from something
+        [encode_text(enc, prefix + ending).tolist() for ending in endings],
         int(example["label"]),
         [len(ending) for ending in endings],
     )
@@ -222,37 +218,71 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     """
     device = next(model.parameters()).device
     rows = [truncate(example, model.config.block_size) for example in examples]
-    lengths = np.array([[len(context), *map(len, endings)] for context, endings in rows])  # (examples, 5)
-    row_lengths = lengths.sum(1) - 4  # the last token of each ending is not read
+    tokens = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
+    packs = can_pack(model, max(rows, key=row_length), n_vocab)
+    if not packs:
+        rows = [(context, [ending]) for context, endings in rows for ending in endings]
+    lengths = np.array(list(map(row_length, rows)))
     # longest first: memory use peaks early, and rows of similar length share a batch
-    order = np.argsort(-row_lengths, kind="stable")
+    order = np.argsort(-lengths, kind="stable")
     batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)  # few rows fit a CPU's caches
-    batches = packed_batches([rows[i] for i in order], row_lengths[order], batch_tokens, device)
+    batch_tokens //= 1 if packs else 4  # plain rows take the logits of all positions
+    longest = sys.maxsize if packs else model.config.block_size
+    batches = packed_batches([rows[i] for i in order], lengths[order], batch_tokens, longest, device=device)
     log_probs = []
     with (
         ThreadPoolExecutor(1) as executor,  # packs the next batch while the model computes
-        tqdm(total=len(rows), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar,
+        tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar,
     ):
         pending = executor.submit(next, batches, None)
         while batch := pending.result():
             pending = executor.submit(next, batches, None)
             if stop:
                 return None
-            log_probs.extend(score_batch(model, batch, n_vocab))
-            bar.update(len(batch[0]))
+            log_probs.extend(score_batch(model, batch, n_vocab, packs=packs))
+            bar.update(len(batch[0]) * len(examples) / len(rows))
     log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
-    tokens, characters = lengths[:, 1:], np.array([example.characters for example in examples])
-    total = np.empty(tokens.shape)
-    starts = tokens[order].cumsum() - tokens[order].ravel()
-    total[order] = np.add.reduceat(log_probs, starts).reshape(-1, 4)
+    per_row = tokens.reshape(len(rows), -1)  # of each row, the tokens of its endings
+    total = np.empty(per_row.shape)
+    starts = per_row[order].cumsum() - per_row[order].ravel()
+    total[order] = np.add.reduceat(log_probs, starts).reshape(per_row.shape)
+    total, characters = total.reshape(tokens.shape), np.array([example.characters for example in examples])
     return np.stack([total, total / tokens, total / characters.clip(1)])
 
 
-def packed_batches(rows, row_lengths, batch_tokens, device):
-    """Yield batches, as `pack` returns them, of rows sorted by length; in pinned memory for a GPU."""
+def row_length(row):
+    """The tokens that are read of (context, endings) in a row: the last token of each ending is only predicted."""
+    context, endings = row
+    return len(context) + sum(map(len, endings)) - len(endings)
+
+
+def can_pack(model, row, n_vocab):
+    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones.
+
+    Compares the scores of one example, `row`, in float32.
+    """
+    context, endings = row
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, enabled=False), exact_matmuls():
+        rows = [(context, [ending]) for ending in endings]
+        plain = torch.cat(list(score_batch(model, pack(rows, max(map(row_length, rows))), n_vocab, packs=False)))
+        try:
+            packed = torch.cat(list(score_batch(model, pack([row], row_length(row)), n_vocab)))
+            agrees = bool((packed - plain).abs().max() <= 3e-5 * plain.abs().max())
+        except Exception:  # it may not take positions or a mask
+            agrees = False
+    if not agrees:
+        print0(
+            "note: Packed rows give this model other HellaSwag scores: an example takes four.", file=sys.stderr
+        )
+    return agrees
+
+
+def packed_batches(rows, row_lengths, batch_tokens, longest, *, device):
+    """Yield batches, as `pack` returns them, of rows sorted by length, up to `longest`; in pinned memory for a GPU."""
     done = 0
     while done < len(rows):
-        L = math.ceil(row_lengths[done] / PAD_TO) * PAD_TO
+        L = min(math.ceil(row_lengths[done] / PAD_TO) * PAD_TO, longest)
         num_rows = max(1, batch_tokens // L)
         tensors = pack(rows[done : done + num_rows], L)
         # from pinned memory a copy to the GPU does not wait for the work that is queued there
@@ -260,14 +290,20 @@ def packed_batches(rows, row_lengths, batch_tokens, device):
         done += num_rows
 
 
-def score_batch(model, batch, n_vocab):
-    """Yield the log-probabilities of the endings' tokens in a packed batch, in chunks."""
+def score_batch(model, batch, n_vocab, packs=True):
+    """Yield the log-probabilities of the endings' tokens in a batch from `pack`, in chunks.
+
+    packs: whether rows may have several endings. Otherwise the model reads each as it would any text.
+    """
     device = next(model.parameters()).device
     idx, pos, segment, positions, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-    hidden = model.hidden_states(idx, pos, attention_mask(segment)).flatten(0, 1)  # (B * L, C)
+    if packs:
+        found = model.hidden_states(idx, pos, attention_mask(segment)).flatten(0, 1)  # (B * L, C)
+    else:
+        found = model(idx)[0].flatten(0, 1)  # (B * L, vocab)
     chunk_size = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK
     for where, ids in zip(positions.split(chunk_size), targets.split(chunk_size)):
-        logits = model.lm_head(hidden[where])  # (chunk_size, vocab)
+        logits = model.logits(found[where]) if packs else found[where].clone()  # (chunk_size, vocab)
         logits[:, n_vocab:] = -torch.inf
         yield -F.cross_entropy(logits.float(), ids, reduction="none")
 
@@ -304,11 +340,9 @@ def main(args=None):
     options = parse_args(args)
     if options.predictions:
         check_new_output(options.predictions)
-    from train_gpt2 import load_model  # not above: train_gpt2 imports this file
-
     device = choose_device(options.device)
     examples = read_examples(options.data, options.limit)
-    model, enc = load_model(options.model_type)
+    model, enc = trainer.load(options.code).load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
     labels = [int(example["label"]) for example in examples]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from plumbing import flags, program
+from plumbing import flags, program, trainer
 from plumbing.program import UserError
 
 
@@ -37,6 +37,7 @@ class Options:
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of the weights
+    code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
@@ -48,9 +49,6 @@ SYNONYMS = {
     "--model": "out-dir init-from model-name-or-path model-type model-path checkpoint ckpt",
     "--num-samples": "num-return-sequences samples nsamples batch-size",
     "--max-new-tokens": "length max-length max-tokens",
-    "--top-p": "nucleus",
-    "--temperature 0": "greedy",
-    "--chat": "interactive",
 }
 
 
@@ -80,12 +78,9 @@ if __name__ == "__main__":
 import torch
 
 import tokenizer
-from plumbing.checkpoint import newest_checkpoint
-from plumbing.huggingface import check_export, export_huggingface
+from plumbing.huggingface import export_huggingface
 from plumbing.machine import choose_device, choose_dtype
-from plumbing.modelcard import write_model_card
 from plumbing.runs import sample_command
-from train_gpt2 import load_model
 
 
 def generate_rows(model, enc, ids, options, rows=1):
@@ -213,29 +208,10 @@ def chat(model, enc, options):
 
 
 def export(model, enc, options):
-    """Write the model in Hugging Face format, with a model card if it is a run's."""
-    export_huggingface(model, enc, options.export)
-    is_gpt2 = check_export(model, Path(options.export))
-    source = Path(options.model)
-    run_folder = source if source.is_dir() else source.parent
-    checkpoint = newest_checkpoint(source) if (run_folder / "run.txt").exists() else None
-    if is_gpt2 and checkpoint and "step" in checkpoint:  # a checkpoint of nanoGPT or build-nanogpt has no step
-        prompt = options.prompt or checkpoint["config"].get("sample_prompt", "")
-        sample = sample_for_card(model, enc, options, prompt)
-        write_model_card(Path(options.export), run_folder, checkpoint["step"], sample)
-    readers = "transformers and other tools load it" if is_gpt2 else "for this program only"
-    print(f"The model is in {program.plain(options.export)}, in Hugging Face format: {readers}.")
+    """Write the model in Hugging Face format. UserError if it is no GPT-2."""
+    export_huggingface(model, enc, Path(options.export))
+    print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
     program.print_next(sample_command(options.export, enc, options.prompt))
-
-
-def sample_for_card(model, enc, options, prompt):
-    """Return a text of at most 100 tokens written by the model; a chat model answers the prompt."""
-    options.max_new_tokens = min(options.max_new_tokens, 100)
-    ids, shown = enc.encode_ordinary(prompt) or [enc.eot_token], prompt
-    if tokenizer.has_chat_tokens(enc):
-        ids = render_prompt([{"role": "user", "content": prompt}], enc)
-        shown = f"User: {prompt}\n\nAssistant: "
-    return shown + "".join(stream_text(model, enc, ids[-model.config.block_size :], options))
 
 
 def main(args=None):
@@ -244,14 +220,13 @@ def main(args=None):
     device = choose_device(options.device)
     if options.dtype == "auto" and not device.startswith("cuda"):
         options.dtype = "float32"
-    model, enc = load_model(options.model)
+    model, enc = trainer.load(options.code).load_model(options.model)
     torch.manual_seed(options.seed)
-    dtype, _ = choose_dtype(options.dtype, device, model.config.n_embd)
+    dtype, _ = choose_dtype(options.dtype, device)
     if options.export:
         export(model, enc, options)
         return
     model.to(device, dtype)  # cast once: autocast would convert the weights again for every token
-    model.residual_dtype = dtype
     if options.chat:
         chat(model, enc, options)
     else:

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import shutil
+import sys
 
 import hellaswag
 import numpy as np
@@ -9,15 +11,34 @@ import pytest
 import tokenizer
 import torch
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint, load_model_state, resize
+from plumbing.checkpoint import load_checkpoint
 from plumbing.distributed import World
 from plumbing.huggingface import export_huggingface
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import examples_file, losses, make_shards, read_log, succeed, tiny_flags, tiny_model, train, windows
+from harness import (
+    TINY,
+    examples_file,
+    flags,
+    listing,
+    log_lines,
+    losses,
+    make_shards,
+    parrot_model,
+    printed_commands,
+    read_log,
+    refused,
+    status_of,
+    succeed,
+    tiny_flags,
+    tiny_model,
+    train,
+    windows,
+)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("masks", [False, True], ids=["all targets", "masked targets"])
 @pytest.mark.parametrize("batch_size", [5, 64])
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, batch_size, tmp_path):
@@ -29,20 +50,70 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, 
     tokens = np.load(path)
     tokens[100:600:10] = 256  # more documents
     np.save(path, tokens)
-    options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size)
-    options |= dict(val_tokens=37 * 16, val_every=1)
+    options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size, shuffle=False)
+    options |= dict(val_tokens=37 * 16, val_every=1, keep_best=True, max_lr=100.0)  # the best weights are the first
     assert train(more, tmp_path / "out", **options | {"max_steps": 1}) == 0
-    shape, weights, _ = load_model_state(start)
-    model = train_gpt2.GPT.from_state(*resize(shape, weights, block_size=32, vocab_size=320))
+    model = train_gpt2.load_model(tmp_path / "out" / "model_00001.pt")[0]  # with more ids
+    best = torch.load(tmp_path / "out" / "model_best.pt", weights_only=True)
+    model.load_state_dict(best["model"])  # at step 0
     x, y = windows(more, "val", 16, masks)
     with torch.no_grad():
         expected = F.cross_entropy(model(x[:37])[0].flatten(0, 1), y[:37].flatten(), ignore_index=IGNORE_INDEX).item()
-    assert losses(tmp_path / "out", "val")[0] == pytest.approx(expected, abs=1e-5)
+    assert [losses(tmp_path / "out", "val")[0], best["val_loss"]] == pytest.approx([expected] * 2, abs=1e-5)
     targets = y[:37][y[:37] != IGNORE_INDEX]
     num_bytes = (targets < 256).sum().item()  # a byte each, <|endoftext|> none
     bits_per_byte = expected * len(targets) / math.log(2) / num_bytes
     assert num_bytes < len(targets)
     assert losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(bits_per_byte, rel=1e-5)
+
+
+def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
+    """40 of 124 windows: none twice, from all parts, the same with another seed; in file order only on request."""
+    folder = make_shards(tmp_path)
+
+    def places(**changes):
+        config = train_gpt2.TrainConfig(data=str(folder), sequence_length=16, total_batch_size=128, **changes)
+        return [offset for _, offset in train_gpt2.load_data(config, World())[1].locate(np.arange(40))]
+
+    drawn = places(seed=1)
+    assert places(seed=2, batch_size=3) == drawn and len(set(drawn)) == 40
+    assert max(np.diff(sorted(drawn))) < 2000 // 8 and max(drawn) > 1750 > 250 > min(drawn)
+    assert places(shuffle=False) == list(range(0, 640, 16))
+
+
+def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch):
+    """The losses, samples and scores of the last step of a run, in a folder of its own without weights."""
+    monkeypatch.chdir(tmp_path)
+    examples = examples_file(tmp_path, ["abc", "bcde", "cd"])
+    options = dict(hellaswag_every=12, hellaswag_data=examples, sample_every=12)
+    assert train(data, "log", **options) == 0
+    before = listing(tmp_path / "log")
+    evaluate = flags(**TINY | options | {"data": data, "init_from": "log", "max_steps": 0, "keep_best": True})
+    assert status_of(train_gpt2.main, evaluate) == 0
+    found = tmp_path / "log" / "eval"
+    last = {line.split()[1]: line.split()[2] for line in log_lines(tmp_path / "log")}
+    assert log_lines(found) == [f"0 {stream} {last[stream]}" for stream in ("val", "val_bpb", "hella")]
+    assert sorted(path.suffix for path in found.iterdir() if path.name != ".lock") == [".py", ".txt", ".txt", ".txt"]
+    samples = [
+        path.read_text().splitlines()[-4:] for path in (tmp_path / "log" / "samples.txt", found / "samples.txt")
+    ]
+    assert [line.partition(" ")[2] for line in samples[0]] == [line.partition(" ")[2] for line in samples[1]]
+    shutil.rmtree(found)
+    assert listing(tmp_path / "log") == before
+    assert "evaluate it: add --init-from log" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
+    branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
+    assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
+
+
+def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path, capsys, monkeypatch):
+    before = listing(tmp_path)
+    args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args, "--dry_run"])
+    assert status_of(train_gpt2.main) == 0 and listing(tmp_path) == before
+    printed = capsys.readouterr().out
+    assert "the run reads 3,072: 0.66 passes" in printed and "step     0" not in printed
+    (command,) = printed_commands(printed)
+    assert command[2:] == args
 
 
 def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
@@ -58,15 +129,16 @@ def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path)
 
 
 def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
-    """12 examples on 2 ranks score as on one, and as acc_norm of the exported model; acc is another number here."""
-    labels = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3]  # whichever ending a rule prefers, its count is its own
-    hellaswag_data = examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 13)], labels)
+    """The first 13 of 14 examples on 2 ranks score as on one: as acc_norm, not acc, of the exported model."""
+    labels = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own
+    hellaswag_data = examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 15)], [*labels, 1])
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
+    options |= dict(hellaswag_limit=13)
     assert train(data, tmp_path / "one", **options) == 0
     args = tiny_flags(data, tmp_path / "two", **options)
     succeed(train_gpt2.main, args, output=tmp_path / "output", ranks=2)
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
-    examples = hellaswag.load_examples(hellaswag_data, enc)
+    examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
     total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)
     acc, acc_norm = ((values.argmax(1) == labels).mean() for values in (total, mean))
     shares = [(mean.argmax(1) == labels)[rank::2].mean() for rank in (0, 1)]
@@ -97,16 +169,16 @@ def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, monkeypatc
     assert not any("_orig_mod" in name or "module." in name for name in names)
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers(monkeypatch):
-    enc, seen = tokenizer.get_encoding("bytes+chat"), []
+def test_samples_of_a_chat_model_are_answers_with_role_markers():
+    model, config = parrot_model(text="Yes!"), train_gpt2.TrainConfig(sample_prompt="Hi")
+    with torch.no_grad():
+        model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
+    texts = train_gpt2.generate_samples(model, tokenizer.get_encoding("bytes+chat"), config, world=World())
+    assert texts == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
 
-    def generate(self, idx, *args, **options):
-        seen.append(idx)
-        return (torch.tensor([token] * 4) for token in [*b"Yes", enc.encode_single_token("<|end|>"), *b"rest"])
 
-    monkeypatch.setattr(train_gpt2.GPT, "generate", generate)
-    config = train_gpt2.TrainConfig(sample_prompt="Hi")
-    texts = train_gpt2.generate_samples(tiny_model(), enc, config, world=World())
-    assert texts == ["<|user|>Hi<|end|><|assistant|>Yes"] * 4
-    # 256 bytes, <|endoftext|>, <|user|>, <|assistant|>, <|system|>, <|end|>
-    assert seen[0].tolist() == [[256, 257, *b"Hi", 260, 258]] * 4
+def test_samples_differ_by_the_seed_and_not_from_step_to_step():
+    model, enc = tiny_model().eval(), tokenizer.get_encoding("bytes")
+    configs = [train_gpt2.TrainConfig(sample_prompt="Hi", seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (train_gpt2.generate_samples(model, enc, config, world=World()) for config in configs)
+    assert first == again != other and len({*first, *other}) == 8

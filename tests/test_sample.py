@@ -1,6 +1,7 @@
 """sample.py and GPT.generate: the same tokens as without a cache and as transformers, and what people type."""
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from harness import (
     refusal_of,
     refused,
     status_of,
+    succeed,
     talk,
     tiny_model,
 )
@@ -68,6 +70,7 @@ def test_greedy_with_the_cache_is_greedy_without_it_and_goes_beyond_the_block(mo
         assert prompt + row == greedy_without_cache(model, prompt, 60)
 
 
+@pytest.mark.gpt2
 def test_the_padding_of_the_vocabulary_is_never_sampled(model):
     # the padding's logits are made by far the largest, for whatever hidden state
     padded = tiny_model().eval()
@@ -105,6 +108,12 @@ def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(
         assert (seen - expected).abs().max() < 0.03  # 4 standard errors of a share of 5,000 draws
 
 
+def test_top_p_keeps_the_fewest_ids_that_have_it_together_also_where_that_is_exact():
+    logits = torch.tensor([2.0, 1.0, 1.0]).repeat(200, 1) * math.log(2)  # probabilities of 1/2, 1/4 and 1/4
+    for top_p, kept in ((0.5, {0}), (0.75, {0, 1}), (0.76, {0, 1, 2})):
+        assert set(train_gpt2.sample_ids(logits.clone(), top_p=top_p).tolist()) == kept
+
+
 def test_each_row_stops_at_its_own_end(model):
     open_rows = rows_of(model, PROMPT, 30, rows=6, top_k=4, seed=3)
     end = open_rows[0][4]
@@ -118,13 +127,6 @@ def test_each_row_stops_at_its_own_end(model):
     assert len(lengths) > 1 and min(lengths) <= 4, "some rows end early, the others go on"
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(model):
-    first = rows_of(model, PROMPT, 20, rows=3, seed=1)
-    assert rows_of(model, PROMPT, 20, rows=3, seed=1) == first
-    assert rows_of(model, PROMPT, 20, rows=3, seed=2) != first
-    assert first[0] != first[1], "the rows differ from one another"
-
-
 def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
     monkeypatch.setattr(sample, "generate_rows", lambda model, enc, ids, options: ([token] for token in ids))
     text = "a\u00e9\u20ac\U0001f600!"  # 1, 2, 3, 4 and 1 bytes
@@ -134,6 +136,7 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole(monkeypatch):
         assert "".join(stream_text(None, BYTES, data, None)) == shown
 
 
+@pytest.mark.gpt2
 def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
     path = save(tmp_path / "model", model)
     command = flags(model=path, temperature=0, max_new_tokens=40, device="cpu")
@@ -143,10 +146,24 @@ def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_pat
     assert capsys.readouterr().out == text + "\n"
     assert status_of(sample.main, ["Hello", *command, "-n", "3"]) == 0
     assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [text, text, text + "\n"]
+    drawn = [refusal_of(sample.main, "Hello", *command, "--temperature", 1, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
     assert status_of(sample.main, ["<|endoftext|>", *command]) == 0
     assert capsys.readouterr().out.startswith("<|endoftext|>"), "a prompt that spells a special token is text"
 
 
+@pytest.mark.gpt2
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_what_a_model_says_steers_no_terminal(num_samples, tmp_path):
+    """It could clear the screen, hide what it said or type a command; its tabs and line ends are text."""
+    path = save(tmp_path / "parrot", parrot_model(text="=\x1b\t\n\x9b"), CHAT)
+    options = flags(model=path, num_samples=num_samples, temperature=0, max_new_tokens=20, device="cpu")
+    succeed(sample.main, ["=", *options], output=tmp_path / "output")
+    shown = (tmp_path / "output").read_text(encoding="utf-8").split(f"\n{'-' * 80}\n")
+    assert [text.rstrip("\n") for text in shown] == ["=\\x1b\t\n\\x9b"] * num_samples
+
+
+@pytest.mark.gpt2
 def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
     path, folder = save(tmp_path / "model", model), tmp_path / "out"
     status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
@@ -163,6 +180,7 @@ def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_pa
     assert listing(tmp_path) == before
 
 
+@pytest.mark.gpt2
 def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     path = save(tmp_path / "model", model)
     for second, name in enumerate("cab"):
@@ -198,6 +216,7 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
     assert fit_prompt(messages, CHAT, 13) is None and not messages, "a last message that does not fit is not cut"
 
 
+@pytest.mark.gpt2
 def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
     parrot = save(tmp_path / "parrot", parrot_model(block_size=32), CHAT)
     options = flags(chat=True, device="cpu", temperature=0, max_new_tokens=5)
@@ -214,6 +233,17 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
     assert said.out == "(That is too long: 27 tokens fit. The conversation starts over.)\nok\n"
     for stdin in (None, open(os.devnull, encoding="utf-8")):  # None: closed before the start
         assert chat(parrot, stdin).out == ""
+    talker, messages, expected = tiny_model(block_size=256).eval(), [], ""
+    for line in ("hi", "you?", "/reset", "again"):  # what a model reads is the whole talk, its own answers included
+        if line == "/reset":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.render_question(messages, CHAT)
+        text = "".join(stream_text(talker, CHAT, ids, Options(temperature=0, max_new_tokens=5)))
+        messages.append({"role": "assistant", "content": text.strip()})
+        expected += f"{text}\n"
+    assert chat(save(tmp_path / "talker", talker, CHAT), io.StringIO("hi\nyou?\n/reset\nagain\n")).out == expected
     said = chat(save(tmp_path / "model", model), io.StringIO("hi\n"))
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
 
