@@ -3,7 +3,6 @@
 import gc
 import os
 import re
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -14,6 +13,8 @@ import torch
 from tqdm import tqdm
 
 from plumbing.program import git_commit, output_of
+
+ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
 
 
 def cpu_seconds():
@@ -29,18 +30,6 @@ def timed(function):
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() - start, cpu_seconds() - cpu_start, result
-
-
-def run_program(*arguments, cwd, log, timeout=None):
-    """Run another Python program; return its output, which is added to the file `log`. RuntimeError if it fails."""
-    with open(log, "a+", encoding="utf-8") as file:
-        start, command = file.tell(), [sys.executable, *map(str, arguments)]
-        done = subprocess.run(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, timeout=timeout)
-        file.seek(start)
-        text = file.read()
-    if done.returncode:
-        raise RuntimeError(f"status {done.returncode}: {text[-500:]}")
-    return text
 
 
 def measure(sides, rounds, work, unit, ours=None):
@@ -75,6 +64,18 @@ def measure(sides, rounds, work, unit, ours=None):
         print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
     ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a square matrix times itself, the best of three times ten: what peak this machine reaches."""
+    n = ROWS_ON_GPU if device.startswith("cuda") else ROWS_ON_CPU
+    square = torch.randn(n, n, device=device, dtype=dtype)
+
+    def ten_times():
+        for _ in range(10):
+            torch.mm(square, square)
+
+    return 10 * 2 * n**3 / min(timed(ten_times)[0] for _ in range(3))
 
 
 def machine(device):

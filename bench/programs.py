@@ -21,7 +21,7 @@ from bench.steps import configure, transformers_model, world_of
 from plumbing import documents
 from plumbing.huggingface import transposed
 from plumbing.machine import disable_cudnn_attention
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT
 
 
 def data(options):
@@ -54,7 +54,7 @@ def random_model(options, vocab_size=1, block_size=1):
     config = configure(options)
     config.vocab_size, config.block_size = max(config.vocab_size, vocab_size), max(config.block_size, block_size)
     torch.manual_seed(0)
-    return GPT(GPTConfig(**config.shape)).to(config.device).eval(), config, world_of(config)
+    return GPT(config).to(config.device).eval(), config, world_of(config)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def sample(options):
     B, n = options.num_samples, options.max_new_tokens
     model, config, world = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)
-    model.to(world.dtype).residual_dtype = world.dtype  # as in sample.py
+    model.to(world.dtype)  # as in sample.py
     theirs: Any = transformers_model(config)
     theirs.to(world.dtype).eval()
     theirs.load_state_dict(transposed(model.state_dict()))

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import importlib
+import itertools
+import math
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -12,24 +14,23 @@ import numpy as np
 import torch
 
 import train_gpt2
-from bench.measure import measure
-from bench.model import BenchGPT, PlainAttention
-from bench.profile import roofline
+from bench.measure import matmul_rate, measure
 from plumbing import flags
 from plumbing.distributed import World
-from plumbing.machine import choose_dtype
+from plumbing.machine import choose_dtype, peak_flops
 from plumbing.program import UserError
 from plumbing.settings import check_config
-from train_gpt2 import PRESETS, GPTConfig, TrainConfig
+from tokenizer import get_encoding
+from train_gpt2 import GPT, PRESETS, CausalSelfAttention, GPTConfig, TrainConfig
 
 
 @dataclass
 class Settings(TrainConfig):
-    """The trainer's settings, and experiments that no flag of the trainer reaches."""
+    """The trainer's settings, and what the trainer always does, so that the ladder can leave it out."""
 
-    triton_loss: bool = False  # the loss with its gradient from a Triton kernel
-    return_logits: bool = False  # the forward pass returns the logits, too
-    bfloat16_residual: bool = True  # the residual stream in bfloat16 where the matmuls are; else in float32
+    usual_forward: bool = (
+        False  # as GPTs usually have it: the residual stream in float32, and logits in training, too
+    )
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
     plain_attention: bool = False  # attention written out, without a fused kernel
@@ -55,7 +56,7 @@ def configure(options, changes="", defaults=""):
     config.vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
     if config.compile is None:
         config.compile = cuda
-    check_config(config, World(device=options.device))
+    check_config(config, World(device=options.device), train_gpt2.complaints(config))
     micro_batch = config.batch_size * config.sequence_length
     if config.total_batch_size % micro_batch:
         raise UserError(
@@ -67,7 +68,7 @@ def configure(options, changes="", defaults=""):
 
 def world_of(config):
     """A World of one rank on the device of these Settings, with their dtype there."""
-    dtype, _ = choose_dtype(config.dtype, config.device, config.n_embd)
+    dtype, _ = choose_dtype(config.dtype, config.device, is_wide=config.n_embd >= 128)
     return World(device=config.device, dtype=dtype)
 
 
@@ -82,8 +83,7 @@ class Side:
     """A model in training on the shards in `folder`: a call makes a step and returns its loss."""
 
     def __init__(self, config, folder):
-        self.config, self.step = config, 0
-        self.world = world_of(config)
+        self.config, self.world, self.steps = config, world_of(config), itertools.count()
         self.set_precision()  # compiled models are compiled again if it changes
         self.loader = train_gpt2.DataLoaderLite(
             folder, "train", config.batch_size, config.sequence_length, device=config.device
@@ -92,16 +92,6 @@ class Side:
     def set_precision(self):
         tf32 = self.config.tf32 and self.world.device_type == "cuda"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-    def train_step(self):
-        """One step; returns its loss."""
-        raise NotImplementedError
-
-    def __call__(self):
-        self.set_precision()
-        loss = self.train_step()
-        self.step += 1
-        return loss
 
 
 def configure_optimizers(model, config):
@@ -113,57 +103,62 @@ def configure_optimizers(model, config):
     return optimizers
 
 
+class UsualGPT(GPT):
+    """GPT whose residual stream stays in float32, and which returns the logits in training, too."""
+
+    def hidden_states(self, idx, pos=None, attn_mask=None, cache=None):
+        x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None, return_logits=True):
+        return super().forward(idx, targets)
+
+
+class PlainAttention(CausalSelfAttention):
+    """Attention without a fused kernel: the T x T scores of each head are written to memory."""
+
+    def forward(self, x, attn_mask=None, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
+        future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.mT / math.sqrt(k.size(-1))).masked_fill(future, -math.inf)  # (B, nh, T, T)
+        y = scores.softmax(-1) @ v
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
 class Ours(Side):
     """The trainer's own parts, put together as in train_gpt2.train."""
 
     def __init__(self, config, folder):
         super().__init__(config, folder)
         torch.manual_seed(0)
-        self.raw_model = BenchGPT(GPTConfig(**config.shape))
-        self.raw_model.triton_loss, self.raw_model.return_logits = config.triton_loss, config.return_logits
+        self.raw_model = (UsualGPT if config.usual_forward else GPT)(config)
         for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
-        self.model, B = self.fit()
-        if config.compile and self.model is self.raw_model:
+        # with one step: how long a run would take is not asked here
+        once = dataclasses.replace(config, max_steps=1)
+        fit = train_gpt2.fit_to_machine(self.raw_model, once, get_encoding("bytes"), self.world)
+        self.model, self.flops_per_token = fit.model, fit.flops_per_token
+        if config.compile and not fit.compiled:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
-        if B < config.batch_size:
+        if fit.B < config.batch_size:
             raise UserError(
-                f"Only {B} of {config.batch_size} sequences fit in memory. Lower batch_size (--settings, --variants)."
+                f"Only {fit.B} of {config.batch_size} sequences fit in memory. Lower batch_size in --settings or "
+                "--variants."
             )
-        if not config.bfloat16_residual:
-            self.raw_model.residual_dtype = torch.float32
         self.optimizers = configure_optimizers(self.raw_model, config)
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
 
-    def fit(self):
-        # with one step: how long a run would take is not asked here
-        once = dataclasses.replace(self.config, max_steps=1)
-        return train_gpt2.fit_to_machine(self.raw_model, once, self.world)
-
-    def train_step(self):
-        c = self.config
-        train_gpt2.apply_schedules(self.optimizers, self.step, c)
+    def __call__(self):
+        self.set_precision()
+        c, step = self.config, next(self.steps)
+        train_gpt2.apply_schedules(self.optimizers, step, c)
         num_windows = c.total_batch_size // c.sequence_length
         state = dict(optimizers=self.optimizers, scaler=self.scaler, signals=[], world=self.world)
-        return train_gpt2.train_step(self.model, self.loader, num_windows, step=self.step, config=c, **state)[0]
-
-
-class OnlyRank(World):
-    """The only rank of a process group, whose model is in DDP all the same."""
-
-    def no_sync(self, model):
-        return model.no_sync()
-
-
-class OursInDDP(Ours):
-    """The trainer in DDP, with a graph that is cut at its buckets; the process group has one rank."""
-
-    def fit(self):
-        once = dataclasses.replace(self.config, compile=False, max_steps=1)
-        _, B = train_gpt2.fit_to_machine(self.raw_model, once, self.world)
-        model = train_gpt2.wrap(self.raw_model, self.config.compile, dataclasses.replace(self.world, size=2))
-        self.world = OnlyRank(**dataclasses.asdict(self.world))
-        return model, B
+        return train_gpt2.train_step(self.model, self.loader, num_windows, step=step, config=c, **state)[0]
 
 
 class Reference(Side):
@@ -173,8 +168,9 @@ class Reference(Side):
         super().__init__(config, folder)
         self.model, self.loss_of, self.optimizer = model.train(), loss_of, optimizer
 
-    def train_step(self):
-        c, total = self.config, 0.0
+    def __call__(self):
+        self.set_precision()
+        c, step, total = self.config, next(self.steps), 0.0
         accumulation = c.total_batch_size // (c.batch_size * c.sequence_length)
         for _ in range(accumulation):
             x, y = self.loader.next_batch()
@@ -184,7 +180,7 @@ class Reference(Side):
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = train_gpt2.get_lr(self.step, c)
+            group["lr"] = train_gpt2.get_lr(step, c)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(total)
@@ -226,7 +222,7 @@ def make_nanogpt(config, folder, checkout):
 
 
 def compare(makers, rounds, ours):
-    """Measure {name: (the function that makes a side, its Settings, more arguments)}, and profile the side `ours`."""
+    """Measure {name: (the function that makes a side, its Settings, more arguments)}, and the MFU of side `ours`."""
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, min(config.vocab_size for _, config, *_ in makers.values()))
@@ -240,15 +236,15 @@ def compare(makers, rounds, ours):
                 print(f"{name} is left out: {error}")
         work = {name: side.config.total_batch_size for name, side in sides.items()}
         numbers, losses = measure(sides, rounds, work, "tok", ours)
-        numbers |= {"losses": losses, "settings": dataclasses.asdict(sides[ours].config)}
-        return numbers | roofline(sides[ours], numbers["tok_per_s"])
-
-
-def check_peer(folder, name):
-    """Raise UserError unless the folder of --peer has the file `name` of nanoGPT's."""
-    if not Path(folder, name).exists():
-        found = f"There is no {name} in {folder}" if folder else "--peer is missing"
-        raise UserError(f"{found}. Give the folder of a nanoGPT checkout with --peer.")
+    side = sides[ours]
+    cuda = side.world.device_type == "cuda"
+    peaks = {"measured": matmul_rate(side.config.device, torch.bfloat16 if cuda else side.world.dtype)}
+    if cuda and (datasheet := peak_flops(torch.cuda.get_device_name())):
+        peaks["datasheet"] = datasheet
+    # the share of the peak in PaLM's convention
+    mfu = {name: side.flops_per_token * numbers["tok_per_s"] / peak for name, peak in peaks.items()}
+    print("MFU: " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
+    return numbers | dict(losses=losses, settings=dataclasses.asdict(side.config), peaks=peaks, mfu=mfu)
 
 
 def train(options):
@@ -260,7 +256,10 @@ def train(options):
         "transformers, fused AdamW": (make_transformers, config),
     }
     if options.peer:
-        check_peer(options.peer, "model.py")
+        if not Path(options.peer, "model.py").exists():
+            raise UserError(
+                f"There is no model.py in {options.peer}. Give the folder of a nanoGPT checkout with --peer."
+            )
         makers["nanoGPT"] = make_nanogpt, config, options.peer
     for variant in options.variants:
         makers[f"train_gpt2 {variant}"] = Ours, configure(options, variant)
@@ -269,14 +268,14 @@ def train(options):
 
 RUNGS = {  # the changes, in the order of build-nanogpt's lecture; 50304 is the next multiple of 128
     "float32": "dtype=float32,tf32=False,compile=False,plain_attention=True,vocab_size=50257,fused_adamw=False"
-    ",bfloat16_residual=False,return_logits=True",
+    ",usual_forward=True",
     "TF32": "tf32=True",
     "bfloat16 autocast": "dtype=bfloat16",
     "torch.compile": "compile=True",
     "flash attention": "plain_attention=False",
     "vocabulary 50304": "vocab_size=50304",
     "fused AdamW": "fused_adamw=True",
-    "this program": "bfloat16_residual=True,return_logits=False",
+    "this program": "usual_forward=False",
     "this program, B 64": "batch_size=64,total_batch_size=65536",
 }
 
