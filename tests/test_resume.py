@@ -61,8 +61,8 @@ def straight(folder):
     return folder.parent / "straight"
 
 
-def checkpoint_8_is_there(folder):
-    return Path(folder, "model_00008.pt").exists()
+def checkpoint_12_is_there(folder):
+    return Path(folder, "model_00012.pt").exists()
 
 
 # moments at which a process is killed: the steps of the checkpoints that it leaves (of 4, 8 and 12 the newest two), a
@@ -73,8 +73,8 @@ MOMENTS = {
     "in the validation of step 6": ([4], Run, "report", lambda run, step, *rest: step == 6),
     "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
     "checkpoint 8 written, not renamed": ([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
-    "checkpoint 8 there, nothing deleted": ([4, 8], checkpoints, "list_checkpoints", checkpoint_8_is_there),
     "in step 9": ([4, 8], Run, "report", lambda run, step, *rest: step == 9),
+    "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
     "in the export at the end": ([8, 12], tokenizer, "write_encoding", lambda *args: True),
 }
 
