@@ -1,4 +1,4 @@
-"""Every command of the README is run here, made short, or listed with the reason why it can't be."""
+"""Every command of the README and of its recipes is run here, made short, or listed with the reason why it can't be."""
 
 import dataclasses
 import importlib
@@ -21,6 +21,7 @@ from corpora import write_parquet
 from harness import ROOT, examples_file, flags, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+README += (ROOT / "records" / "README.md").read_text(encoding="utf-8").partition("## Recipes\n")[2].partition("**Slurm")[0]
 
 # flags that make a command a matter of a second: a later flag overrides an earlier one
 FAST = dict(max_steps=2, warmup_steps=1, batch_size=4, total_batch_size=256, val_tokens=256, hellaswag_every=0)
@@ -59,6 +60,8 @@ RUN = {
         *SHORT[2:],
     ],
     "python train_gpt2.py --branch-from log --out-dir log/longer": ["--max-steps", "4"],
+    "python train_gpt2.py --batch-ramp 300000000": [*TINY, *flags(data="docs", total_batch_size=32768), "--dry-run"],
+    "python train_gpt2.py --sequence-length 2048": [*TINY, "--dry-run"],
     "python train_gpt2.py --out-dir log/constant": TINY,
     "python train_gpt2.py " + DECAYED: FIRST,
 }
@@ -66,7 +69,6 @@ NOT_RUN = {
     "python3 -m venv .venv": "installs a Python",
     "pip install": "needs a package index; .ci/run does it for the requirements",
     "python -m pytest": "is what runs this test",
-    "python -m bench --help": "is no program of the top level; test_cli.py runs it",
     "python -m plumbing.compare": "is no program of the top level; test_compare.py runs it",
     "transformers serve log/chats/hf": "is a server, whose packages are not among the requirements",
     "jupyter lab play.ipynb": "is a server; test_notebook.py runs the notebook",
@@ -125,7 +127,7 @@ def make_inputs(folder):
     (folder / "texts").mkdir()
     write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards
-    part = ["--dataset", "python-docs", *BYTES, "--max-tokens", "20000", "--out-dir", "docs"]
+    part = ["--dataset", "python-docs", *BYTES, "--max-tokens", "40000", "--out-dir", "docs"]
     assert status_of(fineweb.main, part) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
