@@ -150,7 +150,10 @@ def harness_text(example):
         sentences, begun = match.groups() if match else (example["ctx"], "")
 
     def clean(text):  # [header], [title] and [step] come from WikiHow
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        text = text.strip().replace(" [title]", ". ")
+        # what is not closed is matched as well and left, so that a thousand brackets are not each tried in turn
+        text = re.sub(r"\[[^\]\n]*\]?", lambda match: "" if match[0].endswith("]") else match[0], text)
+        return text.replace("  ", " ")
 
     context = clean(f"{example['activity_label']}: {sentences} {begun.capitalize()}")
     return context, [clean(ending) for ending in example["endings"]]

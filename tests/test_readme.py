@@ -1,4 +1,4 @@
-"""Every command of the README and of its recipes is run here, made short, or listed with the reason why it can't be."""
+"""Every command of the README and its recipes is run here, made short, or listed with the reason why it can't be."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,8 @@ from corpora import write_parquet
 from harness import ROOT, examples_file, flags, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-README += (ROOT / "records" / "README.md").read_text(encoding="utf-8").partition("## Recipes\n")[2].partition("**Slurm")[0]
+RECORDS = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
+README += RECORDS.partition("## Recipes\n")[2].partition("**Slurm")[0]
 
 # flags that make a command a matter of a second: a later flag overrides an earlier one
 FAST = dict(max_steps=2, warmup_steps=1, batch_size=4, total_batch_size=256, val_tokens=256, hellaswag_every=0)
