@@ -22,10 +22,16 @@ def pytest_cmdline_main(config):
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.loadscopereorder = False  # it would begin with the files that have most tests
+
+
+# the files that take longest, longest first: then both processes end at about the same time
+LONGEST = "card resume notebook branch downloads fineweb changed_models readme bad_input weights collectives".split()
 
 
 def pytest_collection_modifyitems(config, items):
     """Slow tests run only where -m names them."""
+    items.sort(key=lambda item: [*LONGEST, item.path.stem[5:]].index(item.path.stem[5:]))
     if "slow" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 

@@ -47,6 +47,7 @@ from plumbing.checkpoint import list_checkpoints, newest_checkpoint
 from torch.utils._pytree import tree_flatten
 
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None  # no test cuts the power, and a disk may take long
 
 # a GPT of 2 layers that takes 5 ms a step, and a run that does everything but sampling and HellaSwag
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, device="cpu", dtype="float32", compile=False)

@@ -1,6 +1,7 @@
 """The program on a simulated GPU (tests/card): what CUDA would do, and in which order, shown on any machine."""
 
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -26,11 +27,15 @@ from harness import assert_same_run, error_in, examples_file, losses, patched, r
 
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory):
+def gpu(tmp_path_factory, request):
     """gpu(function, *args, cards=["H200"], **options): run it in a process with these GPUs; its status and output."""
     folder = tmp_path_factory.mktemp("gpu")
-    library = folder / "libgpu.so"
-    problem = "torch has CUDA itself" if torch.version.cuda else simulated.build(library)
+    cache = getattr(request.config, "cache", None)  # compiling takes ten seconds: once for each source and torch
+    source = hashlib.sha256(Path(simulated.__file__).with_name("gpu.cpp").read_bytes()).hexdigest()[:8]
+    library = (cache.mkdir("gpu") if cache else folder) / f"{source}-{torch.__version__}.so"
+    problem = "torch has CUDA itself" if torch.version.cuda else ""
+    if not problem and not library.exists():
+        problem = simulated.build(library)
     if problem and "error:" in problem and torch.__version__.startswith("2.13."):
         pytest.fail(problem)
     if problem:
