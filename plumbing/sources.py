@@ -9,6 +9,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -19,8 +20,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import program
-from plumbing.files import atomic_write, file_sample, named_errors, open_regular, read_json, remove_folder
+from plumbing import flags, program
+from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 from plumbing.program import UserError
 
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
@@ -37,6 +38,9 @@ TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
 PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
 PASSING = (408, 429, 500, 502, 503, 504)  # answers that may be different a moment later
+PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
+# {--dataset: (its name on the hub, the folder of it that is read)}
+ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT")}
 CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
 
 
@@ -56,11 +60,12 @@ class Source(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A split of a data set of the hub."""
+    """The files of a split of a data set, or of one of the user's own."""
 
     dataset: str  # its full name
-    commit: str
+    commit: str  # on the hub
     config: str
+    split: str
     sources: list[Source]
 
 
@@ -70,6 +75,16 @@ class Choice(UserError):
     def __init__(self, message: str, flag: str, value: str):
         super().__init__(message)
         self.flag, self.value = flag, value
+
+
+@contextlib.contextmanager
+def with_example(script: str, options: Any) -> Iterator[None]:
+    """Add the command that works to a Choice."""
+    try:
+        yield
+    except Choice as choice:
+        command = flags.command(script, options, choice.flag, choice.value)
+        raise UserError(f"{choice} For example: {command}") from None
 
 
 def file_type(name: str) -> str:
@@ -187,17 +202,20 @@ def list_data_set(folder, config, split):
     """The paths of a split's files if `folder` holds a data set, else None."""
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there:
-        return list_saved(Path(folder), split)
-    if "README.md" not in there:
-        return None
-    card, names = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace"), []
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names += [Path(root, name).relative_to(folder).as_posix() for name in sorted(files)]
+        return list_saved(folder, split)
+    names, card = list_clone(folder) if "README.md" in there else ([], "")
     is_clone = has_header(card) or any(name.startswith("data/") for name in names)
     if not is_clone or not any(is_table_or_text(name) for name in names):
         return None
     return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
+
+
+def list_clone(folder):
+    """(names of the files below a folder, its card), as of a data set of the hub."""
+    paths = [path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
+    card = Path(folder, "README.md")
+    return names, card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
 
 
 def is_table_or_text(name):
@@ -207,19 +225,19 @@ def is_table_or_text(name):
 
 def list_saved(folder, split):
     """The Arrow files of a split in a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    remedy = "Save the data set again."
-    if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json", remedy).get("splits", [])
-        check_split(folder, split, splits)
-        folder /= split
-    state = read_json(folder / "state.json", remedy)
-    own = state.get("_split")
-    if own and split != "train":
-        check_split(folder, split, [own])
+    import datasets  # slow to import
+
     try:
-        return [str(folder / entry["filename"]) for entry in state["_data_files"]]
-    except (LookupError, TypeError):
-        raise UserError(f"{folder / 'state.json'} is damaged: it does not list the files. {remedy}") from None
+        saved: Any = datasets.load_from_disk(folder)
+    except Exception as error:  # of many kinds
+        reason = program.first_line(error)
+        raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
+    if isinstance(saved, dict):
+        check_split(folder, split, list(saved))
+        saved = saved[split]
+    elif saved.split and split != "train":
+        check_split(folder, split, [str(saved.split)])
+    return [file["filename"] for file in saved.cache_files]
 
 
 def check_split(name, split, splits):
@@ -250,7 +268,9 @@ def choose_files(
         try:
             builder = datasets.load_dataset_builder(folder, config or None, cache_dir=cache)
             found: Any = builder.config.data_files or {}
-            by_split = {str(key): [os.path.relpath(path, folder) for path in found[key]] for key in found}
+            by_split = {
+                str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
+            }
         except Exception as error:  # of many kinds, YAML's among them
             known = configs or ["default"]
             if type(error) is ValueError and config not in known:
@@ -258,7 +278,6 @@ def choose_files(
                 message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
                 raise Choice(message, "--config", known[0]) from None
             raise UserError(why_there_are_none(dataset, names, program.first_line(error))) from None
-    by_split = {key: [Path(name).as_posix() for name in by_split[key]] for key in by_split}
     check_split(dataset, split, list(by_split))
     chosen = by_split[split]
     readable = [name for name in chosen if file_type(name)]
@@ -323,45 +342,57 @@ def check_name(name: str) -> None:
         raise UserError(f"{plain_address(name)!r} is not the name of a data set. {advice.strip()}")
 
 
-def find(dataset: str, options: Any, folder: str = "") -> Found:
-    """Ask the hub for the files of a split, by the options of that name; or for all Parquet files in a `folder`."""
-    huggingface_hub = hub_client()
+def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
+    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
     config, split, revision = options.config, options.split, options.revision
+    if options.input:
+        found = list_inputs(options.input, types, config, split)
+        return Found("input", "", config, split.replace("train", ""), found)
+    if options.dataset == "python-docs":
+        return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
+    dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
     check_name(dataset)
-    api = huggingface_hub.HfApi()
+    huggingface_hub = hub_client()
     if huggingface_hub.is_offline_mode():
-        return find_in_cache(dataset, config, split, revision)
-    info = ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision or None, timeout=TIMEOUT))
-    name, commit = info.id, info.sha or ""
-
-    files = {}
-    for entry in ask(name, revision, lambda: list_tree(huggingface_hub, name, commit, folder)):
-        digest = entry.get("lfs", entry)["oid"]
-        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=name, commit=commit)
-    if folder:
-        return Found(name, commit, config, [files[path] for path in sorted(files) if path.endswith(".parquet")])
-    with tempfile.TemporaryDirectory() as temporary:
+        name, commit, files, card = find_in_cache(huggingface_hub, dataset, revision)
+    else:
+        name, commit, files = list_hub(huggingface_hub, dataset, revision, folder)
         card = ""
         if revision == CONVERTED:
             card = converted_card(files)
         elif "README.md" in files:
-            card = Path(fetch(files["README.md"], temporary)).read_text(encoding="utf-8", errors="replace")
-        config, chosen = choose_files(name, list(files), card, config, split)
-    return Found(name, commit, config, [files[path] for path in chosen])
+            with tempfile.TemporaryDirectory() as temporary:
+                path = Path(fetch(files["README.md"], temporary))
+                card = path.read_text(encoding="utf-8", errors="replace")
+    names = [path for path in files if path.startswith(folder)]
+    config, chosen = choose_files(name, names, card, config, split)
+    name = options.dataset if folder else name
+    return Found(name, commit, config, split, [files[path] for path in chosen])
+
+
+def list_hub(client, dataset, revision, folder=""):
+    """(full name, commit, {path: source}) of the files of a data set of the hub, or of those in a folder of it."""
+    api = client.HfApi()
+    info = ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision or None, timeout=TIMEOUT))
+    files = {}
+    for entry in ask(info.id, revision, lambda: list_tree(client, info.id, info.sha, folder)):
+        if entry["type"] == "file":
+            digest = entry.get("lfs", entry)["oid"]
+            files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
+    return info.id, info.sha, files
 
 
 def list_tree(client, name, commit, folder):
     """What the hub says of each file of a data set, or of those in a folder of it."""
     # the client's own list_repo_tree waits for an answer without an end
-    url = f"{client.constants.ENDPOINT}/api/datasets/{name}/tree/{commit}/{folder}".rstrip("/")
-    url += "" if folder else "?recursive=true"
-    entries = []
+    place = f"{name}/tree/{commit}/{folder}".rstrip("/")
+    url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
     while url:
         answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
         client.utils.hf_raise_for_status(answer)
         entries += answer.json()
         url = answer.links.get("next", {}).get("url")
-    return [entry for entry in entries if entry["type"] == "file"]
+    return entries
 
 
 def converted_card(names):
@@ -375,38 +406,36 @@ def converted_card(names):
     return "\n".join([*lines, "---", ""])
 
 
-def find_again(meta: dict[str, Any], options: Any, repo: str = "") -> list[Source] | None:
+def find_again(meta: dict[str, Any], options: Any) -> Found | None:
     """The files that an earlier run found, by its meta.json, if `options` ask for the same: the hub is not asked."""
-    then: dict[str, Any] = {"config": "", "revision": ""} | meta["made_from"] | {"dataset": meta["dataset"]}
+    then: dict[str, Any] = {"config": "", "revision": "", "split": ""} | meta["made_from"]
+    then["dataset"] = meta["dataset"]
     typed = then | meta.get("asked", {})
     is_same = all(getattr(options, key) in (then[key], typed[key]) for key in ("dataset", "config", "revision"))
-    if not (is_same and options.split == (then.get("split") or "train") and then["revision"]):
+    if options.input or not (is_same and options.split == (then["split"] or "train") and then["revision"]):
         return None
-    place = dict(repo=repo or then["dataset"], commit=then["revision"])
-    return [Source(name, size, digest, **place) for name, size, digest in then["sources"]]
+    repo, _ = ALIASES.get(then["dataset"], (then["dataset"], ""))
+    found = [Source(*recorded, repo=repo, commit=then["revision"]) for recorded in then["sources"]]
+    return Found(then["dataset"], then["revision"], then["config"], then["split"], found)
 
 
-def find_in_cache(dataset, config, split, revision):
-    """With HF_HUB_OFFLINE: the files of a split in the user's cache."""
-    import huggingface_hub
-
+def find_in_cache(client, dataset, revision):
+    """With HF_HUB_OFFLINE: (name, commit, {path: source}, card) of a data set in the user's cache."""
     place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
     try:
-        folder = huggingface_hub.snapshot_download(**place, local_files_only=True)
+        folder = client.snapshot_download(**place, local_files_only=True)
     except (OSError, ValueError):
         raise UserError(
             f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
             "--input."
         ) from None
-    card, commit = Path(folder, "README.md"), os.path.basename(folder)
-    names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    config, chosen = choose_files(dataset, names, text, config, split)
-    print(f"note: HF_HUB_OFFLINE is set: {program.count(len(chosen), 'file')} of {dataset} from the cache.")
-    sources = [Source(name, repo=dataset, commit=commit, path=os.path.join(folder, name)) for name in chosen]
-    return Found(
-        dataset, commit, config, [source._replace(size=os.path.getsize(source.path)) for source in sources]
-    )
+    print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
+    names, card = list_clone(folder)
+    commit, files = os.path.basename(folder), {}
+    for name in names:
+        path = os.path.join(folder, name)
+        files[name] = Source(name, os.path.getsize(path), repo=dataset, commit=commit, path=path)
+    return dataset, commit, files, card
 
 
 def ask(dataset, revision, function, file=""):

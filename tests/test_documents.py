@@ -237,7 +237,7 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", b"title,body\nx,y\n", "Column 'text' of .*a.csv is missing. Choose .* --text-column: title, body"),
+        ("a.csv", b"title,body\nx,y\n", "a.csv has no text under 'text'. Choose .* --text-column: title, body"),
         ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
         (
             "a.txt",

@@ -327,7 +327,7 @@ def test_importing_runs_nothing(tmp_path):
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "'text' of ",
+    "--input p.parquet": "p.parquet has no text under 'text'. Choose text with --text-column: a.b, content",
     "--input broken.jsonl": "Line 3",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",

@@ -13,12 +13,10 @@ import pytest
 from plumbing import files, shards
 from plumbing.program import UserError
 from plumbing.shards import (
-    Position,
     check_masks,
     check_meta,
     find_shards,
     fingerprint,
-    is_valid,
     open_masks,
     open_shard,
     read_metas,
@@ -216,13 +214,6 @@ def test_a_damaged_shard_is_one_line(tmp_path, name):
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
             open_shard(path)
-
-
-def test_positions_without_a_number_of_sampled_tokens_are_read():
-    """As fineweb.py wrote them until November 22, 2026, where nothing was sampled."""
-    assert is_valid("ends", {"x_train_000001.npy": [0, 143, 45, 144]})
-    assert Position.read([0, 143, 45, 144]) == Position(0, 143, 45, 0, 144)
-    assert Position.read([1, 2, 3, 4, 5]) == Position(1, 2, 3, 4, 5)
 
 
 def test_a_part_that_was_never_made_or_not_copied_is_missed(tmp_path):

@@ -244,7 +244,8 @@ def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
     """It may be ordered by source, and the first shard would be of the first one."""
     options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
     found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
-    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta("OWNER/NAME", ENC, {"sources": []}), ENC)
+    whole = sources.Found("OWNER/NAME", "", "", "", [])
+    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta(ENC, options, whole, {"sources": []}), ENC)
     writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
     files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
     lengths = read_meta(options.out_dir)["shards"]
