@@ -203,19 +203,23 @@ def list_data_set(folder, config, split):
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there:
         return list_saved(folder, split)
-    names, card = list_clone(folder) if "README.md" in there else ([], "")
+    if "README.md" not in there:
+        return None
+    names, card = names_below(folder), read_card(os.path.join(folder, "README.md"))
     is_clone = has_header(card) or any(name.startswith("data/") for name in names)
     if not is_clone or not any(is_table_or_text(name) for name in names):
         return None
     return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
 
 
-def list_clone(folder):
-    """(names of the files below a folder, its card), as of a data set of the hub."""
+def names_below(folder):
+    """The names of the files below a folder, as a data set of the hub has them; none below hidden folders."""
     paths = [path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
-    card = Path(folder, "README.md")
-    return names, card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
+
+
+def read_card(path):
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def is_table_or_text(name):
@@ -264,7 +268,6 @@ def choose_files(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         Path(folder, "README.md").write_text(card if has_header(card) else "---\n---\n", encoding="utf-8")
-        configs = config_names(card)
         try:
             builder = datasets.load_dataset_builder(folder, config or None, cache_dir=cache)
             found: Any = builder.config.data_files or {}
@@ -272,7 +275,9 @@ def choose_files(
                 str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
             }
         except Exception as error:  # of many kinds, YAML's among them
-            known = configs or ["default"]
+            known = ["default"]
+            with contextlib.suppress(Exception):  # the same again, if it is not about a config
+                known = datasets.get_dataset_config_names(folder)
             if type(error) is ValueError and config not in known:
                 wrong = f"no config {config!r}" if config else "several configs"
                 message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
@@ -284,7 +289,7 @@ def choose_files(
     if len(readable) < len(chosen) or not chosen:
         raise UserError(why_there_are_none(dataset, names, ""))
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
-    if unused and not configs:
+    if unused and not re.search(r"(?m)^configs:", card):
         print(f"note: {program.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
     return builder.config.name, chosen
 
@@ -292,16 +297,6 @@ def choose_files(
 def has_header(card):
     """Whether a card begins with YAML."""
     return re.match(r"\ufeff?---\s*\n", card)
-
-
-def config_names(card):
-    """The names of the configs in a card, in its order."""
-    import yaml  # comes with datasets
-
-    header: Any = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
-    with contextlib.suppress(yaml.YAMLError, AttributeError, TypeError, LookupError):
-        return [str(entry["config_name"]) for entry in yaml.safe_load(header[1]).get("configs") or []]
-    return []
 
 
 def why_there_are_none(dataset, names, reason):
@@ -352,47 +347,57 @@ def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
     dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
     check_name(dataset)
-    huggingface_hub = hub_client()
-    if huggingface_hub.is_offline_mode():
-        name, commit, files, card = find_in_cache(huggingface_hub, dataset, revision)
-    else:
-        name, commit, files = list_hub(huggingface_hub, dataset, revision, folder)
-        card = ""
-        if revision == CONVERTED:
-            card = converted_card(files)
-        elif "README.md" in files:
-            with tempfile.TemporaryDirectory() as temporary:
-                path = Path(fetch(files["README.md"], temporary))
-                card = path.read_text(encoding="utf-8", errors="replace")
-    names = [path for path in files if path.startswith(folder)]
-    config, chosen = choose_files(name, names, card, config, split)
-    name = options.dataset if folder else name
-    return Found(name, commit, config, split, [files[path] for path in chosen])
+    client = hub_client()
+    list_files = list_cache if client.is_offline_mode() else list_hub
+    name, commit, files = list_files(client, dataset, revision, folder)
+    card = converted_card(files) if revision == CONVERTED else ""
+    if "README.md" in files:
+        with tempfile.TemporaryDirectory() as temporary:
+            card = read_card(fetch(files["README.md"], temporary))
+    config, chosen = choose_files(name, list(files), card, config, split)
+    return Found(options.dataset if folder else name, commit, config, split, [files[path] for path in chosen])
 
 
-def list_hub(client, dataset, revision, folder=""):
+def list_hub(client, dataset, revision, folder):
     """(full name, commit, {path: source}) of the files of a data set of the hub, or of those in a folder of it."""
-    api = client.HfApi()
-    info = ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision or None, timeout=TIMEOUT))
+
+    def list_files():
+        info = client.HfApi().dataset_info(dataset, revision=revision or None, timeout=TIMEOUT)
+        # the client's own list_repo_tree waits for an answer without an end
+        place = f"{info.id}/tree/{info.sha}/{folder}".rstrip("/")
+        url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
+        while url:
+            answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
+            client.utils.hf_raise_for_status(answer)
+            entries += answer.json()
+            url = answer.links.get("next", {}).get("url")
+        return info, [entry for entry in entries if entry["type"] == "file"]
+
+    info, entries = ask(dataset, revision, list_files)
     files = {}
-    for entry in ask(info.id, revision, lambda: list_tree(client, info.id, info.sha, folder)):
-        if entry["type"] == "file":
-            digest = entry.get("lfs", entry)["oid"]
-            files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
+    for entry in entries:
+        digest = entry.get("lfs", entry)["oid"]
+        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
     return info.id, info.sha, files
 
 
-def list_tree(client, name, commit, folder):
-    """What the hub says of each file of a data set, or of those in a folder of it."""
-    # the client's own list_repo_tree waits for an answer without an end
-    place = f"{name}/tree/{commit}/{folder}".rstrip("/")
-    url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
-    while url:
-        answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
-        client.utils.hf_raise_for_status(answer)
-        entries += answer.json()
-        url = answer.links.get("next", {}).get("url")
-    return entries
+def list_cache(client, dataset, revision, folder):
+    """The same, with HF_HUB_OFFLINE, of a data set in the user's cache."""
+    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
+    try:
+        cached = client.snapshot_download(**place, local_files_only=True)
+    except (OSError, ValueError):
+        raise UserError(
+            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
+            "--input."
+        ) from None
+    print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
+    commit, files = os.path.basename(cached), {}
+    for name in names_below(cached):
+        path = os.path.join(cached, name)
+        if name.startswith(folder):
+            files[name] = Source(name, os.path.getsize(path), repo=dataset, commit=commit, path=path)
+    return dataset, commit, files
 
 
 def converted_card(names):
@@ -419,48 +424,33 @@ def find_again(meta: dict[str, Any], options: Any) -> Found | None:
     return Found(then["dataset"], then["revision"], then["config"], then["split"], found)
 
 
-def find_in_cache(client, dataset, revision):
-    """With HF_HUB_OFFLINE: (name, commit, {path: source}, card) of a data set in the user's cache."""
-    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
-    try:
-        folder = client.snapshot_download(**place, local_files_only=True)
-    except (OSError, ValueError):
-        raise UserError(
-            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
-            "--input."
-        ) from None
-    print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
-    names, card = list_clone(folder)
-    commit, files = os.path.basename(folder), {}
-    for name in names:
-        path = os.path.join(folder, name)
-        files[name] = Source(name, os.path.getsize(path), repo=dataset, commit=commit, path=path)
-    return dataset, commit, files, card
-
-
 def ask(dataset, revision, function, file=""):
     """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
     from huggingface_hub import HfApi, constants, errors
 
-    try:
-        return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, function)
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
-            "hf auth login"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
-        raise UserError(
-            f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
-            f"or log in as one who may read it: hf auth login.{own}"
-        ) from None
-    except errors.RevisionNotFoundError:
-        refs: Any = retry(dataset, HUB_ADVICE, lambda: HfApi().list_repo_refs(dataset, repo_type="dataset"))
-        known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
-        raise UserError(f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}.") from None
-    except errors.EntryNotFoundError:
-        raise UserError(f"{dataset} has no file {file} in revision {revision}. Choose another one.") from None
+    def call():
+        try:
+            return function()
+        except errors.GatedRepoError:
+            wrong = (
+                f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
+                "hf auth login"
+            )
+        except errors.RepositoryNotFoundError:
+            own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
+            wrong = (
+                f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
+                f"or log in as one who may read it: hf auth login.{own}"
+            )
+        except errors.RevisionNotFoundError:
+            refs = HfApi().list_repo_refs(dataset, repo_type="dataset")
+            known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
+            wrong = f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}."
+        except errors.EntryNotFoundError:
+            wrong = f"{dataset} has no file {file} in revision {revision}. Choose another one."
+        raise UserError(wrong)
+
+    return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, call)
 
 
 HUB_ADVICE = (
@@ -469,17 +459,14 @@ HUB_ADVICE = (
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
-    """Call `function()`, which fetches `name`, a second time if it fails and that may pass; `advice` is for the user.
-
-    What the hub refuses for good is raised as it is, for `ask`.
-    """
+    """Call `function()`, which fetches `name`, a second time if that may help; `advice` is for the user."""
     for attempt in (1, 2):
         begun = time.monotonic()
         try:
             return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
             cause = error.__cause__ if isinstance(error, UserError) else error
-            if cause is None or type(cause).__name__ in REFUSALS:
+            if cause is None:  # it says what to do
                 raise
             response: Any = getattr(cause, "response", None)
             status = getattr(cause, "code", None) or getattr(response, "status_code", None)
@@ -492,9 +479,6 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
                 wrong = program.plain(program.first_line(cause))
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
             time.sleep(RETRY_SECONDS)
-
-
-REFUSALS = "GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"
 
 
 def digest_of(path, kind):
