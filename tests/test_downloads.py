@@ -436,13 +436,6 @@ def test_a_download_is_whole_or_not_there(tmp_path, hub):
     assert len(hub.asked) == 2 and path.read_bytes() == content
 
 
-@pytest.mark.parametrize("scheme", ["HTTP://", "ftp://", "s3://", "http:/"])
-def test_an_address_that_is_not_read_is_named_without_its_secrets(scheme, tmp_path):
-    place = f"{scheme}user:secret@127.0.0.1/text.jsonl?signature=secret"
-    line = refused(fineweb.main, "--input", place, "--tokenizer", "bytes", "--out-dir", tmp_path / "out")
-    assert f"{scheme}127.0.0.1/text.jsonl" in line and "secret" not in line
-
-
 # a program on a machine whose network resolves no name, with a clock that counts instead of waiting
 WITHOUT_A_NETWORK = """
 import os, socket, sys, time
