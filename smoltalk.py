@@ -68,7 +68,7 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
-TOOL_ROLES = ("tool", "function", "observation", "function_call")
+ROLE_NAMES |= dict.fromkeys(["tool", "function", "observation", "function_call"], "tool")
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def read_conversations(downloads):
         rows = documents.read_rows(source, COLUMNS)
         for place, record in tqdm(rows, unit=" conversations", desc=program.plain(source.name), delay=0.5):
             found = messages_of(record)
-            messages = [message for message in found if not is_for_tools(message)]
+            messages = [message for message in found if message["role"] != "tool"]
             num_for_tools += len(found) - len(messages)
             fault = find_fault(messages)
             if not fault or (found and not messages):
@@ -109,15 +109,14 @@ def messages_of(record):
 
 
 def read_message(message):
-    """A message of OpenAI's or ShareGPT's format with its role, content and tool_calls under OpenAI's names."""
+    """A message of OpenAI's or ShareGPT's format by the names used here; one to or from a tool has the role tool."""
     if not isinstance(message, dict):
-        return message
-    role = message.get("role", message.get("from"))
+        return {"role": "", "content": message}
+    role = "tool" if message.get("tool_calls") else message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(part["text"] for part in content)
-    calls = {"tool_calls": True} if message.get("tool_calls") else {}
-    return {"role": ROLE_NAMES.get(str(role), role), "content": content, **calls}
+    return {"role": ROLE_NAMES.get(str(role), role), "content": content}
 
 
 def is_text(part):
@@ -125,18 +124,13 @@ def is_text(part):
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def is_for_tools(message):
-    return isinstance(message, dict) and ("tool_calls" in message or message["role"] in TOOL_ROLES)
-
-
 def find_fault(messages):
     """What is wrong with `messages`, or "" if they are a conversation."""
-    if not isinstance(messages, list) or not messages:
+    if not messages:
         return "it has no list of messages or conversations, and no instruction"
     for number, message in enumerate(messages, 1):
-        fields = message if isinstance(message, dict) else {}
-        content = fields.get("content")
-        if fields.get("role") not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
+        role, content = message["role"], message["content"]
+        if role not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
             roles = ", ".join(tokenizer.ROLES)
             return f"message {number} needs a role ({roles}) and content, but is {program.plain(message, 60)}"
     return ""

@@ -163,7 +163,10 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     [
         ("{broken", "Expecting property name"),
         ('{"text": "x"}', "no list of messages"),
-        ('{"messages": ["hi"]}', "message 1 needs a role (user, assistant, system) and content, but is hi"),
+        (
+            '{"messages": ["hi"]}',
+            "message 1 needs a role (user, assistant, system) and content, but is {'role': '', 'content': 'hi'",
+        ),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "but is {'role': 'bot', 'content': 'a'}"),
         ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1 needs a role"),
