@@ -364,8 +364,7 @@ def write_shard(writer, enc, tokens, end, sample):
 def write_rest(writer, enc, rest, sample):
     """Write what is left at the end, so that there is something to train on and to validate on."""
     is_first, size = not writer.meta["shards"], len(rest)
-    text = np.append(rest, sample.tokens())
-    if is_first and (text == enc.eot_token).all():
+    if is_first and all((tokens == enc.eot_token).all() for tokens in (rest, sample.tokens())):
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
