@@ -131,17 +131,19 @@ def list_names(pattern, types):
         if "**" in pattern:  # it also matches the folders whose files it takes
             names = [name for name in names if not os.path.isdir(name)]
     faults = {name: find_fault(name, types) for name in names}
-    others = [name for name in names if not faults[name] and not is_readme(name)]
+    kept = [name for name in names if not faults[name]]
+    others = [name for name in kept if os.path.basename(name).lower() != "readme.md"]
     if others and pattern not in names:  # it tells of the others, unless it is all there is
-        faults |= {name: "only describes the others" for name in names if not faults[name] and is_readme(name)}
+        faults |= dict.fromkeys(set(kept) - set(others), "only describes the others")
+        kept = others
     left_out = [f"{name} {fault}" for name, fault in faults.items() if fault]
-    if len(left_out) == len(names):
+    if not kept:
         nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
         wrong = left_out[0] if names else f"{nothing} {plain_address(pattern)}"
         raise UserError(f"{wrong}. {what_it_may_be(pattern)}Give {what_is_read(types)}.")
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out: {left_out[0]}.")
-    return [name for name in names if not faults[name]]
+    return kept
 
 
 def find_fault(name, types):
@@ -151,10 +153,6 @@ def find_fault(name, types):
     if OURS.search(name):
         return "belongs to a folder of shards"
     return "" if file_type(name) in types else "is not of a type that is read here"
-
-
-def is_readme(name):
-    return os.path.basename(name).lower() == "readme.md"
 
 
 def plain_address(name):
@@ -342,7 +340,7 @@ def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
     config, split, revision = options.config, options.split, options.revision
     if options.input:
         found = list_inputs(options.input, types, config, split)
-        return Found("input", "", config, split.replace("train", ""), found)
+        return Found("input", "", config, "" if split == "train" else split, found)
     if options.dataset == "python-docs":
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
     dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))

@@ -158,9 +158,7 @@ def test_the_converted_branch_is_read_by_config(hub):
         ({"data/train.parquet": b"x"}, {"private": True}, "none of that name, or it is private & hf auth login"),
         (None, {}, "none of that name, or it is private"),
         ({"a.png": "x", "b.png": "x"}, {}, "images or sounds (.png) and no text column"),
-        ({"a.tar": "x"}, {}, "no files that are read here, but .tar & .parquet, .jsonl"),
         ({"a.arrow": "x"}, {}, "no files that are read here, but .arrow & .parquet, .jsonl"),
-        ({"README.md": "---\n[\n---"}, {}, "no files that are read here"),
         ({"README.md": "---\nconfigs: [\n---", "a.jsonl": "{}"}, {}, "OWNER/x has no files that are read here"),
         ({"a.jsonl": '{"text": "a"}\n{"text": \n'}, {}, "Line 2 of a.jsonl is not a valid JSON object"),
         (
