@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import fineweb
@@ -22,8 +24,8 @@ from plumbing import shards, sources
 from plumbing.program import UserError
 
 from corpora import TABLES, is_split, make, random_texts, read, read_meta
-from harness import error_in, full_disk, listing, needs, patched, refusal_of, refused, talk
-from hub import start_hub
+from harness import die_at, error_in, full_disk, listing, needs, patched, refusal_of, refused, run, talk
+from hub import Server, start_hub
 
 BYTES = ["--tokenizer", "bytes"]
 CONFIGS = """---
@@ -219,16 +221,12 @@ def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said
     }
 
 
-def die_at_shard(hub, number):
-    """Prepare in a process that dies when it has written this many files; the real script."""
-    code = (
-        "import itertools, os, sys; import fineweb; from plumbing import program\n"
-        "count = itertools.count(1); replace = os.replace\n"
-        "def mortal(*args):\n"
-        f"    replace(*args)\n    if next(count) == {number}: os.kill(os.getpid(), 9)\n"
-        "os.replace = mortal; program.run(lambda: fineweb.main(sys.argv[1:]))"
-    )
-    return code
+def prepare_and_die(url, folder, renames):
+    """Prepare in a process that dies when so many files have got their names."""
+    Server.configure(types.SimpleNamespace(url=url), pytest.MonkeyPatch(), folder / ".hf")
+    count = itertools.count(1)
+    with die_at(os, "replace", lambda *args: next(count) == renames, lambda replace, *args: replace(*args)):
+        prepare("OWNER/stories", shard_size=3000, out_dir=str(folder / "out"))
 
 
 @needs("SIGKILL")
@@ -236,10 +234,7 @@ def test_killed_and_without_a_network_it_continues_with_the_files_on_disk(hub, t
     texts = random_texts(30)
     add_stories(hub, texts)
     prepare("OWNER/stories", shard_size=3000, out_dir="whole/out")
-    (tmp_path / "die.py").write_text(die_at_shard(hub, 9), encoding="utf-8")
-    words = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
-    done = hub.script(tmp_path, tmp_path / "die.py", *words)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert run(prepare_and_die, hub.url, tmp_path, 9, output=tmp_path / "output") == [-signal.SIGKILL]
     downloads = sorted(path.name for path in Path("out").glob(".download*/data/*.parquet"))
     assert downloads
     hub.asked.clear()
