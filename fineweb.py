@@ -70,14 +70,14 @@ if __name__ == "__main__":
 import collections
 import contextlib
 import difflib
-import hashlib
+import itertools
 import math
 import os
 import re
 import shutil
 import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from tqdm import tqdm
@@ -89,7 +89,6 @@ from plumbing.program import UserError
 
 # {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
-EDU_REPO, EDU_FOLDER = "HuggingFaceFW/fineweb-edu", "sample/10BT"
 # in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
 EDU_TOKENS = 9_953_989_344
 READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
@@ -162,32 +161,28 @@ def encode_all(enc, batches, num_proc):
     """
     worker = threading.local()
 
-    def encode(pieces):
-        if not hasattr(worker, "enc"):
-            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
-            worker.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
-        return encode_pieces(worker.enc, pieces)
+    def start():
+        # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
+        worker.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
 
-    executor, pending = ThreadPoolExecutor(num_proc), collections.deque()
-
-    def take():
-        batch, future = pending.popleft()
-        for piece, tokens in enumerate(future.result(), batch.first_piece):
-            yield batch.source, piece, tokens
-
-    failure = None
-    try:
+    def submit():
         try:
             for batch in batches:
-                pending.append((batch, executor.submit(encode, batch.pieces)))
-                if len(pending) > QUEUE * num_proc:
-                    yield from take()
+                yield batch, executor.submit(lambda pieces: encode_pieces(worker.enc, pieces), batch.pieces)
         except (UserError, OSError) as error:  # of the file that is read: what is before it goes into the shards
-            failure = error
+            failed = Future()
+            failed.set_exception(error)
+            yield documents.Batch(0, 0, []), failed
+
+    executor = ThreadPoolExecutor(num_proc, initializer=start)
+    coming = submit()
+    try:
+        pending = collections.deque(itertools.islice(coming, QUEUE * num_proc))
         while pending:
-            yield from take()
-        if failure:
-            raise failure
+            batch, future = pending.popleft()
+            for piece, tokens in enumerate(future.result(), batch.first_piece):
+                yield batch.source, piece, tokens
+            pending.extend(itertools.islice(coming, 1))
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
 
@@ -195,18 +190,11 @@ def encode_all(enc, batches, num_proc):
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def limit_tokens(stream, limit, bar, sizes=()):
-    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar.
-
-    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
-    """
-    is_known, current = bar.total is not None, None
+def limit_tokens(stream, limit, bar, num_files=1):
+    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar."""
     for source, piece, tokens in stream:
-        if source != current and len(sizes) > 1:
-            current, num_read = source, sum(sizes[:source])
-            bar.set_postfix_str(f"file {source + 1} of {len(sizes)}", refresh=False)
-            if num_read and not is_known:
-                bar.total = bar.n * sum(sizes) // num_read
+        if num_files > 1:
+            bar.set_postfix_str(f"file {source + 1} of {num_files}", refresh=False)
         tokens = tokens[:limit]
         yield source, piece, tokens
         bar.update(len(tokens))
@@ -218,8 +206,9 @@ def limit_tokens(stream, limit, bar, sizes=()):
 class ValidationSample:
     """Takes every `every`-th piece of the input (0: none) that still fits in a tenth of the input and in one shard."""
 
-    def __init__(self, every, shard_size, num_seen):
-        self.every, self.num_seen = every, num_seen  # tokens of both splits so far
+    def __init__(self, every, shard_size, num_seen, eot_token):
+        self.every, self.eot_token = every, eot_token
+        self.num_seen, self.num_empty = num_seen, 0  # tokens of both splits so far, and documents without a text
         self.buffer, self.num_tokens = np.empty(shard_size, np.uint16), 0
 
     def add(self, tokens):
@@ -233,6 +222,7 @@ class ValidationSample:
         """Keep the chosen pieces of a stream of (source, piece, tokens), and yield the others."""
         for source, piece, tokens in stream:
             self.num_seen += len(tokens)
+            self.num_empty += len(tokens) == 1 and tokens[0] == self.eot_token
             # the choice depends only on a piece's place in the input and the lengths of the pieces up to it
             largest = min(len(self.buffer), self.num_seen // 10)
             fits = self.num_tokens + len(tokens) <= largest
@@ -284,67 +274,31 @@ def prepare(options):
         return fetch_pretokenized(options)
     part, num_parts = read_part(options.part)
     part %= num_parts  # 4/4 is 0/4
-    try:
-        folder, dataset, found, made_from = plan(options, part, num_parts)
+    default, prefix = DATASETS.get(options.dataset, ("", ""))
+    settings = {
+        name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
+    }
+    with sources.with_example("fineweb.py", options):
+        folder, found, made_from = shards.plan(
+            options, settings, default=default, part=part, num_parts=num_parts
+        )
         enc = tokenizer.get_encoding(options.tokenizer)
-        prefix = DATASETS[dataset][1] if dataset in DATASETS else ""
-        meta = shards.new_meta(dataset, enc, made_from)
-        if found[0].repo:
-            meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
-        if dataset not in DATASETS:
+        meta = shards.new_meta(enc, options, found, made_from)
+        if found.dataset not in DATASETS:
             # a large corpus needs fewer pieces; with --part only the first part has a validation split
-            num_bytes = sum(source.size for source in found)
+            num_bytes = sum(source.size for source in found.sources)
             every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
             meta["validation_every"] = every if part == 0 else 0
-        writer = shards.ShardWriter(folder, meta, enc, prefix, part, num_parts)
-        writer.make_once(make_shards, options, enc, found)
-    except sources.Choice as choice:
-        command = flags.command("fineweb.py", options, choice.flag, choice.value)
-        raise UserError(f"{choice} For example: {command}") from None
+        writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "", part, num_parts)
+        writer.make_once(make_shards, options, enc, found.sources)
     return folder
-
-
-def plan(options, part, num_parts):
-    """(folder of the shards, name of the data set, sources of this part, what meta.json says they are made from)"""
-    settings = "text_column", "shard_size", "max_tokens", "separator"
-    made_from = {name: getattr(options, name) for name in settings}
-    dataset, folder = options.dataset, options.out_dir
-    if options.input:
-        dataset, found = "input", sources.list_inputs(options.input, config=options.config, split=options.split)
-        folder = folder or sources.folder_name(options.input[0], found)
-        made_from |= {"config": options.config, "split": options.split.replace(Options.split, "")}
-    elif dataset == "python-docs":
-        folder, found = folder or DATASETS[dataset][0], [sources.Source(documents.PYTHON_DOCS)]
-    else:
-        is_edu = dataset == "fineweb-edu"
-        folder = folder or (DATASETS[dataset][0] if is_edu else os.path.basename(dataset))
-        repo = EDU_REPO if is_edu else ""
-        old = shards.read_metas(folder).get(shards.meta_path(folder, part, num_parts))
-        again = sources.find_again(old, options, repo) if old else None
-        if old and again:  # resume with the same files, without asking the hub
-            return folder, old["dataset"], again, old["made_from"] | made_from
-        split = sources.find(repo or dataset, options, EDU_FOLDER if is_edu else "")
-        found = split.sources
-        if not is_edu:
-            dataset = split.dataset
-            made_from |= {"config": split.config, "split": options.split}
-    if num_parts > len(found):
-        raise UserError(f"There are only {len(found)} input files for {num_parts} parts. Lower N in --part.")
-    recorded = [source.recorded() for source in found]
-    if num_parts > 1:
-        names = "\n".join(name for name, *_ in recorded)
-        made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
-    mine = slice(part, None, num_parts)
-    made_from |= {"revision": found[0].commit, "sources": recorded[mine]}
-    return folder, dataset, found[mine], made_from
 
 
 def make_shards(writer, options, enc, found):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
-    meta = writer.meta
-    begin = writer.resume()
+    meta, begin = writer.meta, writer.resume()
     num_seen = meta["tokens"] - begin.token  # before the piece at which this run begins
-    sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen)
+    sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen, enc.eot_token)
     num_sampled = meta["shards"].get(writer.validation_file, 0)
     if num_sampled:
         shard = shards.open_shard(writer.path(writer.validation_file))
@@ -360,19 +314,11 @@ def make_shards(writer, options, enc, found):
     folder = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
     downloads = sources.Downloads(found, folder, begin.source, ahead)
     batches = documents.read_batches(downloads, options.text_column, begin.piece, options.separator)
-    num_empty = 0
-
-    def count_empty():
-        nonlocal num_empty
-        for batch in batches:
-            num_empty += sum(not text for text, _ in batch.pieces)
-            yield batch
-
-    encoded = encode_all(enc, count_empty(), options.num_proc or documents.num_cores())
+    encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
     bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
     with bar, contextlib.closing(encoded):
-        stream = sample.remove_from(limit_tokens(encoded, limit, bar, sizes))
+        stream = sample.remove_from(limit_tokens(encoded, limit, bar, len(found)))
         for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
             if end:
                 write_shard(writer, enc, tokens, end, sample)
@@ -380,8 +326,8 @@ def make_shards(writer, options, enc, found):
     write_rest(writer, enc, tokens, sample)
     writer.finish()
     downloads.close()
-    if num_empty:
-        print(f"note: {program.count(num_empty, 'row')} without a text became empty documents.")
+    if sample.num_empty:
+        print(f"note: {program.count(sample.num_empty, 'row')} without a text became empty documents.")
 
 
 def check_disk_space(folder, size):
@@ -395,24 +341,30 @@ def check_disk_space(folder, size):
 
 
 def write_shard(writer, enc, tokens, end, sample):
-    """Write the sample and then the next shard, if it has tokens. The first call writes the tokenizer before them."""
-    if not writer.meta["shards"]:
+    """Write the sample and then the next shard, if it has tokens, then meta.json: it says where the next one begins.
+
+    The first call writes the tokenizer before them. If killed in between, the shard is written again.
+    """
+    meta = writer.meta
+    if not meta["shards"]:
         if writer.part == 0:  # for all parts, which may be written at the same time
             tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if writer.validation_file:
-        writer.write_file(writer.validation_file, sample.tokens())
-        if end:
-            end = end._replace(sampled=sample.num_tokens)
+        writer.write(writer.validation_file, sample.tokens())
     if len(tokens):
-        writer.write(tokens, end)
+        file = writer.next_name()
+        writer.write(file, tokens)
+        meta["documents"] += writer.count_documents(tokens)
+        if end:
+            meta["ends"][file] = end._replace(sampled=sample.num_tokens, documents=meta["documents"])
+            writer.save()
 
 
 def write_rest(writer, enc, rest, sample):
     """Write what is left at the end, so that there is something to train on and to validate on."""
     is_first, size = not writer.meta["shards"], len(rest)
-    text = np.append(rest, sample.tokens())
-    if is_first and (text == enc.eot_token).all():
+    if is_first and all((tokens == enc.eot_token).all() for tokens in (rest, sample.tokens())):
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
@@ -429,7 +381,8 @@ def fetch_pretokenized(options):
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     with lock_folder(folder):
-        writer = shards.ShardWriter(folder, shards.new_meta(READY_REPO, enc, {"sources": []}), enc)
+        found = sources.Found(READY_REPO, "", "", "", [])
+        writer = shards.ShardWriter(folder, shards.new_meta(enc, options, found, {"sources": []}), enc)
         meta = writer.meta
         missing = [file for file in files if not writer.is_whole(file)]
         check_disk_space(folder, 200_001_024 * len(missing))

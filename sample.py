@@ -110,7 +110,7 @@ def stream_text(model, enc, ids, options):
 def complete(model, enc, options):
     """Print the prompt with each of its continuations."""
     prompt, num_samples, block_size = options.prompt, options.num_samples, model.config.block_size
-    ids = enc.encode_ordinary(prompt)
+    ids = tokenizer.encode_text(enc, prompt).tolist()
     if len(ids) > block_size:
         raise UserError(
             f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it."
@@ -148,7 +148,7 @@ def render_prompt(messages, enc):
         return tokenizer.render_question(messages, enc)
     # a model without role markers gets the conversation as plain text, like its training data
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
-    return [enc.eot_token, *enc.encode_ordinary(text + "Assistant:")]
+    return [enc.eot_token, *tokenizer.encode_text(enc, text + "Assistant:").tolist()]
 
 
 def fit_prompt(messages, enc, max_length):

@@ -68,7 +68,7 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
-TOOL_ROLES = ("tool", "function", "observation", "function_call")
+ROLE_NAMES |= dict.fromkeys(["tool", "function", "observation", "function_call"], "tool")
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
@@ -78,15 +78,10 @@ def read_conversations(downloads):
     num_for_tools = num_wrong = 0
     for number, source in downloads:
         downloads.remove_before(number)
-        if sources.file_type(source.name) == ".jsonl":
-            records = documents.read_records(source.path, source.name, kinds=(dict, list))
-            rows = ((place, record) for _, place, record in records)
-        else:
-            rows = documents.read_rows(source, COLUMNS)
-        desc = program.plain(source.name)
-        for place, record in tqdm(rows, unit=" conversations", desc=desc, delay=0.5):
+        rows = documents.read_rows(source, COLUMNS)
+        for place, record in tqdm(rows, unit=" conversations", desc=program.plain(source.name), delay=0.5):
             found = messages_of(record)
-            messages = [message for message in found if not is_for_tools(message)]
+            messages = [message for message in found if message["role"] != "tool"]
             num_for_tools += len(found) - len(messages)
             fault = find_fault(messages)
             if not fault or (found and not messages):
@@ -114,15 +109,14 @@ def messages_of(record):
 
 
 def read_message(message):
-    """A message of OpenAI's or ShareGPT's format with its role, content and tool_calls under OpenAI's names."""
+    """A message of OpenAI's or ShareGPT's format by the names used here; one to or from a tool has the role tool."""
     if not isinstance(message, dict):
-        return message
-    role = message.get("role", message.get("from"))
+        return {"role": "", "content": message}
+    role = "tool" if message.get("tool_calls") else message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(part["text"] for part in content)
-    calls = {"tool_calls": True} if message.get("tool_calls") else {}
-    return {"role": ROLE_NAMES.get(str(role), role), "content": content, **calls}
+    return {"role": ROLE_NAMES.get(str(role), role), "content": content}
 
 
 def is_text(part):
@@ -130,18 +124,13 @@ def is_text(part):
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def is_for_tools(message):
-    return isinstance(message, dict) and ("tool_calls" in message or message["role"] in TOOL_ROLES)
-
-
 def find_fault(messages):
     """What is wrong with `messages`, or "" if they are a conversation."""
-    if not isinstance(messages, list) or not messages:
+    if not messages:
         return "it has no list of messages or conversations, and no instruction"
     for number, message in enumerate(messages, 1):
-        fields = message if isinstance(message, dict) else {}
-        content = fields.get("content")
-        if fields.get("role") not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
+        role, content = message["role"], message["content"]
+        if role not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
             roles = ", ".join(tokenizer.ROLES)
             return f"message {number} needs a role ({roles}) and content, but is {program.plain(message, 60)}"
     return ""
@@ -181,21 +170,6 @@ def pack(conversations, max_length, pad):
         yield close(0)
 
 
-def write_blocks(writer, blocks, pad, enc, name=""):
-    """Write a mask, then its shard: without a mask, every token would count as a target. `name`: of one to replace."""
-    if not writer.meta["shards"]:
-        tokenizer.save_for_folder(enc, writer.folder)
-        writer.save()
-    # one token more than the blocks: the target of the last position of the last block
-    tokens, mask = np.hstack([*blocks, pad])
-    mask_name = (name or writer.next_name()).replace(".npy", ".mask")
-    shards.write_shard(writer.path(mask_name), mask.astype(np.uint8))
-    if name:
-        writer.write_file(name, tokens)
-    else:
-        writer.write(tokens, None)
-
-
 def make_shards(writer, found, enc, shard_size, max_length):
     """Render, pack and write the conversations in the files `found`, from the start."""
     writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
@@ -207,6 +181,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
     meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
     meta |= {"targets": 0, "conversations": counts}
     shortest = math.inf  # tokens up to the first answer of a conversation that does not fit
+    pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
 
     def render():
         nonlocal shortest
@@ -221,44 +196,48 @@ def make_shards(writer, found, enc, shard_size, max_length):
             if stop:
                 yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
-    pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
-    blocks, per_shard = [], max(1, shard_size // max_length)
-    # a data set of the hub may be ordered by source, so some of all of it are for validation
-    sample, every = [], max(10, math.ceil(sum(source.size for source in found) / shard_size))
-    for number, block in enumerate(pack(render(), max_length, pad)):
+    def write(number, blocks):
+        if not meta["shards"]:
+            tokenizer.save_for_folder(enc, writer.folder)
+            writer.save()
+        # one token more than the blocks: the target of the last position of the last block
+        tokens, mask = np.hstack([*blocks, pad])
+        writer.write(shards.shard_name(writer.prefix, number), tokens, mask.astype(np.uint8))
+        meta["documents"] += writer.count_documents(tokens)
+
+    # the first shard is for validation; but a data set of the hub may be ordered by source, so there it is a sample
+    blocks, sample, number, per_shard = [], [], 0, max(1, shard_size // max_length)
+    every = max(10, math.ceil(sum(source.size for source in found) / shard_size)) if found[0].repo else 0
+    for i, block in enumerate(pack(render(), max_length, pad)):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
-            if found[0].repo and not meta["shards"]:
-                write_blocks(writer, sample, pad, enc, writer.next_name())  # and again at the end, with the rest
-            write_blocks(writer, blocks, pad, enc)
-            blocks = []
-        is_sampled = found[0].repo and number % every == 0 and len(sample) < per_shard
+            number = max(number, 1 if every else 0)
+            write(number, blocks)
+            number, blocks = number + 1, []
+        is_sampled = every and i % every == 0 and len(sample) < per_shard
         (sample if is_sampled else blocks).append(block)
-    read, cut, left_out = counts.values()
     num_blocks = len(sample) + len(blocks)
-    if meta["shards"]:
-        if sample:
-            write_blocks(writer, sample, pad, enc, next(iter(meta["shards"])))
-            meta["documents"] += writer.count_documents(np.hstack(sample)[0])
-    else:  # a corpus smaller than a shard: every tenth block is for validation
-        if num_blocks < 2:
-            advice = "Add conversations, or lower --max-length."
-            if not num_blocks and shortest < math.inf:
-                advice = (
-                    f"Add shorter ones, or use --max-length {shortest} or more and a model that reads as many."
-                )
-            raise UserError(
-                f"{program.count(read, 'conversation')} ({left_out} without an answer that fits) fill {num_blocks} of "
-                f"the two blocks of {max_length} tokens needed. {advice}"
-            )
-        if not sample:
-            sample = blocks[::10]
-            del blocks[::10]
-        write_blocks(writer, sample, pad, enc)
-    write_blocks(writer, blocks, pad, enc)
+    if not number and num_blocks < 2:
+        advice = "Add conversations, or lower --max-length."
+        if not num_blocks and shortest < math.inf:
+            advice = f"Add shorter ones, or use --max-length {shortest} or more and a model that reads as many."
+        raise UserError(
+            f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
+            f"{num_blocks} of the two blocks of {max_length} tokens needed. {advice}"
+        )
+    if not number and not sample:  # a corpus smaller than a shard: every tenth block is for validation
+        sample = blocks[::10]
+        del blocks[::10]
+    if sample:
+        write(0, sample)
+    write(max(number, 1), blocks)
+    meta["shards"] = dict(sorted(meta["shards"].items(), key=lambda shard: shard[0][-10:]))  # by their numbers
     writer.finish("conversation")
-    print(f"{meta['targets']:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
-    print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
+    print(
+        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut"
+    )
+    left_out = f"{counts['left out']:,} without one were left out"
+    print(f"after the last answer within {max_length} tokens, and {left_out}")
 
 
 def training_command(init_from, folder, is_large, max_length, lengths):
@@ -296,11 +275,10 @@ def prepare(options):
     if options.input and (options.dataset != Options.dataset or options.revision):
         complaints.append("--input is a data set of its own: leave --dataset and --revision out.")
     flags.check(options, complaints, above_0=["shard_size"])
-    try:
-        folder, dataset, found, made_from = plan(options)
-    except sources.Choice as choice:
-        command = flags.command("smoltalk.py", options, choice.flag, choice.value)
-        raise UserError(f"{choice} For example: {command}") from None
+    if options.dataset == Options.dataset and not (options.config or options.input):
+        options = dataclasses.replace(options, config="all")
+    with sources.with_example("smoltalk.py", options):
+        folder, found, made_from = shards.plan(options, {}, types=(".jsonl", ".parquet"))
     if options.init_from:
         from plumbing.checkpoint import load_saved_model  # imports torch
 
@@ -313,37 +291,14 @@ def prepare(options):
     if not tokenizer.has_chat_tokens(enc):
         enc = tokenizer.with_chat(enc)
     max_length = options.max_length or longest
-    meta = shards.new_meta(
-        dataset, enc, {"shard_size": options.shard_size, "max_length": max_length} | made_from
-    )
-    if found[0].repo:
-        meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
-    writer = shards.ShardWriter(folder, meta, enc)
-    writer.make_once(make_shards, found, enc, options.shard_size, max_length)
+    made_from |= {"shard_size": options.shard_size, "max_length": max_length}
+    if options.input:
+        found = found._replace(dataset="conversations")
+    writer = shards.ShardWriter(folder, shards.new_meta(enc, options, found, made_from), enc)
+    writer.make_once(make_shards, found.sources, enc, options.shard_size, max_length)
     lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
     program.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder
-
-
-def plan(options):
-    """(folder of the shards, name of the data set, its files, what meta.json says of them)"""
-    if options.input:
-        types = (".jsonl", ".parquet")
-        found = sources.list_inputs(options.input, types, options.config, options.split)
-        folder = options.out_dir or sources.folder_name(options.input[0], found)
-        return folder, "conversations", found, {"sources": [source.recorded() for source in found]}
-    folder = options.out_dir or os.path.basename(options.dataset)
-    old = shards.read_metas(folder).get(shards.meta_path(folder, 0, 1))
-    again = sources.find_again(old, options) if old else None
-    if old and again:
-        names = "config", "split", "revision", "sources"
-        return folder, old["dataset"], again, {name: old["made_from"][name] for name in names}
-    if options.dataset == Options.dataset and not options.config:
-        options = dataclasses.replace(options, config="all")
-    split = sources.find(options.dataset, options)
-    recorded = [source.recorded() for source in split.sources]
-    made_from = {"config": split.config, "split": options.split, "revision": split.commit, "sources": recorded}
-    return folder, split.dataset, split.sources, made_from
 
 
 def main(args=None):

