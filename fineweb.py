@@ -190,11 +190,18 @@ def encode_all(enc, batches, num_proc):
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def limit_tokens(stream, limit, bar, num_files=1):
-    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar."""
+def limit_tokens(stream, limit, bar, sizes=()):
+    """The first `limit` tokens of a stream of (source, piece, tokens), counted on a progress bar.
+
+    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
+    """
+    is_known, current = bar.total is not None, None
     for source, piece, tokens in stream:
-        if num_files > 1:
-            bar.set_postfix_str(f"file {source + 1} of {num_files}", refresh=False)
+        if source != current and len(sizes) > 1:
+            current, num_read = source, sum(sizes[:source])
+            bar.set_postfix_str(f"file {source + 1} of {len(sizes)}", refresh=False)
+            if num_read and not is_known:
+                bar.total = bar.n * sum(sizes) // num_read
         tokens = tokens[:limit]
         yield source, piece, tokens
         bar.update(len(tokens))
@@ -318,7 +325,7 @@ def make_shards(writer, options, enc, found):
     limit = (options.max_tokens or sys.maxsize) - num_seen
     bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
     with bar, contextlib.closing(encoded):
-        stream = sample.remove_from(limit_tokens(encoded, limit, bar, len(found)))
+        stream = sample.remove_from(limit_tokens(encoded, limit, bar, sizes))
         for tokens, end in cut_into_shards(stream, options.shard_size, begin.token):
             if end:
                 write_shard(writer, enc, tokens, end, sample)

@@ -1,5 +1,6 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
+import io
 import itertools
 import json
 import os
@@ -54,6 +55,14 @@ def test_shards_are_cut_as_the_docstring_says():
     assert cut("aaaa") == [("aaaa", None)]
     assert cut("abcdefghij") == [("abcd", (0, 0, 4, 0, 0)), ("efgh", (0, 0, 8, 0, 0)), ("ij", None)]
     assert cut("aaa", "bbbbb", limit=6, skip=1) == [("aabb", (0, 1, 2, 0, 0)), ("bb", None)]
+
+
+def test_the_time_left_comes_from_the_share_of_bytes_that_were_read():
+    """50 tokens from the first 100 of 400 bytes: 200 in all, of which the second file may have any number."""
+    stream = [(0, 0, np.zeros(20)), (0, 1, np.zeros(30)), (1, 0, np.zeros(7))]
+    with tqdm(file=io.StringIO()) as bar:
+        assert len(list(fineweb.limit_tokens(stream, 99, bar, [100, 300]))) == 3
+        assert bar.total == 200 and bar.n == 57 and "file 2 of 2" in str(bar)
 
 
 def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
