@@ -208,7 +208,7 @@ class CausalSelfAttention(nn.Module):
         options: dict[str, Any] = dict(attn_mask=attn_mask, is_causal=attn_mask is None and T > 1)
         if not x.is_cpu:
             y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
-        else:  # in float32, which CPUs compute faster up to T = 512
+        else:  # in float32, which CPUs compute faster at T <= 512
             y = kernels.attention_on_cpu(q, k, v, **options)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -259,7 +259,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
         # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
-            if parameter._version != 1:  # torch's layers write to theirs once: this one was set on purpose
+            if parameter._version != 1:  # torch's layers write theirs once; this one was written again, on purpose
                 continue
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -309,7 +309,7 @@ class GPT(nn.Module):
         with kernels.FasterLoss(float8=self.float8_lm_head and not return_logits):
             logits = self.logits(x.flatten(0, 1))  # (B * T, vocabulary)
             loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
-        # what else a model is to learn belongs under `if self.training`: the validation loss is compared between models
+        # add other losses `if self.training` only, so that validation losses can be compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
         return logits.view(*idx.shape, -1) if return_logits else None, loss / num_targets
 
@@ -570,7 +570,7 @@ def configure_optimizers(model, config):
 
 
 def apply_schedules(optimizers, step, config):
-    """Set this step's learning rates, each a share of its group's own, and Muon's momentum; return max_lr's share."""
+    """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns the rate of a group at max_lr."""
     lr = get_lr(step, config)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -707,7 +707,7 @@ def load_data(config, world):
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
     order = dict(shuffle=config.shuffle, device=world.device)
     train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, seed=config.seed, **order)
-    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, **order)  # always the same sample
+    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, **order)  # no seed: always the same windows
     enc = tokenizer.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc=enc, step_tokens=config.total_batch_size)
     return train_loader, val_loader, enc

@@ -4,6 +4,7 @@
     flags, kernels      flags from a dataclass; attention for CPUs, the cache of keys and values, float8
     machine             devices, dtypes, the speed of GPUs
     distributed         the ranks of a run
+    sources             which files a data set has, on disk or on the hub
     shards, documents   token shards on disk; the texts that they are made of
     huggingface         GPT-2s in Hugging Face format, read and written
     trainer             the file that trains: what a run keeps of it, and whether it has changed

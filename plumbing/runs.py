@@ -329,7 +329,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.start_step, self.max_steps = start.step, config.max_steps
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
-        self.branched, self.sample = start.branched, ""
+        self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
         is_cuda = world.device_type == "cuda"
         self.device_name = torch.cuda.get_device_name() if is_cuda else world.device

@@ -131,7 +131,11 @@ def find_shards(folder, split):
 
 
 # the commands that make the folders whose names are the trainer's defaults
-OWN_FOLDERS = {"edu_fineweb10B": "python fineweb.py", "smoltalk": "python smoltalk.py"}
+OWN_FOLDERS = {
+    "edu_fineweb10B": "python fineweb.py",
+    "smoltalk": "python smoltalk.py",
+    "python_docs": "python fineweb.py --dataset python-docs --tokenizer bytes",
+}
 
 
 def command_for(folder):

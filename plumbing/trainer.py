@@ -50,7 +50,8 @@ def parse(source: bytes) -> list[ast.stmt]:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            del body[0]  # a docstring
+            if isinstance(body[0].value, ast.Constant):
+                del body[0]  # a docstring
     return [node for node in tree.body if not is_settings(node)]
 
 

@@ -109,8 +109,9 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
 
 def prepare_gpu(T: int, world: World) -> None:
     """Leave memory for what torch does not allocate itself, before the trial fills the GPU; choose attention for T."""
-    # Not tried on a GPU yet. NCCL takes hundreds of MB, at the first large all-reduce. On Windows, the driver does not
-    # fail when the GPU is full: it moves tensors to main memory, and steps take several times as long
+    # This function has not been tried on a GPU yet. NCCL takes hundreds of MB, at the first large all-reduce. On
+    # Windows, the driver does not fail when the GPU is full: it moves tensors to main memory, and steps take several
+    # times as long
     torch.cuda.set_per_process_memory_fraction(0.95)
     if world.size > 1:
         world.all_reduce_sum(torch.zeros(25 * 2**20, device=world.device))

@@ -13,6 +13,7 @@ import pytest
 import sample
 import torch
 import train_gpt2
+from plumbing import trainer as trainer_code
 from plumbing.checkpoint import load_checkpoint, make_config
 from plumbing.program import UserError
 
@@ -222,6 +223,23 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     said = capsys.readouterr().out
     assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py, its model, too" in said
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
+
+
+def test_every_change_of_the_models_code_is_noticed_but_that_of_a_comment_or_docstring():
+    """Whatever statement it is: most of an initialization is calls whose result nobody takes."""
+    source = Path(train_gpt2.__file__).read_bytes()
+
+    def code(*edits):
+        changed = source
+        for before, after in edits:
+            assert changed.count(before) == 1, before
+            changed = changed.replace(before, after)
+        return trainer_code.hash_of(trainer_code.parse(changed))
+
+    assert code((b"nn.init.normal_(parameter, std=0.02)", b"nn.init.normal_(parameter, std=0.5)")) != code()
+    assert code((b"nn.init.zeros_(parameter)", b"nn.init.ones_(parameter)")) != code()
+    assert code((b"world.share_buffers(model)", b"pass")) != code()
+    assert code((b'"""Pre-norm residual block', b'"""A block'), (b"  # weight tying", b"  # as GPT-2")) == code()
 
 
 @dataclasses.dataclass
