@@ -259,7 +259,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
         # GPT-2's initialization with one change: position embeddings get std 0.02, as is now usual; GPT-2 used 0.01
         for name, parameter in self.named_parameters():
-            if parameter._version != 1:  # torch's layers write theirs once; this one was written again, on purpose
+            if parameter._version != 1:  # torch's layers write theirs once: this was set on purpose
                 continue
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

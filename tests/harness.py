@@ -44,6 +44,7 @@ import torch
 import train_gpt2
 from plumbing import program, runs
 from plumbing.checkpoint import list_checkpoints, newest_checkpoint
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._pytree import tree_flatten
 
 torch.set_num_threads(1)
@@ -340,10 +341,24 @@ program.run(train_gpt2.main)
 """
 
 
-def torchrun(folder, code, *args, ranks=2, restarts=0):
+def elastic_worker(function, args):
+    status = status_of(function, args)
+    if status:
+        os._exit(status)
+
+
+def forked_torchrun(function, args, ranks=2, restarts=0):
+    """What torchrun does with function(args), but that its processes are forked: they need not import torch again."""
+    sys.argv = ["train_gpt2.py", *args]
+    meeting = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="tests")
+    options = dict(max_restarts=restarts, monitor_interval=0.1, start_method="fork")
+    elastic_launch(LaunchConfig(1, 1, ranks, **meeting, **options), elastic_worker)(function, args)
+
+
+def torchrun(folder, code, *args, ranks=2):
     """Train under torchrun, in each process after running `code`; return the finished torchrun."""
     (folder / "script.py").write_text(TORCHRUN_SCRIPT.format(code=code), encoding="utf-8")
-    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    options = ["--standalone", f"--nproc_per_node={ranks}", "--monitor-interval=0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "script.py", *args]
     return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, timeout=120)
 

@@ -33,6 +33,7 @@ from harness import (
     die_at,
     error_in,
     examples_file,
+    forked_torchrun,
     free_port,
     killed_at,
     listing,
@@ -45,7 +46,6 @@ from harness import (
     succeed,
     tiny_flags,
     tiny_model,
-    torchrun,
     train,
     wait_for_checkpoint,
     write_half,
@@ -306,22 +306,23 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(optimiz
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
 
-KILLED_ONCE = """
-original = train_gpt2.train_step
-def train_step(*args, **options):
-    if options["step"] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **options)
-train_gpt2.train_step = train_step
-"""
+def train_killed_once(args):
+    def step(*args, **options):
+        if options["step"] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(*args, **options)
+
+    with patched(train_gpt2, "train_step", step) as train_step:
+        train_gpt2.main(args)
 
 
+@needs("SIGKILL")
 def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
     """Also under --no-resume: the run that is continued is the one that this torchrun began."""
+    output = tmp_path / "output"
     args = tiny_flags(folder, tmp_path / "out", resume=False, **OPTIONS | {"batch_size": 2})
-    done = torchrun(tmp_path, KILLED_ONCE, *args, restarts=1)
-    assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in ("from step 0 to 12", "from step 4 to 12"))
+    assert run(forked_torchrun, train_killed_once, args, 2, 1, output=output) == [0], output.read_text()
+    assert all(text in output.read_text() for text in ("from step 0 to 12", "from step 4 to 12"))
     assert largest_difference(tmp_path / "out", straight) < 1e-5
 
 

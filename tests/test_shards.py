@@ -244,6 +244,7 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
         ("my data", f'{make} FILES --out-dir "my data"'),
         ("edu_fineweb10B", ": python fineweb.py"),
         ("smoltalk", ": python smoltalk.py"),
+        ("python_docs", ": python fineweb.py --dataset python-docs --tokenizer bytes"),
     ]:
         with pytest.raises(UserError) as caught:
             find_shards(folder, "train")
