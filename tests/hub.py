@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
             return self.answer(200, json.dumps(info).encode())
         if is_api and rest[0] == "tree":
-            return self.tree(files, "/".join(rest[2:]), "recursive=true" in query.lower())
+            return self.tree(files, "/".join(rest[2:]), query)
         if is_api or rest[0] != "resolve":
             return self.answer(404, b"{}")
         path = "/".join(rest[2:])
@@ -82,8 +82,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(302, b"", headers | {"Location": f"{self.path}?cdn"})
         return self.answer(200, files[path], headers, fault)
 
-    def tree(self, files, folder, recursive):
-        entries = []
+    def tree(self, files, folder, query):
+        """Two entries at a time, where the hub has a thousand; the answer says where the next ones are."""
+        entries, recursive = [], "recursive=true" in query.lower()
         for path, content in sorted(files.items()):
             oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
             entry = {"type": "file", "path": path, "size": len(content), "oid": oid}
@@ -92,7 +93,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 entry["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
             if path.startswith(folder and folder + "/") and (recursive or "/" not in path[len(folder) :].strip("/")):
                 entries.append(entry)
-        self.answer(200, json.dumps(entries).encode())
+        first = int(dict(urllib.parse.parse_qsl(query)).get("cursor", 0))
+        rest = urllib.parse.urlsplit(self.path)._replace(query=f"recursive={recursive}&cursor={first + 2}").geturl()
+        more = {"Link": f'<http://{self.headers["Host"]}{rest}>; rel="next"'} if first + 2 < len(entries) else {}
+        self.answer(200, json.dumps(entries[first : first + 2]).encode(), more)
 
     def answer(self, status, content, headers=None, fault=""):
         headers = {"Content-Length": len(content)} | (headers or {})

@@ -68,6 +68,10 @@ def test_the_account_of_a_run(capsys):
         "disk:       5 checkpoints of 1.2KB, 400B for hf/",
         "run:        log, from step 0 to 1000",
     ]
+    resumed = dict(start=runs.Start(checkpoint={"step": 700}), fit=fit._replace(seconds_per_token=1 / 128))
+    account.print_account(config, model, optimizers, **options | resumed)
+    # 300 steps are left, of 128 tokens and a second each
+    assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
 
 def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):

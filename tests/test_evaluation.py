@@ -26,6 +26,7 @@ from harness import (
     losses,
     make_shards,
     parrot_model,
+    patched,
     printed_commands,
     read_log,
     refused,
@@ -126,6 +127,17 @@ def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path)
     assert sorted(read_log(tmp_path / "on", "hella")) == [0, 2, 4, 6, 8, 10, 12]
     assert sorted(read_log(tmp_path / "on", "val")) == list(range(13))  # the last update is evaluated too
     assert sorted(read_log(tmp_path / "off", "val")) == []
+
+
+def test_every_step_is_in_training_mode_after_an_evaluation_too(data, tmp_path):
+    def step(model, *args, **options):
+        seen.append(model.training)
+        return train_step(model, *args, **options)
+
+    seen = []
+    with patched(train_gpt2, "train_step", step) as train_step:
+        assert train(data, tmp_path / "out", max_steps=7, val_every=3) == 0
+    assert seen == [True] * 7
 
 
 def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizer
@@ -101,6 +103,22 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
     assert_same_run(tmp_path / "out", straight)
     samples, expected = ((folder / "samples.txt").read_text() for folder in (tmp_path / "out", straight))
     assert samples == expected and samples.count("\n") == 16, "four of each step, none twice"
+
+
+def test_a_checkpoint_does_not_overwrite_the_one_that_is_being_written(tmp_path):
+    def slow_save(*args):
+        time.sleep(0.1)
+        save(*args)
+
+    lock = SimpleNamespace(folder=tmp_path, check=lambda: None)
+    writer = checkpoints.CheckpointWriter(lock, keep=3, milestone_every=0, deletable=[])
+    with patched(torch, "save", slow_save) as save:
+        for step in (5, 9, 11):
+            writer.write({"step": step, "model": {"w": torch.full((3, 7), float(step))}})
+        writer.wait()
+    for step in (5, 9, 11):
+        saved = torch.load(tmp_path / f"model_{step:05d}.pt", weights_only=True)
+        assert saved["model"]["w"].unique().tolist() == [step]
 
 
 @pytest.fixture(scope="module")
