@@ -13,8 +13,10 @@ on 48M tokens; it is refused until `fit.py --predict` has written what it will e
 
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 KEPT, WORK = Path(__file__).parent / "runs", Path("log/law")
@@ -59,19 +61,32 @@ def kept_val(name, length):
     return values[-1] if values else None
 
 
-def train(folder, *flags):
-    """Run train_gpt2.py and add its processor seconds to a file in the run's folder, as it may take several starts."""
+def train(folder, *flags, until=None):
+    """Run train_gpt2.py, or go on with it, and add its processor seconds to a file in the run's folder.
+
+    As soon as the file `until` exists, the run is stopped, which makes it write a checkpoint from which it can go on.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "train_gpt2.py", *map(str, flags), "--out-dir", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
+    stopped = False
     with open(WORK / "console.txt", "a") as console:
-        status = subprocess.run(command, env=env, stdout=console, stderr=console).returncode
+        process = subprocess.Popen(command, env=env, stdout=console, stderr=console)
+        try:
+            while process.poll() is None:
+                time.sleep(1)
+                if until and until.exists() and not stopped:
+                    process.terminate()
+                    stopped = True
+        finally:  # this program was stopped itself: the run goes on from its checkpoint next time
+            process.terminate()
+            process.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     with open(folder / "seconds.txt", "a") as file:
         file.write(f"{seconds:.1f}\n")
-    if status:
-        sys.exit(f"error: {' '.join(command)} ended with status {status}: see {WORK / 'console.txt'}.")
+    if process.returncode and not stopped:
+        sys.exit(f"error: {' '.join(command)} ended with status {process.returncode}: see {WORK / 'console.txt'}.")
 
 
 def keep(folder, kept, steps):
@@ -101,27 +116,29 @@ def run_series(name, lengths):
     every = round((1 - DECAY) * min(STEPS.values()))
     constant = WORK / "runs" / name / "constant"
     rate = factor * muon_lr(channels)
-    if not (constant / f"model_{end:05}.pt").exists():
-        train(
-            constant, *COMMON, "--n-layer", layers, "--n-head", channels // 32, "--n-embd", channels,
-            "--muon-lr", f"{rate:.5f}", "--max-lr", f"{rate / 10:.6f}", "--seed", seed, "--decay-fraction", 0,
-            "--max-steps", end, "--val-every", 0, "--checkpoint-every", every, "--milestone-every", every,
-        )  # fmt: skip
-        keep(constant, KEPT / name / "constant", end)
     for length in lengths:
         steps = STEPS[length]
         parent = constant / f"model_{min(end, round((1 - DECAY) * steps)):05}.pt"
+        if not parent.exists():  # go on only that far, so that short lengths are finished before long ones begin
+            train(
+                constant, *COMMON, "--n-layer", layers, "--n-head", channels // 32, "--n-embd", channels,
+                "--muon-lr", f"{rate:.5f}", "--max-lr", f"{rate / 10:.6f}", "--seed", seed, "--decay-fraction", 0,
+                "--max-steps", end, "--val-every", 0, "--checkpoint-every", every, "--milestone-every", every,
+                until=parent,
+            )  # fmt: skip
         folder = WORK / "runs" / name / length
         train(
             folder, "--branch-from", parent, "--max-steps", steps, "--decay-fraction", DECAY, "--val-every", 10**6,
             "--val-tokens", VAL_TOKENS, "--checkpoint-every", 500, "--milestone-every", 0,
         )  # fmt: skip
         keep(folder, KEPT / name / length, steps)
+        keep(constant, KEPT / name / "constant", end)
         print(f"{name} {length}: {kept_val(name, length):.4f}", flush=True)
 
 
 def main():
     args = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     if args == ["--list"]:
         for name, (*_, lengths) in SERIES.items():
             losses = {length: kept_val(name, length) for length in lengths}
