@@ -23,23 +23,23 @@ from pathlib import Path
 DOC = "usr/share/doc"
 # package: (version, license, where its text is: regular expressions of paths in it)
 PACKAGES = {
-    "linux-doc-6.1": ("6.1.192-2", "GPL-2", rf"{DOC}/linux-doc-6.1/Documentation/(?!translations/).*\.(rst|txt)(\.gz)?"),
+    "linux-doc-6.1": ("6.1.192-2", "GPL-2 and others", rf"{DOC}/linux-doc-6.1/Documentation/(?!translations/).*\.(rst|txt)(\.gz)?"),
     "perl-doc": ("5.36.0-7+deb12u4", "GPL-1+ or Artistic", r".*/pod/.*\.pod|usr/share/man/man3/.*"),
     "python3.11-doc": ("3.11.2-6+deb12u9", "PSF-2", rf"{DOC}/python3.11/html/_sources/.*\.rst\.txt"),
     "postgresql-doc-15": ("15.20-0+deb12u1", "PostgreSQL", rf"{DOC}/postgresql-doc-15/html/(?!bookindex).*\.html"),
     "manpages": ("6.03-2", "GPL-2+ and others", r"usr/share/man/.*"),
     "manpages-dev": ("6.03-2", "GPL-2+ and others", r"usr/share/man/.*"),
-    "anarchism": ("15.3-3", "GPL-2+ or GFDL", rf"{DOC}/anarchism/markdown/.*\.md(\.gz)?"),
-    "libreoffice-help-en-us": ("4:7.4.7-1+deb12u14", "MPL-2.0", r"usr/share/libreoffice/help/en-US/text/.*\.html"),
+    "anarchism": ("15.3-3", "GPL-2+", rf"{DOC}/anarchism/markdown/.*\.md(\.gz)?"),
+    "libreoffice-help-en-us": ("4:7.4.7-1+deb12u14", "MPL-2.0 and others", r"usr/share/libreoffice/help/en-US/text/.*\.html"),
     "rust-doc": (
         "1.63.0+dfsg1-2",
         "MIT or Apache-2.0",
         rf"{DOC}/rust-doc/html/(book|cargo|clippy|edition-guide|embedded-book|nomicon|reference|rust-by-example|rustc"
         r"|rustdoc|unstable-book)/(?!first-edition|second-edition|2018-edition)(?!.*print\.html).*\.html",
     ),
-    "git-doc": ("1:2.39.5-0+deb12u3", "GPL-2", rf"{DOC}/git-doc/.*\.txt"),
-    "fortunes": ("1:1.99.1-7.3", "BSD and others", r"usr/share/games/fortunes/[a-z-]+"),
-    "octave-doc": ("7.3.0-2", "GPL-3+", rf"{DOC}/octave/(octave|liboctave)\.html/(?!XREF|index-).*\.html"),
+    "git-doc": ("1:2.39.5-0+deb12u3", "GPL-2 and others", rf"{DOC}/git-doc/.*\.txt"),
+    "fortunes": ("1:1.99.1-7.3", "BSD; quotations", r"usr/share/games/fortunes/[a-z-]+"),
+    "octave-doc": ("7.3.0-2", "GPL-3+ and others", rf"{DOC}/octave/(octave|liboctave)\.html/(?!XREF|index-).*\.html"),
     "debian-policy": ("4.6.2.0", "GPL-2+", rf"{DOC}/debian-policy/policy\.html/_sources/.*\.rst\.txt"),
     "developers-reference": ("12.18", "GPL-2+", r"usr/share/developers-reference/_sources/.*\.rst\.txt"),
     "debian-handbook": ("11.20220922", "GPL-2+ or CC-BY-SA-3.0", rf"{DOC}/debian-handbook/html/en-US/.*\.html"),
