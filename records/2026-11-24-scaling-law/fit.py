@@ -18,7 +18,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from runs import GRID, PREDICTED, SERIES, SIZES, STEPS, TOKENS_PER_STEP, kept_val  # noqa: E402
+from runs import GRID, KEPT, PREDICTED, SERIES, SIZES, STEPS, TOKENS_PER_STEP, kept_val  # noqa: E402
 
 COLORS = dict(zip(SIZES, ("#1f77b4", "#2ca02c", "#e6a000", "#d62728", "#9467bd")))
 NUM_BOOTSTRAP = 1000
@@ -138,6 +138,10 @@ def seed_noise(points):
     return (np.sqrt(np.mean(np.square(pairs)) / 2), len(pairs), np.mean(pairs)) if pairs else (np.nan, 0, np.nan)
 
 
+def seconds_of(path):
+    return path.read_text().rsplit("processor seconds: ", 1)[1].strip()
+
+
 def report(points):
     """The lines of fit.txt."""
     planned = sum(len(lengths) for _, _, factor, lengths in SERIES.values() if factor == 1)
@@ -153,7 +157,8 @@ def report(points):
         cells = [" / ".join(f"{found[size, d, s]:.4f}" for s in (1, 2) if (size, d, s) in found) for d in GRID]
         yield f"{size:6}{parameters(size) / 1e6:5.2f}M" + "".join(f"{cell:>17}" for cell in cells)
     noise, num_pairs, mean = seed_noise(points)
-    yield f"between seeds: standard deviation {noise:.4f}, of {num_pairs} pairs; seed 2 minus seed 1: {mean:+.4f}"
+    if num_pairs:
+        yield f"between seeds: standard deviation {noise:.4f}, of {num_pairs} pairs; seed 2 minus seed 1: {mean:+.4f}"
     yield ""
     yield "rates: loss at half and at twice the rule's rate, minus that at the rule's"
     for name, (size, seed, factor, lengths) in SERIES.items():
@@ -161,6 +166,12 @@ def report(points):
             value, rule = kept_val(name, length), kept_val(f"{size}-seed{seed}", length)
             if value is not None and rule is not None:
                 yield f"{size} {length} x {factor}: {value - rule:+.4f}"
+    yield ""
+    yield "processor seconds: the constant run, then each branch after it"
+    for name in SERIES:
+        spent = {path.parent.name: seconds_of(path) for path in (KEPT / name).glob("*/run.txt")}
+        if spent:
+            yield f"{name}: " + ", ".join(f"{part} {spent[part]}" for part in ("constant", *STEPS) if part in spent)
     if len(sizes) < 3:
         yield "Three sizes are needed for a fit."
         return

@@ -46,6 +46,7 @@ SERIES = {
     "5x160-seed1": ("5x160", 1, 1.0, GRID),
     "4x128-seed2": ("4x128", 2, 1.0, GRID),
     "6x192-seed1": ("6x192", 1, 1.0, GRID),
+    "2x64-seed1-half-long": ("2x64", 1, 0.5, ["32M"]),  # the best rate falls with the length: by how much in the end?
 }
 
 
