@@ -160,6 +160,12 @@ def report(points):
     if num_pairs:
         yield f"between seeds: standard deviation {noise:.4f}, of {num_pairs} pairs; seed 2 minus seed 1: {mean:+.4f}"
     yield ""
+    for a, b in zip(sizes, sizes[1:]):
+        gaps = {d: found[a, d, 1] - found[b, d, 1] for d in GRID if (a, d, 1) in found and (b, d, 1) in found}
+        yield f"{a} minus {b}, seed 1, which the law wants to be the same for all lengths: " + ", ".join(
+            f"{d} {gap:.4f}" for d, gap in gaps.items()
+        )
+    yield ""
     yield "rates: loss at half and at twice the rule's rate, minus that at the rule's"
     for name, (size, seed, factor, lengths) in SERIES.items():
         for length in lengths if factor != 1 else []:
@@ -226,9 +232,10 @@ def draw(points):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained")
     N, D, L = arrays(points)
     law = fit(N, D, L) if len(set(N)) > 2 and len(set(D)) > 2 else None
+    figure, axes = plt.subplots(1, 2 if law else 1, figsize=(11 if law else 5.5, 4.3), layout="constrained", squeeze=False)
+    left, right = axes[0, 0], axes[0, -1]  # without a law the losses alone
     line = np.geomspace(min(map(tokens, GRID)), max(map(tokens, GRID)), 50)
     for size, color in COLORS.items():
         own = N == parameters(size)
@@ -237,10 +244,11 @@ def draw(points):
             if law:
                 left.plot(line / 1e6, loss(law, parameters(size), line), color=color, linewidth=1)
                 right.plot(D[own] / 1e6, L[own] - loss(law, N[own], D[own]), "o", color=color, markersize=4)
-    right.axhline(0, color="#999999", linewidth=1)
+    if law:
+        right.axhline(0, color="#999999", linewidth=1)
+        right.set(ylabel="loss minus fit")
     left.set(ylabel="validation loss (nats per byte)")
-    right.set(ylabel="loss minus fit")
-    for ax in (left, right):
+    for ax in axes[0]:
         ax.set(xlabel="training tokens (millions)", xscale="log", xticks=[2, 4, 8, 16, 32], xticklabels=[2, 4, 8, 16, 32])
         ax.minorticks_off()
         ax.grid(alpha=0.25)
