@@ -142,6 +142,14 @@ def seconds_of(path):
     return path.read_text().rsplit("processor seconds: ", 1)[1].strip()
 
 
+def is_enough(points):
+    """Whether there are three sizes with three lengths each, the least for a fit."""
+    lengths = {}
+    for size, length, *_ in points:
+        lengths.setdefault(size, set()).add(length)
+    return sum(len(found) >= 3 for found in lengths.values()) >= 3
+
+
 def report(points):
     """The lines of fit.txt."""
     planned = sum(len(lengths) for _, _, factor, lengths in SERIES.values() if factor == 1)
@@ -178,8 +186,8 @@ def report(points):
         spent = {path.parent.name: seconds_of(path) for path in (KEPT / name).glob("*/run.txt")}
         if spent:
             yield f"{name}: " + ", ".join(f"{part} {spent[part]}" for part in ("constant", *STEPS) if part in spent)
-    if len(sizes) < 3:
-        yield "Three sizes are needed for a fit."
+    if not is_enough(points):
+        yield "Three sizes with three lengths each are needed for a fit."
         return
     yield ""
     for with_embeddings in (False, True):
@@ -233,7 +241,7 @@ def draw(points):
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     N, D, L = arrays(points)
-    law = fit(N, D, L) if len(set(N)) > 2 and len(set(D)) > 2 else None
+    law = fit(N, D, L) if is_enough(points) else None
     figure, axes = plt.subplots(1, 2 if law else 1, figsize=(11 if law else 5.5, 4.3), layout="constrained", squeeze=False)
     left, right = axes[0, 0], axes[0, -1]  # without a law the losses alone
     line = np.geomspace(min(map(tokens, GRID)), max(map(tokens, GRID)), 50)
