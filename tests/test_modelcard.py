@@ -49,51 +49,37 @@ def card(run, text=RUN, log=LOG + EVALUATIONS, **options):
 
 
 def test_the_card_has_what_the_run_measured(run):
-    text = card(run, sample="To be,\n```or```")
+    text = card(run, RUN + start_text(machine="Linux, 8 cores", commit=""), sample="To be,\n```or```")
     header, page = text.removeprefix("---\n").split("\n---\n", 1)
     assert "library_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt2" in header
     assert "license" not in header, "it is not ours to say"
-    assert "\n# A GPT-2 with 41,888 parameters\n" in page  # 2 layers of 32 channels, 257 ids, 256 positions
     assert "trained from scratch" in page and "2 layers, 2 attention heads and 32 channels" in page
-    assert "| validation loss on at most 5,000 unseen tokens, nats per token | 1.2500 | 4 |" in page
+    assert "| validation loss on unseen tokens, nats per token | 1.2500 | 4 |" in page
     assert "in bits per byte, which can be compared between tokenizers | 0.8750 | 4 |" in page
-    assert "| training loss of the last update, nats per token | 2.0000 | 4 |" in page
-    assert "the first 200 examples of the validation split, acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
-    assert "Training: 4 updates of 1,000 tokens,\n4,000 in all." in page
+    assert "| training loss of the last update, nats per token | 2.0000 | 3 |" in page
+    assert "acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
     assert "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page
-    assert "    commit: fd912143f159\n" in page
+    assert "    commit: fd912143f159\n" in page and page.count("commit:") == 1  # git is not everywhere
+    assert "    machine: Linux, 8 cores\n" in page, "the second start is said, too"
     assert "\n\n    To be,\n    ```or```\n\n" in page
-    assert "AutoModelForCausalLM.from_pretrained" in page and '"max_lr": 0.0006' in page
-    assert "/home/somebody" not in text
+    assert '"max_lr": 0.0006' in page and "/home/somebody" not in text
 
 
 def test_what_was_not_measured_is_left_out(run):
     page = card(run, log="")
-    assert "| measured" not in page and "updates" not in page and "A sample" not in page
+    assert "| measured" not in page and "A sample" not in page
     page = card(run, log=LOG)
     assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
-    page = card(run, start_text(CONFIG | {"batch_ramp": 10**9}, commit=""))  # git is not everywhere
-    assert "commit" not in page and "Training: 4 updates." in page
 
 
-def test_a_run_in_parts_and_a_branch_say_so(run):
-    page = card(run, RUN + start_text(started="2026-11-21T10:00:00+00:00", machine="Linux, 8 cores"))
-    assert "Started:\n\n    started: 2026-11-20T13:42:34+00:00\n" in page and "NVIDIA H100\n" in page
-    assert "Resumed:\n\n    started: 2026-11-21T10:00:00+00:00\n" in page and "8 cores\n" in page
-    branched = json.dumps({"parent": "/home/somebody/log", "step": 2, "changed": {"total_batch_size": [500, 1000]}})
-    page = card(run, start_text(branched=branched))
-    assert "from another run after 2 updates" in page and "in all" not in page and "somebody" not in page
-
-
-def test_known_data_and_weights_are_named_and_the_tokenizers_name_is_neither_a_link_nor_html(run):
-    meta = {"dataset": "fineweb-edu", "tokens": 123456, "tokenizer": "a_b+c\n<b>[x](y)`&#!"}
-    (run / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    text = card(run, start_text(CONFIG | {"data": str(run), "init_from": "gpt2-medium"}))
-    header = yaml.safe_load(text.split("---")[1])
-    assert header["datasets"] == ["HuggingFaceFW/fineweb-edu"] and header["language"] == "en"
-    assert header["base_model"] == "openai-community/gpt2-medium" and "fine-tuned from OpenAI's gpt2-medium" in text
-    assert "\n\n    data set: HuggingFaceFW/fineweb-edu\n    tokens: 123,456\n" in text
-    assert r"    tokenizer: a_b+c\n<b>[x](y)`&#!" in text
+def test_data_and_weights_of_the_hub_are_named(run):
+    for name, shown in {"fineweb-edu": "HuggingFaceFW/fineweb-edu", "a/b-c.d": "a/b-c.d", "a/b\n- c": None}.items():
+        (run / "meta.json").write_text(json.dumps({"dataset": name}), encoding="utf-8")
+        text = card(run, start_text(CONFIG | {"data": str(run), "init_from": "gpt2-medium"}))
+        header = yaml.safe_load(text.split("---")[1])
+        assert header.get("datasets") == ([shown] if shown else None)
+        assert header["base_model"] == "openai-community/gpt2-medium"
+        assert "fine-tuned from OpenAI's gpt2-medium" in text
 
 
 @pytest.mark.parametrize("name, shown", [("bytes", "The "), ("bytes+chat", "<|user|>Hello!<|end|><|assistant|>")])
