@@ -34,7 +34,7 @@ from tqdm import tqdm
 import tokenizer
 from plumbing.documents import num_cores, read_records
 from plumbing.program import UserError
-from plumbing.shards import check_meta, num_parts_of, open_shard, split_of
+from plumbing.shards import check_meta, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
@@ -61,16 +61,12 @@ def read_examples(path, enc):
 
 def open_shards(folder):
     """All shards of a folder in the order of their text."""
-    files = sorted(Path(folder).glob("*"))
-    # when the data was prepared in parts (--part), consecutive shards of one part differ by the number of parts
-    step = max(map(num_parts_of, files), default=1)
 
-    def part_and_number(file):
-        number = int(re.findall(r"\d*$", file.stem)[0] or 0)
-        return number % step, number
+    def number(file):
+        return int(re.findall(r"\d*$", file.stem)[0] or 0)
 
-    shards = [file for file in files if split_of(file.name)]
-    return [open_shard(file) for file in sorted(shards, key=part_and_number)]
+    shards = [file for file in sorted(Path(folder).glob("*")) if split_of(file.name)]
+    return [open_shard(file) for file in sorted(shards, key=number)]
 
 
 def ngram_hashes(tokens):

@@ -15,8 +15,7 @@ of the text and one shard; of FineWeb-Edu and Python's documentation it is the f
 Memory use does not depend on the size of the corpus: a few shards and some 10 MB of text per core. The
 same command resumes after the last complete shard, as meta.json records it, and produces the same bytes,
 whenever it was killed and on any number of cores. A data set of the hub stays at the commit that it had
-at first. On several machines, run parts at the same time, --part 0/4 to --part 3/4: each takes every
-fourth file.
+at first.
 """
 
 import sys
@@ -51,7 +50,6 @@ class Options:
 
     # The work
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
-    part: str = ""  # I/N: only every N-th input file, from the I-th; the parts share one --out-dir
 
 
 def parse(args=None):
@@ -73,7 +71,6 @@ import difflib
 import itertools
 import math
 import os
-import re
 import shutil
 import threading
 import types
@@ -121,18 +118,7 @@ def check_options(options):
     types = {sources.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
-    part, num_parts = read_part(options.part)
-    if part > num_parts:
-        complaints.append(
-            f"--part {options.part} is not of the form I/N with I < N; the first of four parts is 0/4."
-        )
     flags.check(options, complaints, above_0=["shard_size"])
-
-
-def read_part(text):
-    """(I, N) of --part I/N, (0, 1) if there is none, (1, 0) if it has another form."""
-    match = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", text or "0/1")
-    return tuple(map(int, match.groups())) if match else (1, 0)
 
 
 # ----- Tokens -------------------------------------------------------------------------------------------
@@ -279,24 +265,19 @@ def prepare(options):
     check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
-    part, num_parts = read_part(options.part)
-    part %= num_parts  # 4/4 is 0/4
     default, prefix = DATASETS.get(options.dataset, ("", ""))
     settings = {
         name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
     }
     with sources.with_example("fineweb.py", options):
-        folder, found, made_from = shards.plan(
-            options, settings, default=default, part=part, num_parts=num_parts
-        )
+        folder, found, made_from = shards.plan(options, settings, default=default)
         enc = tokenizer.get_encoding(options.tokenizer)
         meta = shards.new_meta(enc, options, found, made_from)
         if found.dataset not in DATASETS:
-            # a large corpus needs fewer pieces; with --part only the first part has a validation split
             num_bytes = sum(source.size for source in found.sources)
-            every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
-            meta["validation_every"] = every if part == 0 else 0
-        writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "", part, num_parts)
+            # a large corpus needs fewer pieces
+            meta["validation_every"] = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
+        writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "")
         writer.make_once(make_shards, options, enc, found.sources)
     return folder
 
@@ -313,13 +294,12 @@ def make_shards(writer, options, enc, found):
     total, sizes = options.max_tokens or None, [source.size for source in found]
     if found[0].repo:
         if meta["dataset"] in DATASETS:
-            total = total or EDU_TOKENS // writer.num_parts
+            total = total or EDU_TOKENS
         # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
         # be on disk: one is finished, one is being read, one is being downloaded
         check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
     ahead = not options.max_tokens  # with a limit, the next file may not be needed
-    folder = os.path.join(writer.folder, f".download-{writer.part}-of-{writer.num_parts}")
-    downloads = sources.Downloads(found, folder, begin.source, ahead)
+    downloads = sources.Downloads(found, writer.path(".download"), begin.source, ahead)
     batches = documents.read_batches(downloads, options.text_column, begin.piece, options.separator)
     encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
@@ -354,8 +334,7 @@ def write_shard(writer, enc, tokens, end, sample):
     """
     meta = writer.meta
     if not meta["shards"]:
-        if writer.part == 0:  # for all parts, which may be written at the same time
-            tokenizer.save_for_folder(enc, writer.folder)
+        tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if writer.validation_file:
         writer.write(writer.validation_file, sample.tokens())
@@ -375,7 +354,7 @@ def write_rest(writer, enc, rest, sample):
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
         rest = sample.top_up(rest)
-    elif is_first and writer.part == 0:  # the first shard would be all validation: cut it into tenths
+    elif is_first:  # the first shard would be all validation: cut it into tenths
         size = math.ceil(size / 10)
     for start in range(0, max(1, len(rest)), max(1, size)):
         write_shard(writer, enc, rest[start : start + size], None, sample)
@@ -414,16 +393,10 @@ def fetch_pretokenized(options):
 def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
     folder = prepare(parse(args))
-    metas = shards.read_metas(folder)
-    num_complete = sum(meta["complete"] for meta in metas.values())
-    num_parts = max(map(shards.num_parts_of, metas))
-    if num_complete < num_parts:
-        print(f"note: {folder} has {num_complete} of {num_parts} parts. Make the others with --part, too.")
-        return
-    lengths = shards.split_lengths(metas.values())
+    meta = shards.read_meta(folder)
+    lengths = shards.split_lengths(meta)
     command = training_command(folder, lengths)
-    uses_gpt2 = any(meta["tokenizer"] == "gpt2" for meta in metas.values())
-    if uses_gpt2 and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
+    if meta["tokenizer"] == "gpt2" and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
         print(
             "note: So little text contains many of GPT-2's 50,257 tokens only a few times. Bytes train faster on it:"
         )

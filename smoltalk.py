@@ -296,7 +296,7 @@ def prepare(options):
         found = found._replace(dataset="conversations")
     writer = shards.ShardWriter(folder, shards.new_meta(enc, options, found, made_from), enc)
     writer.make_once(make_shards, found.sources, enc, options.shard_size, max_length)
-    lengths = shards.split_lengths(shards.read_metas(folder).values())["train"]
+    lengths = shards.split_lengths(shards.read_meta(folder))["train"]
     program.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder
 

@@ -108,12 +108,12 @@ def has_chat_tokens(enc):
 def folder_encoding(folder):
     """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
     path = Path(folder, "tokenizer.tiktoken")
-    names = [meta["tokenizer"] for meta in shards.read_metas(folder).values()]
-    name = names[0] if names else "gpt2"
+    recorded = shards.read_meta(folder)["tokenizer"]
+    name = recorded or "gpt2"
     base = name.removesuffix("+chat")
     is_here = path.exists() or base not in ("gpt2", "bytes")
     enc = get_encoding(path if is_here else base)
-    if names and enc.name != base:
+    if recorded and enc.name != base:
         raise UserError(
             f"{path} holds tokenizer {enc.name}, but the meta.json beside it names {base}. Make the shards again in a "
             "new folder."

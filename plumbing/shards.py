@@ -219,20 +219,13 @@ def check_masks(masks):
 
 
 def check_meta(folder, shards):
-    """Raise UserError unless the meta.json in `folder`, if it has any, are complete and list the shards."""
-    metas = read_metas(folder)
-    num_parts = max(map(num_parts_of, metas), default=0)
-    if len(metas) < num_parts:
-        raise UserError(
-            f"The shards in {folder} are not complete: {len(metas)} of {num_parts} parts are there. Make the others "
-            "with fineweb.py --part, or copy them and their meta.part-*.json."
-        )
-    metas = metas.values()
-    if not all(meta["complete"] and meta["tokens"] in (0, sum(meta["shards"].values())) for meta in metas):
+    """Raise UserError unless the meta.json in `folder`, if it has one, is complete and lists the shards."""
+    meta = read_meta(folder)
+    listed = meta["shards"]
+    if not meta["complete"] or meta["tokens"] not in (0, sum(listed.values())):
         raise UserError(
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
         )
-    listed = {name: length for meta in metas for name, length in meta["shards"].items()}
     found = {shard.path.name: len(shard) for shard in shards}
     if listed and listed != found:
         name = min(dict(listed.items() ^ found.items()))
@@ -249,17 +242,12 @@ class Plan(NamedTuple):
     """Which shards a command makes."""
 
     folder: str
-    found: sources.Found  # the files of this part
+    found: sources.Found  # its files
     made_from: dict[str, Any]  # what meta.json says of these files and the settings
 
 
 def plan(
-    options: Any,
-    settings: dict[str, Any],
-    types: tuple[str, ...] = tuple(sources.TYPES),
-    default: str = "",
-    part: int = 0,
-    num_parts: int = 1,
+    options: Any, settings: dict[str, Any], types: tuple[str, ...] = tuple(sources.TYPES), default: str = ""
 ) -> Plan:
     """The plan of a script's options. An earlier run's files are found again without asking the hub.
 
@@ -270,20 +258,12 @@ def plan(
         found = sources.find(options, types)
         default = sources.folder_name(options.input[0], found.sources)
     folder = options.out_dir or default or os.path.basename(options.dataset)
-    old = read_metas(folder).get(meta_path(folder, part, num_parts))
-    again = sources.find_again(old, options) if old else None
-    if old and again:
+    old = read_meta(folder)
+    again = sources.find_again(old, options)
+    if again:
         return Plan(folder, again, old["made_from"] | settings)
     found = found or sources.find(options)
-    if num_parts > len(found.sources):
-        raise UserError(
-            f"There are only {len(found.sources)} input files for {num_parts} parts. Lower N in --part."
-        )
     made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
-    if num_parts > 1:
-        names = "\n".join(source.recorded()[0] for source in found.sources)
-        made_from["all_inputs"] = hashlib.sha256(names.encode()).hexdigest()[:16]  # the parts must share them
-    found = found._replace(sources=found.sources[part::num_parts])
     made_from["sources"] = [source.recorded() for source in found.sources]
     return Plan(folder, found, made_from)
 
@@ -327,78 +307,62 @@ def new_meta(enc: Any, options: Any, found: sources.Found, made_from: dict[str, 
     return meta
 
 
-def meta_path(folder, part, num_parts):
-    return Path(folder, f"meta.part-{part}-of-{num_parts}.json" if num_parts > 1 else "meta.json")
-
-
-def num_parts_of(path):
-    """ "data/meta.part-1-of-4.json" -> 4, "data/meta.json" -> 1"""
-    match = re.search(r"-of-(\d+)\.json$", str(path))
-    return int(match[1]) if match else 1
-
-
-def read_metas(folder):
-    """{path: contents} of the meta.json in `folder`, or of one per part; one made by hand may only have a tokenizer."""
-    metas, remedy = {}, "Make the shards again in another folder."
-    defaults = empty_meta() | {"tokenizer": None, "complete": True}
-    for path in sorted(Path(folder).glob("meta*.json")):
-        if re.fullmatch(r"meta(\.part-\d+-of-\d+)?\.json", path.name):  # others are other programs'
-            metas[path] = meta = defaults | read_json(path, remedy)
-            for key, value in meta.items():
-                if not fits({key: value}, META | OPTIONAL):
-                    shown = program.plain(repr(value), 60)
-                    raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {remedy}")
-    return metas
+def read_meta(folder: Name) -> dict[str, Any]:
+    """The meta.json in `folder`: one made by hand may only have a tokenizer, and without one there is no tokenizer."""
+    path, remedy = Path(folder, "meta.json"), "Make the shards again in another folder."
+    for earlier in Path(folder).glob("meta.part-*.json"):
+        raise UserError(f"{earlier} is of shards made in parts, which are no longer read. {remedy}")
+    if not path.exists():
+        return empty_meta() | {"complete": True}
+    meta = empty_meta() | {"tokenizer": None, "complete": True} | read_json(path, remedy)
+    for key, value in meta.items():
+        if not fits({key: value}, META | OPTIONAL):
+            raise UserError(f"{path} is damaged: its {key} cannot be {program.plain(repr(value), 60)}. {remedy}")
+    return meta
 
 
 def origin(folder: Name) -> str:
     """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
-    for meta in read_metas(folder).values():
-        made_from = meta["made_from"]
-        words = [meta["dataset"], *(made_from.get(key) for key in ("config", "split", "revision"))]
-        return ", ".join(filter(None, words))
-    return ""
+    meta = read_meta(folder)
+    words = [meta["dataset"], *(meta["made_from"].get(key) for key in ("config", "split", "revision"))]
+    return ", ".join(filter(None, words))
 
 
-def split_lengths(metas):
-    """{"train": lengths of the shards, "val": lengths of the shards} of one meta.json, or one per part."""
+def split_lengths(meta):
+    """{"train": lengths of the shards, "val": lengths of the shards} of a meta.json."""
     lengths: dict[Any, list[int]] = {"train": [], "val": []}
-    for meta in metas:
-        for name, length in meta["shards"].items():
-            lengths[split_of(name)].append(length)
+    for name, length in meta["shards"].items():
+        lengths[split_of(name)].append(length)
     return lengths
 
 
-def continue_meta(folder, path, meta):
-    """The meta at `path` if it continues `meta`, else `meta` itself; refuses a folder with a different data set."""
-    metas = read_metas(folder)
-    is_ours = all("sources" in old["made_from"] for old in metas.values())
-    if not metas:
-        is_ours = not any(split_of(file.name) for file in Path(folder).glob("*"))
-    if not is_ours:
+def continue_meta(folder, meta):
+    """The meta.json of `folder` if it continues `meta`, else `meta` itself; refuses one of a different data set."""
+    old, is_new = read_meta(folder), not Path(folder, "meta.json").exists()
+    has_shards = any(split_of(file.name) for file in Path(folder).glob("*"))
+    if has_shards if is_new else "sources" not in old["made_from"]:
         raise UserError(
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )
-    for other, old in metas.items():
-        was, now = (request(*each) for each in ((other, old), (path, meta)))
-        if other == path:  # the parts of a data set differ in their files
-            name = "the input (name, bytes, hash)"
-            was[name], now[name] = next(changed_sources(old, meta), ("", ""))
-        for key in was | now:
-            before, after = was.get(key, ""), now.get(key, "")
-            if before != after:
-                raise UserError(
-                    f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
-                    f"{program.plain(repr(after))}. Move it away, or make the new ones elsewhere."
-                )
-    return metas.get(path, meta) | {"made_from": meta["made_from"]}  # with the present sizes of mended files
+    if is_new:
+        return meta
+    was, now = request(old), request(meta)
+    name = "the input (name, bytes, hash)"
+    was[name], now[name] = next(changed_sources(old, meta), ("", ""))
+    for key in was | now:
+        before, after = was.get(key, ""), now.get(key, "")
+        if before != after:
+            raise UserError(
+                f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
+                f"{program.plain(repr(after))}. Move it away, or make the new ones elsewhere."
+            )
+    return old | {"made_from": meta["made_from"]}  # with the present sizes of mended files
 
 
-def request(path, meta):
+def request(meta):
     """One record of what was asked for: where a run continues, it is the same."""
     settings = {key: value for key, value in meta["made_from"].items() if key != "sources" and value != ""}
-    names = {key: meta[key] for key in ("dataset", "tokenizer")}
-    return {"the number of parts": num_parts_of(path)} | names | settings
+    return {key: meta[key] for key in ("dataset", "tokenizer")} | settings
 
 
 def changed_sources(old, new):
@@ -434,7 +398,7 @@ def write_shard(path, array):
 
 
 class Position(NamedTuple):
-    """A place in the input of a part, where a shard ends; meta.json has it as a list."""
+    """A place in the input, where a shard ends; meta.json has it as a list."""
 
     source: int = 0  # the number of the file
     piece: int = 0  # the number of the piece in that file
@@ -444,18 +408,17 @@ class Position(NamedTuple):
 
 
 class ShardWriter:
-    """Writes the shards of a folder, or of one part, and their meta.json; continues or refuses those that are there."""
+    """Writes the shards of a folder and their meta.json; continues or refuses those that are there."""
 
-    def __init__(self, folder, meta, enc, prefix="", part=0, num_parts=1):
-        self.folder, self.part, self.num_parts, self.eot_token = folder, part, num_parts, enc.eot_token
+    def __init__(self, folder, meta, enc, prefix=""):
+        self.folder, self.eot_token, self.new_meta = folder, enc.eot_token, meta
         self.title = program.plain(folder)  # to be printed
-        self.meta_path, self.new_meta = meta_path(folder, part, num_parts), meta
         name = os.path.basename(os.path.abspath(folder))
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
         self.load()
 
     def load(self):
-        self.meta = continue_meta(self.folder, self.meta_path, self.new_meta)
+        self.meta = continue_meta(self.folder, self.new_meta)
         for file in self.meta["shards"]:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
         # sampled from all of the input, it grows with every training shard
@@ -464,7 +427,7 @@ class ShardWriter:
     def make_once(self, make: Callable[..., None], *args: Any) -> None:
         """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
         if not self.is_complete():
-            with lock_folder(self.folder, self.meta_path.stem.replace("meta", ".lock")):
+            with lock_folder(self.folder):
                 self.load()  # another process may have worked on it until now
                 if not self.is_complete():
                     make(self, *args)
@@ -504,9 +467,7 @@ class ShardWriter:
         return os.path.join(self.folder, file)
 
     def next_name(self):
-        """The file name of the next shard; no two parts share a number."""
-        number = len(self.meta["shards"])
-        return shard_name(self.prefix, number * self.num_parts + self.part)
+        return shard_name(self.prefix, len(self.meta["shards"]))
 
     def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Write a shard, and before it its mask: without one, every token would count as a target."""
@@ -520,13 +481,13 @@ class ShardWriter:
 
     def save(self):
         self.meta["tokens"] = sum(self.meta["shards"].values())
-        with atomic_write(self.meta_path, "w", encoding="utf-8") as file:
+        with atomic_write(self.path("meta.json"), "w", encoding="utf-8") as file:
             json.dump(self.meta, file, indent=1)
 
     def finish(self, noun="document"):
         self.meta["complete"] = True
         self.save()
-        lengths = split_lengths([self.meta])
+        lengths = split_lengths(self.meta)
         print(
             f"{self.title}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
         )

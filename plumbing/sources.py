@@ -24,7 +24,7 @@ from plumbing import flags, program
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 from plumbing.program import UserError
 
-OURS = re.compile(r"(^|[/\\])(meta(\.part-[^/]*)?|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
+OURS = re.compile(r"(^|[/\\])(meta|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
     ".parquet": ".parquet",

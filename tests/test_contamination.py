@@ -51,16 +51,13 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     texts[1]["text"] += f"{almost} ~ {nonsense(rng, words, 9)}"
     paths = [write_lines(tmp_path / f"{i}.jsonl", texts[i::2]) for i in range(2)]
     evaluation = write_lines(tmp_path / "eval.jsonl", examples)
-    # shards of 20 tokens: most of the planted runs begin in one shard and end in another of the same part
-    whole, parts = {"": "*.npy"}, {"0/2": "*[02468].npy", "1/2": "*[13579].npy"}
-    cases = [("one", paths, 10**6, whole), ("many", paths, 20, whole), ("parts", paths, 20, parts)]
-    for name, inputs, size, patterns in [*cases, ("clean", [clean], 10**6, whole)]:
+    # shards of 20 tokens: most of the planted runs begin in one shard and end in another
+    cases = [("one", paths, 10**6), ("many", paths, 20), ("clean", [clean], 10**6)]
+    for name, inputs, size in cases:
         options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size, out_dir=str(tmp_path / name))
-        for part in patterns:
-            folder = prepare(Options(input=tuple(inputs), part=part, **options))
+        folder = prepare(Options(input=tuple(inputs), **options))
         found = contamination.report(folder, evaluation)
-        tokens = [read(folder, pattern).tolist() for pattern in patterns.values()]
-        assert set(found) == set().union(*(naive_contamination(examples, part, enc) for part in tokens))
+        assert set(found) == set(naive_contamination(examples, read(folder, "*.npy").tolist(), enc))
         assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
     capsys.readouterr()
     (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
@@ -74,12 +71,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     write_lines(tmp_path / "text.jsonl", [{"text": "a"}])
     write_lines(tmp_path / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
-    (tmp_path / "part").mkdir()
-    np.save(tmp_path / "part" / "x_val_000000.npy", np.zeros(20, np.uint16))
-    (tmp_path / "part" / "meta.part-0-of-2.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     cases = [
         (tmp_path / "none", "text.jsonl", "no shards in"),
-        (tmp_path / "part", "text.jsonl", "not complete: 1 of 2 parts"),
         (tmp_path, "text.jsonl", "Line 1 of"),
         (tmp_path, "short.jsonl", "13 tokens"),
         (tmp_path, "missing.jsonl", "hellaswag.py downloads HellaSwag's"),

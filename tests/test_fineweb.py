@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fineweb
@@ -277,35 +276,6 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     assert all(after[name] == digest for name, digest in before.items() if "_train_" in name)
 
 
-def test_parts_are_disjoint_and_their_union_is_the_whole(tmp_path):
-    texts = random_texts(50)
-    for i in range(5):
-        write_jsonl(tmp_path / f"{i}.jsonl", texts[10 * i : 10 * i + 10])
-
-    def make_part(part):
-        return make(tmp_path, str(tmp_path / "*.jsonl"), shard_size=3000, part=part, num_proc=1)
-
-    with ThreadPoolExecutor(3) as executor:  # at the same time
-        list(executor.map(make_part, ("1/3", "2/3", "3/3")))  # as `seq 3` counts; 0/3 is 3/3
-    make_part("0/3")
-    folder = tmp_path / "out"
-    metas = [read_meta(folder, f"meta.part-{i}-of-3.json") for i in range(3)]
-    assert {file for meta in metas for file in meta["shards"]} == {file.name for file in folder.glob("*.npy")}
-    assert sum(len(meta["shards"]) for meta in metas) == len(list(folder.glob("*.npy")))
-    first = [texts[:10], texts[30:40]]  # of the part that validates
-    num_bytes = sum(os.path.getsize(tmp_path / f"{number}.jsonl") for number in (0, 3))
-    expected = [np.concatenate(split_texts(first, num_bytes, 3000))]
-    expected += [as_bytes(texts[10:20] + texts[40:]), as_bytes(texts[20:30])]
-    for meta, tokens in zip(metas, expected):
-        assert np.array_equal(np.concatenate([np.load(folder / file) for file in meta["shards"]]), tokens)
-    write_jsonl(tmp_path / "5.jsonl", texts[:5])
-    with pytest.raises(UserError, match="all_inputs was"):
-        make_part("0/3")
-    with pytest.raises(UserError, match="the number of parts was 3 and is now 2"):
-        make_part("0/2")
-    assert len(list(folder.glob("*_val_*"))) == 1 and tokenizer.folder_encoding(folder).name == "bytes"
-
-
 def test_importing_runs_nothing(tmp_path):
     code = (
         "import socket, sys\n"
@@ -331,8 +301,7 @@ BAD_INPUTS = {
     "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
-    "--input good.jsonl --part 5/4 --shard-size 0": "5/4 & 0/4 & --shard-size is 0",
-    "--input good.jsonl --part 0/4": "only 1 input files",
+    "--input good.jsonl --separator x --shard-size 0": "--separator only & --shard-size is 0",
     "--input good.jsonl --shard-size 7 --out-dir taken": "shard_size was 100000000 and is now 7",
     "--input other.jsonl --out-dir taken": "good.jsonl & other.jsonl",
     "--input good.jsonl --out-dir foreign": "did not write",
