@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 KEPT, WORK = Path(__file__).parent / "runs", Path("log/law")
+RECORDS = "diff --git a/records/"
 TOKENS_PER_STEP = 4096
 STEPS = {"2M": 500, "4M": 1000, "8M": 2000, "16M": 4000, "32M": 8000, "48M": 12000}
 GRID = ["2M", "4M", "8M", "16M", "32M"]
@@ -100,9 +101,12 @@ def keep(folder, kept, steps):
         if stream in ("val", "val_bpb") or stream == "train" and (int(step) + 1) % every == 0:
             lines.append(line)
     seconds = sum(map(float, (folder / "seconds.txt").read_text().split()))
+    run = (folder / "run.txt").read_text().splitlines(keepends=True)
+    # this record's own logs, which change while it runs, are no changes of the program
+    run = [line for line in run if not line.startswith("changes: ") or "diff --git a/" in line.replace(RECORDS, "")]
     (kept / "log.txt").write_text("\n".join(lines) + "\n")
     # of a branch, which begins with its parent's log and run.txt, these are the seconds after it
-    (kept / "run.txt").write_text((folder / "run.txt").read_text() + f"processor seconds: {seconds:.0f}\n")
+    (kept / "run.txt").write_text("".join(run) + f"processor seconds: {seconds:.0f}\n")
 
 
 def run_series(name, lengths):
