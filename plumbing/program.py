@@ -152,7 +152,9 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
             )
             fail(f"There is not enough memory. {first_line(error)}. {advice}")
         if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
-            fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {CHECK_THE_DISK}")
+            fail(
+                f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {CHECK_THE_DISK}"
+            )
         if not has_other_ranks():
             raise  # to report_exception
         report_exception(*sys.exc_info())
@@ -162,7 +164,8 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
 CHECK_THE_DISK = "Check its path, its permissions and its disk, and run the same command again."
 # what to do about a disk's errors, which often come without the name of the file
 ADVICE = dict.fromkeys(
-    (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE), CHECK_THE_DISK
+    (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
+    CHECK_THE_DISK,
 )
 
 
@@ -248,7 +251,9 @@ class Console(io.TextIOWrapper):
         try:
             function(*args)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # what comes, and what is buffered, goes there
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), self.fileno()
+            )  # what comes, and what is buffered, goes there
             if Console.output_is_product and self is sys.stdout:
                 if isinstance(error, BrokenPipeError):
                     sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
