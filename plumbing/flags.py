@@ -114,7 +114,8 @@ def make_parser(config_class, default):
         if "positional" in notes:
             arguments.append(name.upper())
             nargs = "*" if "nargs" in options else "?"
-            parser.add_argument(name, **options | {"nargs": nargs, "metavar": arguments[-1]})
+            options |= dict(nargs=nargs, metavar=arguments[-1], default=value)
+            parser.add_argument(name, **options)
         else:
             synonyms = [note for note in notes if note.startswith("-")]
             group.add_argument(*synonyms, flag_of(name), dest=name, **options)
