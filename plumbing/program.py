@@ -129,9 +129,7 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault(
-        "PYTHON_COLORS", "0"
-    )  # of help texts and tracebacks, from Python 3.13 on: Console shows colors
+    os.environ.setdefault("PYTHON_COLORS", "0")  # from Python 3.13 on: Console would show colors as characters
     # the hub's client prints two lines for each request that it repeats; sources.retry says in the end what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
@@ -162,11 +160,8 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
 
 
 CHECK_THE_DISK = "Check its path, its permissions and its disk, and run the same command again."
-# what to do about a disk's errors, which often come without the name of the file
-ADVICE = dict.fromkeys(
-    (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
-    CHECK_THE_DISK,
-)
+DISK_ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+ADVICE = dict.fromkeys(DISK_ERRORS, CHECK_THE_DISK)  # these errors may come without the name of a file
 
 
 def report_exception(kind, error, traceback):
