@@ -230,7 +230,8 @@ class Console(io.TextIOWrapper):
     output_is_product = False
 
     def __init__(self, stream, name):
-        super().__init__(stream.buffer, stream.encoding, "replace", line_buffering=True)
+        buffer = open(stream.fileno(), "wb", closefd=False)
+        super().__init__(buffer, stream.encoding, "replace", line_buffering=True)
         self.stream = stream  # deleting it would close the file
         # progress bars return to the start of their line, and go up to the one above
         self.control = re.compile(CONTROL if name == "stdout" else rf"(?!\r|\x1b\[A){CONTROL}")
@@ -245,6 +246,8 @@ class Console(io.TextIOWrapper):
     def attempt(self, function, *args):
         try:
             function(*args)
+        except BlockingIOError:
+            return  # its reader is slow: what is still buffered comes with the next line
         except OSError as error:
             os.dup2(
                 os.open(os.devnull, os.O_WRONLY), self.fileno()
