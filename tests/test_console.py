@@ -131,29 +131,20 @@ def test_a_steps_line_fits_into_80_columns(peak, monkeypatch):
         assert streams["train"] == 10.98123
 
 
-@pytest.mark.parametrize(
-    "seconds, words", [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")]
-)
-def test_the_time_left_is_readable(seconds, words):
-    assert program.duration(seconds) == words
+def test_the_time_left_is_readable():
+    times = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
+    assert {seconds: program.duration(seconds) for seconds in times} == times
 
 
-@pytest.mark.parametrize(
-    "ranks, launcher",
-    [
-        (0, "python"),
-        (8, "torchrun --standalone --nproc_per_node=8"),
-        (16, "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"),
-    ],
-)
-def test_run_txt_has_the_command(monkeypatch, ranks, launcher):
+def test_run_txt_has_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
-    if ranks:
-        monkeypatch.setenv("MASTER_ADDR", "node1")
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert journal.command() == [*launcher.split(), "train_gpt2.py", "--sample-prompt", "It's"]
+    assert journal.command() == ["python", *sys.argv]
+    nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"
+    for ranks, launcher in ((8, "--standalone --nproc_per_node=8"), (16, nodes)):
+        for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="8").items():
+            monkeypatch.setenv(name, value)
+        assert journal.command() == ["torchrun", *launcher.split(), *sys.argv]
 
 
 class Terminal(io.StringIO):
@@ -166,27 +157,18 @@ def clock(seconds):
     return itertools.count(0, seconds).__next__
 
 
-@pytest.mark.parametrize(
-    "stderr, rank, seconds, shown",
-    [
-        (Terminal(), 0, 1.0, True),
-        (Terminal(), 0, 0.1, False),  # over before anybody would wonder
-        (Terminal(), 1, 1.0, False),
-        (io.StringIO(), 0, 1.0, False),  # a log file
-    ],
-    ids=["long", "short", "rank 1", "no terminal"],
-)
-def test_a_bar_is_for_rank_0_on_a_terminal_if_it_takes_seconds(monkeypatch, stderr, rank, seconds, shown):
-    monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(tqdm.std, "time", clock(seconds))
-    assert list(World(rank=rank, size=2).progress_bar(range(10), "validation")) == list(range(10))
-    assert ("validation" in stderr.getvalue()) == shown
-    assert stderr.getvalue().split("\r")[-1].strip() == "", "nothing of it stays"
+def test_bars_are_for_rank_0_on_a_terminal_and_only_for_what_takes_seconds(data, tmp_path, monkeypatch):
+    def bars_of(rank, seconds, terminal):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(tqdm.std, "time", clock(seconds))
+        assert list(World(rank=rank, size=2).progress_bar(range(10), "validation")) == list(range(10))
+        assert terminal.getvalue().split("\r")[-1].strip() == "", "nothing of it stays"
+        return terminal.getvalue()
 
-
-def test_validation_and_hellaswag_have_bars(data, tmp_path, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    assert "validation" in bars_of(0, 1.0, Terminal())
+    for rank, seconds, terminal in ((0, 0.1, Terminal()), (1, 1.0, Terminal()), (0, 1.0, io.StringIO())):
+        assert "validation" not in bars_of(rank, seconds, terminal)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
     options = dict(hellaswag_every=2, hellaswag_data=examples_file(tmp_path, ["A man is on a roof. he"] * 8))
     assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
