@@ -70,7 +70,7 @@ def derived(default):
 
 
 def make_parser(config_class, default):
-    """The parser of a dataclass's flags. It returns only what was typed, and its help shows the values of `default`."""
+    """The parser of a dataclass's flags. It returns what was typed, and its help shows the values of `default`."""
     program = Path(sys.argv[0])
     parser = Parser(
         prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
