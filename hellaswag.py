@@ -72,16 +72,20 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 # ----- Data ---------------------------------------------------------------------------------------------
 
 
-def iterate_examples(path):
-    """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
-    number = 0
-    for number, place, example in documents.read_records(path):
-        texts = [
-            example.get("activity_label"),
-            example.get("ctx"),
-            example.get("ctx_a", ""),
-            example.get("ctx_b", ""),
-        ]
+def read_examples(path, limit=0):
+    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded.
+
+    Raises UserError naming the line that is wrong.
+    """
+    if not os.path.exists(path):
+        if path != Options.data:
+            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
+        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
+        sources.download(URL, path, DIGEST, advice)
+    examples = []
+    for number, place, example in itertools.islice(documents.read_records(path), limit or None):
+        texts = [example.get("activity_label"), example.get("ctx")]
+        texts += [example.get(name, "") for name in ("ctx_a", "ctx_b")]
         if isinstance(example.get("endings"), list):
             texts += example["endings"]
         has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
@@ -91,19 +95,10 @@ def iterate_examples(path):
                 f"{place} is not a HellaSwag example, which has the texts activity_label and ctx, "
                 f"four texts as endings, and a label from 0 to 3. Fix or remove it: {program.plain(example, 60)}"
             )
-        yield {"ind": number - 1, **example}
-    if number == 0:
+        examples.append({"ind": number - 1, **example})
+    if not examples:
         raise UserError(f"{path} is empty. Replace it with HellaSwag's file of JSON lines.")
-
-
-def read_examples(path, limit=0):
-    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
-    if not os.path.exists(path):
-        if path != Options.data:
-            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
-        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
-        sources.download(URL, path, DIGEST, advice)
-    return list(itertools.islice(iterate_examples(path), limit or None))
+    return examples
 
 
 def load_examples(path, enc, limit=0):

@@ -292,8 +292,6 @@ def check(
         least = "0 or more"
         if name in above_0:
             least = "1 or more" if isinstance(value, int) else "above 0"
-        elif name.endswith("_every"):
-            least += " (0 turns it off)"
         limit = 1 if name in below_1 else 1e18
         if limit == 1 or not value < limit:
             least += f" and below {limit:g}"
