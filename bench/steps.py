@@ -67,15 +67,14 @@ def world_of(config):
     return World(device=config.device, dtype=dtype)
 
 
-def random_shards(folder, vocab_size):
-    """Write shards of random ids: the time of a step does not depend on the data."""
+def random_shard(folder, vocab_size):
+    """Write a shard of random ids: the time of a step does not depend on the data."""
     ids = np.random.default_rng(0).integers(vocab_size, size=2**21).astype(np.uint16)
-    for split in ("val_000000", "train_000001"):
-        np.save(Path(folder, f"random_{split}.npy"), ids)
+    np.save(Path(folder, "random_train_000001.npy"), ids)
 
 
 class Side:
-    """A model in training on the shards in `folder`: a call makes a step and returns its loss."""
+    """A model in training on the shard in `folder`: a call makes a step and returns its loss."""
 
     def __init__(self, config, folder):
         self.config, self.world, self.steps = config, world_of(config), itertools.count()
@@ -220,7 +219,7 @@ def compare(makers, rounds, ours):
     """Measure {name: (the function that makes a side, its Settings, more arguments)}, and the MFU of side `ours`."""
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
-        random_shards(folder, min(config.vocab_size for _, config, *_ in makers.values()))
+        random_shard(folder, min(config.vocab_size for _, config, *_ in makers.values()))
         for name, (make, config, *args) in makers.items():
             print(f"preparing {name}", flush=True)  # compiling takes a minute
             try:

@@ -72,7 +72,7 @@ def test_train_is_compared_with_transformers_a_peer_and_variants(measure, tmp_pa
 def test_the_references_of_train_do_our_training(tmp_path):
     """transformers with our weights, on our batch: the loss and the weights after a step are ours, too."""
     config = steps.configure(Options("train", "cpu", settings=TINY))
-    steps.random_shards(tmp_path, 320)
+    steps.random_shard(tmp_path, 320)
     theirs = steps.make_transformers(config, tmp_path)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**config.shape))
     model.load_state_dict(transposed(theirs.model.state_dict()))
