@@ -249,9 +249,8 @@ class Console(io.TextIOWrapper):
         except BlockingIOError:
             return  # its reader is slow: what is still buffered comes with the next line
         except OSError as error:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), self.fileno()
-            )  # what comes, and what is buffered, goes there
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # what comes, and what is buffered, goes there
             if Console.output_is_product and self is sys.stdout:
                 if isinstance(error, BrokenPipeError):
                     sys.exit(141)  # 128 + SIGPIPE, as a shell shows it

@@ -183,10 +183,8 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "prompt is empty": [""],
         "not UTF-8": [os.fsdecode(b"a\xff\xfeb")],  # as in sys.argv: the bytes are half surrogate pairs
         "The prompt has 33 tokens": ["x" * 33],
-        "no-such.pt": ["x", "-m", tmp_path / "no-such.pt"],
         f"Name one of them: {newest_first}.": ["x", "-m", tmp_path / "runs"],
         "--top-p is 1.5": ["x", "--top-p", "1.5"],
-        "--seed is 18446744073709551616": ["x", "--seed", 2**64],
         # the words of other programs
         "Use --model.": ["--out_dir", "x"],
         "Give the text in quotes, without a flag.": ["--prompt=x"],
