@@ -120,9 +120,12 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     assert math.isfinite(said[-1][1]["tok/s"]) and "left" in said[-1][0]
 
 
-def test_the_time_left_is_readable():
-    times = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
-    assert {seconds: program.duration(seconds) for seconds in times} == times
+@pytest.mark.parametrize(
+    "seconds, words",
+    [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")],
+)
+def test_the_time_left_is_readable(seconds, words):
+    assert program.duration(seconds) == words
 
 
 def test_run_txt_has_the_command(monkeypatch):
@@ -146,22 +149,17 @@ def clock(seconds):
     return itertools.count(0, seconds).__next__
 
 
-def test_bars_are_for_rank_0_on_a_terminal_and_only_for_what_takes_seconds(data, tmp_path, monkeypatch):
-    def bars_of(rank, seconds, terminal):
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setattr(tqdm.std, "time", clock(seconds))
-        assert list(World(rank=rank, size=2).progress_bar(range(10), "validation")) == list(range(10))
-        assert terminal.getvalue().split("\r")[-1].strip() == "", "nothing of it stays"
-        return terminal.getvalue()
-
-    assert "validation" in bars_of(0, 1.0, Terminal())
-    for rank, seconds, terminal in ((0, 0.1, Terminal()), (1, 1.0, Terminal()), (0, 1.0, io.StringIO())):
-        assert "validation" not in bars_of(rank, seconds, terminal)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+@pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()], ids=["terminal", "log file"])
+def test_validation_and_hellaswag_have_bars_on_a_terminal_of_which_nothing_stays(stderr, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
-    options = dict(hellaswag_every=2, hellaswag_data=examples_file(tmp_path, ["A man is on a roof. he"] * 8))
+    options = dict(hellaswag_every=2)
+    options["hellaswag_data"] = examples_file(tmp_path, ["A man is on a roof. he"] * 8)
     assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
-    assert "validation: " in terminal.getvalue() and "HellaSwag: " in terminal.getvalue()
+    said = stderr.getvalue()
+    for bar in ("validation: ", "HellaSwag: "):
+        assert (bar in said) == stderr.isatty()
+    assert said.split("\r")[-1].strip() == ""
 
 
 def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path, capsys):
