@@ -45,8 +45,7 @@ class Options:
     out_dir: str | None = None  # their folder; by default named after the data set or the first file
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
     shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
-    # stop after this many tokens, such as 1e9, validation shard included; 0: all
-    max_tokens: Annotated[int, "may be 1e9"] = 0
+    max_tokens: int = 0  # stop after this many tokens, such as 1e9, validation shard included; 0: all
 
     # The work
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed

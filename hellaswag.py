@@ -21,7 +21,6 @@ import math
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -73,12 +72,20 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 # ----- Data ---------------------------------------------------------------------------------------------
 
 
-def iterate_examples(path):
-    """Yield the examples of a JSON lines file as dictionaries. Raises UserError naming the line that is wrong."""
-    number = 0
-    for number, place, example in documents.read_records(path):
-        fields = {"ctx_a": "", "ctx_b": ""} | example
-        texts = [fields.get(name) for name in ("activity_label", "ctx", "ctx_a", "ctx_b")]
+def read_examples(path, limit=0):
+    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded.
+
+    Raises UserError naming the line that is wrong.
+    """
+    if not os.path.exists(path):
+        if path != Options.data:
+            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
+        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
+        sources.download(URL, path, DIGEST, advice)
+    examples = []
+    for number, place, example in itertools.islice(documents.read_records(path), limit or None):
+        texts = [example.get("activity_label"), example.get("ctx")]
+        texts += [example.get(name, "") for name in ("ctx_a", "ctx_b")]
         if isinstance(example.get("endings"), list):
             texts += example["endings"]
         has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
@@ -88,19 +95,10 @@ def iterate_examples(path):
                 f"{place} is not a HellaSwag example, which has the texts activity_label and ctx, "
                 f"four texts as endings, and a label from 0 to 3. Fix or remove it: {program.plain(example, 60)}"
             )
-        yield {"ind": number - 1, **example}
-    if number == 0:
+        examples.append({"ind": number - 1, **example})
+    if not examples:
         raise UserError(f"{path} is empty. Replace it with HellaSwag's file of JSON lines.")
-
-
-def read_examples(path, limit=0):
-    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
-    if not os.path.exists(path):
-        if path != Options.data:
-            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
-        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
-        sources.download(URL, path, DIGEST, advice)
-    return list(itertools.islice(iterate_examples(path), limit or None))
+    return examples
 
 
 def load_examples(path, enc, limit=0):
@@ -225,21 +223,15 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     packs = can_pack(model, max(rows, key=row_length), n_vocab)
     if not packs:
         rows = [(context, [ending]) for context, endings in rows for ending in endings]
-    lengths = np.array(list(map(row_length, rows)))
     # longest first: memory use peaks early, and rows of similar length share a batch
-    order = np.argsort(-lengths, kind="stable")
+    order = np.argsort([-row_length(row) for row in rows], kind="stable")
     batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)  # few rows fit a CPU's caches
     batch_tokens //= 1 if packs else 4  # plain rows take the logits of all positions
     longest = sys.maxsize if packs else model.config.block_size
-    batches = packed_batches([rows[i] for i in order], lengths[order], batch_tokens, longest, device=device)
+    batches = packed_batches([rows[i] for i in order], batch_tokens, longest, device=device)
     log_probs = []
-    with (
-        ThreadPoolExecutor(1) as executor,  # packs the next batch while the model computes
-        tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar,
-    ):
-        pending = executor.submit(next, batches, None)
-        while batch := pending.result():
-            pending = executor.submit(next, batches, None)
+    with tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar:
+        for batch in batches:  # a GPU computes while the next one is packed
             if stop:
                 return None
             log_probs.extend(score_batch(model, batch, n_vocab, packs=packs))
@@ -281,16 +273,14 @@ def can_pack(model, row, n_vocab):
     return agrees
 
 
-def packed_batches(rows, row_lengths, batch_tokens, longest, *, device):
+def packed_batches(rows, batch_tokens, longest, *, device):
     """Yield batches, as `pack` returns them, of rows sorted by length, up to `longest`; in pinned memory for a GPU."""
-    done = 0
-    while done < len(rows):
-        L = min(math.ceil(row_lengths[done] / PAD_TO) * PAD_TO, longest)
+    while rows:
+        L = min(math.ceil(row_length(rows[0]) / PAD_TO) * PAD_TO, longest)
         num_rows = max(1, batch_tokens // L)
-        tensors = pack(rows[done : done + num_rows], L)
+        tensors, rows = pack(rows[:num_rows], L), rows[num_rows:]
         # from pinned memory a copy to the GPU does not wait for the work that is queued there
         yield [tensor.pin_memory() for tensor in tensors] if device.type == "cuda" else tensors
-        done += num_rows
 
 
 def score_batch(model, batch, n_vocab, packs=True):

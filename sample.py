@@ -18,7 +18,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from plumbing import flags, program, trainer
 from plumbing.program import UserError
@@ -36,7 +36,6 @@ class Options:
     top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # dtype of the weights
     code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
@@ -64,10 +63,8 @@ def complaints(options):
         yield f"--top-p is {options.top_p}, but it must be at most 1."
     if not (options.prompt or options.chat or options.export):
         yield "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."
-    if options.export and (options.chat or options.dtype != "auto"):
-        yield "--export writes the weights as they are and ends: leave --chat and --dtype out."
-    if options.chat and options.num_samples != 1:
-        yield "--chat gives one answer at a time: leave --num-samples out."
+    if options.chat and (options.export or options.num_samples != 1):
+        yield "--chat gives one answer at a time and writes nothing: leave --num-samples and --export out."
     if os.path.lexists(options.export):
         yield f"--export {options.export} exists already. Choose a new folder."
 
@@ -190,10 +187,10 @@ def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
     print(CHAT_HELP, file=sys.stderr)
     if not tokenizer.has_chat_tokens(enc):
-        remedy = f"To teach it, begin with smoltalk.py --init-from {options.model}."
-        print(
-            f"note: {options.model} was not trained to chat, so it continues the text. {remedy}", file=sys.stderr
+        note = (
+            "was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py --init-from"
         )
+        print(f"note: {options.model} {note} {options.model}.", file=sys.stderr)
     messages = []
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":
@@ -207,25 +204,18 @@ def chat(model, enc, options):
             answer(model, enc, messages, options)
 
 
-def export(model, enc, options):
-    """Write the model in Hugging Face format. UserError if it is no GPT-2."""
-    export_huggingface(model, enc, Path(options.export))
-    print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
-    program.print_next(sample_command(options.export, enc, options.prompt))
-
-
 def main(args=None):
     """Load the model, then export it, chat with it, or continue the prompt."""
     options = parse_args(args)
     device = choose_device(options.device)
-    if options.dtype == "auto" and not device.startswith("cuda"):
-        options.dtype = "float32"
     model, enc = trainer.load(options.code).load_model(options.model)
-    torch.manual_seed(options.seed)
-    dtype, _ = choose_dtype(options.dtype, device)
     if options.export:
-        export(model, enc, options)
+        export_huggingface(model, enc, Path(options.export))
+        print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
+        program.print_next(sample_command(options.export, enc, options.prompt))
         return
+    torch.manual_seed(options.seed)
+    dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
     model.to(device, dtype)  # cast once: autocast would convert the weights again for every token
     if options.chat:
         chat(model, enc, options)

@@ -15,16 +15,15 @@ numbers.
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from plumbing import flags, program
-
-BENCHMARKS = ("train", "ladder", "data", "hellaswag", "sample")
 
 
 @dataclass
 class Options:
-    what: Annotated[str, "positional"] = "train"  # the benchmark, one of those above
+    # the benchmark, one of those above
+    what: Annotated[Literal["train", "ladder", "data", "hellaswag", "sample"], "positional"] = "train"
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
@@ -44,11 +43,7 @@ class Options:
 def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = flags.parse(Options, args)
-    complaints = []
-    if options.what not in BENCHMARKS:
-        suggestion = flags.suggest(options.what, BENCHMARKS)
-        complaints.append(f"There is no benchmark called {options.what!r}. {suggestion}")
-    flags.check(options, complaints, above_0=["max_new_tokens", "num_samples", "limit"])
+    flags.check(options, above_0=["max_new_tokens", "num_samples", "limit"])
     from bench import measure, programs, steps
     from plumbing.files import check_new_output, new_output
     from plumbing.machine import choose_device

@@ -36,8 +36,7 @@ def measure(sides, rounds, work, unit, ours=None):
     """Call the functions in `sides`, {name: function}, alternately: a warm-up, then `rounds` rounds that count.
 
     work: {name: units per call, such as tokens}; ours: the reference, by default the first. Prints a table; returns
-    (its numbers, {name: last result}). CPU seconds leave other processes out. A GPU's peak memory is that of one side's
-    call, plus the weights and optimizers of all sides.
+    (its numbers, {name: last result}). CPU seconds leave other processes out.
     """
     ours, results = ours or next(iter(sides)), {}
     measured: dict[str, Any] = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
@@ -45,15 +44,12 @@ def measure(sides, rounds, work, unit, ours=None):
     for number in tqdm(range(rounds + 1), "rounds", leave=False, delay=3, disable=None):
         for name, function in sides.items():
             side = measured[name]
-            if torch.cuda.is_initialized():
-                torch.cuda.reset_peak_memory_stats()
             seconds, cpu, results[name] = timed(function)
-            side["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if number > 0:
                 side["seconds"].append(seconds)
                 side["cpu_seconds"].append(cpu)
     width = max(map(len, sides)) + 1
-    print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'GiB':>7}{'ratio':>7}{'by CPU':>8}")
+    print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'ratio':>7}{'by CPU':>8}")
     for name, side in measured.items():
         for clock, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
             ours_per_unit = np.array(measured[ours][clock]) / work[ours]
@@ -61,7 +57,7 @@ def measure(sides, rounds, work, unit, ours=None):
         seconds, cpu = np.median(side["seconds"]), np.median(side["cpu_seconds"])
         speed = side[f"{unit}_per_s"] = float(work[name] / seconds)
         print(f"{name:{width}}{speed:12,.1f}{1e3 * seconds:10.2f}{1e3 * cpu:10.2f}", end="")
-        print(f"{side['peak_gib']:7.1f}{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
+        print(f"{side['ratio']:7.2f}{side['cpu_ratio']:8.2f}")
     ratio = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     return {"ratio": ratio, f"{unit}_per_s": measured[ours][f"{unit}_per_s"], "sides": measured}, results
 

@@ -17,7 +17,7 @@ import train_gpt2
 from bench.measure import matmul_rate, measure
 from plumbing import flags
 from plumbing.distributed import World
-from plumbing.machine import choose_dtype, peak_flops
+from plumbing.machine import choose_dtype
 from plumbing.program import UserError
 from plumbing.settings import check_config
 from tokenizer import get_encoding
@@ -28,9 +28,8 @@ from train_gpt2 import GPT, PRESETS, CausalSelfAttention, GPTConfig, TrainConfig
 class Settings(TrainConfig):
     """The trainer's settings, and what the trainer always does, so that the ladder can leave it out."""
 
-    usual_forward: bool = (
-        False  # as GPTs usually have it: the residual stream in float32, and logits in training, too
-    )
+    # as GPTs usually have it: the residual stream in float32, and logits in training, too
+    usual_forward: bool = False
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
     plain_attention: bool = False  # attention written out, without a fused kernel
@@ -40,19 +39,15 @@ class Settings(TrainConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(GPTConfig)}
 
 
-def as_flags(settings):
-    """ "compile=False,batch_size=32" -> ["--compile=False", "--batch_size=32"]"""
-    return [f"--{pair}" for pair in settings.split(",") if pair]
-
-
 def configure(options, changes="", defaults=""):
     """The Settings that `defaults`, --settings and `changes` describe; what comes later counts."""
     cuda = options.device.startswith("cuda")
     preset = "quickstart" if options.what == "train" and not cuda else "gpt2"
     # every side has AdamW, because the references do
     settings = f"preset={preset},device={options.device},optimizer=adamw,{defaults},{options.settings},{changes}"
+    words = [f"--{pair}" for pair in settings.split(",") if pair]
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
-    config = flags.parse(Settings, as_flags(settings), presets=presets)
+    config = flags.parse(Settings, words, presets=presets)
     config.vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
     if config.compile is None:
         config.compile = cuda
@@ -72,15 +67,14 @@ def world_of(config):
     return World(device=config.device, dtype=dtype)
 
 
-def random_shards(folder, vocab_size):
-    """Write shards of random ids: the time of a step does not depend on the data."""
+def random_shard(folder, vocab_size):
+    """Write a shard of random ids: the time of a step does not depend on the data."""
     ids = np.random.default_rng(0).integers(vocab_size, size=2**21).astype(np.uint16)
-    for split in ("val_000000", "train_000001"):
-        np.save(Path(folder, f"random_{split}.npy"), ids)
+    np.save(Path(folder, "random_train_000001.npy"), ids)
 
 
 class Side:
-    """A model in training on the shards in `folder`: a call makes a step and returns its loss."""
+    """A model in training on the shard in `folder`: a call makes a step and returns its loss."""
 
     def __init__(self, config, folder):
         self.config, self.world, self.steps = config, world_of(config), itertools.count()
@@ -225,7 +219,7 @@ def compare(makers, rounds, ours):
     """Measure {name: (the function that makes a side, its Settings, more arguments)}, and the MFU of side `ours`."""
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
-        random_shards(folder, min(config.vocab_size for _, config, *_ in makers.values()))
+        random_shard(folder, min(config.vocab_size for _, config, *_ in makers.values()))
         for name, (make, config, *args) in makers.items():
             print(f"preparing {name}", flush=True)  # compiling takes a minute
             try:
@@ -237,14 +231,13 @@ def compare(makers, rounds, ours):
         work = {name: side.config.total_batch_size for name, side in sides.items()}
         numbers, losses = measure(sides, rounds, work, "tok", ours)
     side = sides[ours]
-    cuda = side.world.device_type == "cuda"
-    peaks = {"measured": matmul_rate(side.config.device, torch.bfloat16 if cuda else side.world.dtype)}
-    if cuda and (datasheet := peak_flops(torch.cuda.get_device_name())):
-        peaks["datasheet"] = datasheet
-    # the share of the peak in PaLM's convention
-    mfu = {name: side.flops_per_token * numbers["tok_per_s"] / peak for name, peak in peaks.items()}
-    print("MFU: " + ", ".join(f"{share:.1%} of the {name} peak" for name, share in mfu.items()))
-    return numbers | dict(losses=losses, settings=dataclasses.asdict(side.config), peaks=peaks, mfu=mfu)
+    peak = matmul_rate(
+        side.config.device, torch.bfloat16 if side.world.device_type == "cuda" else side.world.dtype
+    )
+    mfu = side.flops_per_token * numbers["tok_per_s"] / peak  # in PaLM's convention
+    print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
+    numbers |= dict(losses=losses, settings=dataclasses.asdict(side.config))
+    return numbers | dict(peaks={"measured": peak}, mfu={"measured": mfu})
 
 
 def train(options):

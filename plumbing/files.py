@@ -83,7 +83,7 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
     Nothing but a regular file is replaced, and no link is followed.
     """
     path = Path(path)
-    part, file = path.with_name(f".{path.name}.part"), None
+    part = path.with_name(f".{path.name}.part")
     check_replaceable(path)
     try:
         part.unlink(missing_ok=True)  # left by a killed process; a link is removed, not what it points to
@@ -91,28 +91,26 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if os.fstat(file.fileno()).st_nlink == 0:  # another process has deleted it, to begin its own
-                raise UserError(
-                    f"Another process is writing {path}, too. Wait until it has ended, and try again."
-                )
-        check_replaceable(path)
         os.replace(part, path)
-        with contextlib.suppress(OSError):  # Windows and some network file systems flush no folders
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except BaseException as error:
-        if file:  # only if it was created here: otherwise it belongs to another process
-            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
-                part.unlink()
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise UserError(
-                f"Could not write {path}: {reason}. Check its folder and the free space on its disk."
-            ) from error
-        raise
+        flush_folder(path.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"Could not write {path}: {reason}. Check its folder and the free space on its disk."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or on a file system that is now read-only
+            part.unlink()
+
+
+def flush_folder(path: Name) -> None:
+    """Have the names in a folder on disk, where the system flushes folders: Windows does not."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def check_new_output(path: Name) -> None:
@@ -177,19 +175,13 @@ def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # filelock would lock a pipe
     # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
-    options: dict[str, Any] = dict(mode=0o666, thread_local=False)
-    try:
-        lock = filelock.FileLock(path, **options, fallback_to_soft=False)
-    except TypeError:  # an older version, which has no such fallback
-        lock = filelock.FileLock(path, **options)
+    lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0.2)  # a second attempt, in case the file is deleted during the first one
     except filelock.Timeout:
         raise UserError(
             f"{folder} is in use by another process. Wait until it has ended, or choose another folder."
         ) from None
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be locked: {error.strerror}. Choose another folder.") from None
     except OSError as error:
         if error.filename:  # the file cannot be made, as on a full disk
             raise

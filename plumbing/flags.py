@@ -3,7 +3,7 @@
 That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
 heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
 Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
-set, is refused except with Annotated[str, "may be empty"]. Annotated[int, "may be 1e9"] takes that, too.
+set, is refused except with Annotated[str, "may be empty"]. Whole numbers may be written as 1e9.
 """
 
 import argparse
@@ -20,12 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from plumbing.program import UserError, git_commit, quote_group
+from plumbing.program import UserError, quote_group
 
 Config = TypeVar("Config")
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
-METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,20 +51,13 @@ def parse(
     if unknown:
         raise UserError(explain(unknown, parser._actions, synonyms or {}, presets or {}))
     values = vars(found)
-    if values.pop("version"):
-        print(f"train_gpt2, commit {git_commit() or 'unknown'}")
-        sys.exit(0)
     if presets:
         default = presets[values.get("preset", next(iter(presets)))]
     if values.pop("help"):
         make_parser(config_class, default).print_help()
         sys.exit(0)
     for field in dataclasses.fields(default):
-        kind, _ = kind_of(field)
-        if get_origin(kind) is tuple and field.name in values:
-            entries = get_args(kind)
-            if ... not in entries and len(values[field.name]) != len(entries):
-                raise UserError(f"{flag_of(field.name)} takes {len(entries)} values. {SEE_HELP}")
+        if field.name in values and get_origin(kind_of(field)[0]) is tuple:
             values[field.name] = tuple(values[field.name])
     return dataclasses.replace(default, **derived(default) | values)
 
@@ -78,7 +70,7 @@ def derived(default):
 
 
 def make_parser(config_class, default):
-    """The parser of a dataclass's flags. It returns only what was typed, and its help shows the values of `default`."""
+    """The parser of a dataclass's flags. It returns what was typed, and its help shows the values of `default`."""
     program = Path(sys.argv[0])
     parser = Parser(
         prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
@@ -90,7 +82,6 @@ def make_parser(config_class, default):
     )
     group = parser.add_argument_group("flags")
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
-    group.add_argument("--version", action="store_true", default=False, help="show the commit of the program")
     comments, arguments = comments_of(config_class), []
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for name in dict.fromkeys([*filter(fields.get, config_class.__annotations__), *fields]):
@@ -104,26 +95,27 @@ def make_parser(config_class, default):
         options: dict[str, Any] = dict(help=text.replace("%", "%%"))
         is_several = get_origin(kind) in (tuple, list)
         if is_several:
-            kind = get_args(kind)[0]
-            options |= dict(nargs="+", action="extend")
-        if kind is bool and is_several:
-            options |= dict(type=functools.partial(read_choice, SWITCH), metavar="{true,false}")
-        elif kind is bool:
+            entries = get_args(kind)
+            has_length = get_origin(kind) is tuple and ... not in entries  # tuple[float, float]
+            options |= dict(nargs=len(entries)) if has_length else dict(nargs="+", action="extend")
+            kind = entries[0]
+        if kind is bool and not is_several:
             options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is Literal:
-            choices = {str(choice): choice for choice in get_args(kind)}
+        elif get_origin(kind) is Literal or kind is bool:
+            choices = SWITCH if kind is bool else {str(choice): choice for choice in get_args(kind)}
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
-        elif kind in METAVARS:
-            may_be_empty = "may be empty" in notes or "positional" in notes
-            read = read_text if kind is str and not may_be_empty else kind
-            read = read_large if "may be 1e9" in notes else read
-            options |= dict(type=read, metavar=METAVARS[kind])
+        elif kind in READERS:
+            read, metavar = READERS[kind]
+            if "may be empty" in notes or "positional" in notes:
+                read = str
+            options |= dict(type=read, metavar=metavar)
         else:
             raise TypeError(f"{name} cannot be a flag: use int, float, str, bool, Literal, or a tuple of these")
         if "positional" in notes:
             arguments.append(name.upper())
             nargs = "*" if "nargs" in options else "?"
-            parser.add_argument(name, **options | {"nargs": nargs, "metavar": arguments[-1]})
+            options |= dict(nargs=nargs, metavar=arguments[-1], default=value)
+            parser.add_argument(name, **options)
         else:
             synonyms = [note for note in notes if note.startswith("-")]
             group.add_argument(*synonyms, flag_of(name), dest=name, **options)
@@ -176,8 +168,6 @@ def spell_as_argparse(actions, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
-        if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
-            raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
         if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
             value = value if equals else words.pop(0)
             if value.lower() not in SWITCH:
@@ -193,9 +183,13 @@ def read_text(word):
     return word
 
 
-def read_large(word):
-    """A whole number, also as 1e9."""
-    return int(word) if word.isdecimal() or float(word) % 1 else int(float(word))
+def whole_number(word):
+    is_power = "e" in word.lower() and float(word).is_integer()
+    return int(float(word)) if is_power else int(word)
+
+
+# {the type of a field: (its reader, what stands for a value in the help text)}
+READERS = {int: (whole_number, "INT"), float: (float, "FLOAT"), str: (read_text, "TEXT")}
 
 
 def read_choice(choices, word):
@@ -244,34 +238,27 @@ def closest(name, meanings):
 
 # the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
 OTHER_TRAINERS = {
-    "--data": "dataset dataset-name data-dir data-path input-bin train-file",
-    "--out-dir": "output-dir save-dir log-dir",
-    "--init-from": "model model-name-or-path pretrained checkpoint ckpt",
+    "--data": "dataset dataset-name data-dir data-path input-bin",
+    "--out-dir": "output-dir",
+    "--init-from": "model model-name-or-path checkpoint",
     "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
-    "--no-resume": "overwrite-output-dir",
-    "--dtype": "bf16 fp16 fp32 amp precision mixed-precision",
-    "--n-layer": "depth",
-    "--n-embd": "hidden-size d-model",
+    "--dtype": "bf16 fp16 fp32",
     "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
-    "--sequence-length": "seq-len max-seq-len max-seq-length context-length",
-    "--total-batch-size, which counts tokens": "gradient-accumulation-steps grad-accum-steps global-batch-size",
+    "--sequence-length": "seq-len max-seq-len context-length",
+    "--total-batch-size, which counts tokens": "gradient-accumulation-steps",
     "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
-    "--max-steps 0": "eval-only evaluate-only do-eval",
+    "--max-steps 0": "eval-only",
     "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
-    "--wandb, or plot log.txt with play.ipynb": "tensorboard tensorboard-dir report-to",
+    "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
     "--passes": "num-train-epochs num-epochs epochs",
-    "--warmup-steps": "warmup-iters warmup-ratio",
+    "--warmup-steps": "warmup-iters",
     "--max-lr": "learning-rate lr",
-    "--min-lr": "learning-rate-decay-frac final-lr",
-    "--schedule": "lr-scheduler-type lr-scheduler decay-lr",
-    "--grad-clip": "max-grad-norm clip-grad-norm gradient-clipping",
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
-    "--val-tokens": "eval-iters val-max-steps",
-    "--checkpoint-every": "save-steps save-every save-interval always-save-checkpoint",
-    "--keep-checkpoints": "save-total-limit",
-    "torchrun --nproc_per_node=N": "n-gpu num-gpus gpus nproc-per-node num-processes",
-    "log.txt, which has every step": "log-interval logging-steps log-every",
-    "The model has no dropout: in pretraining it sees most texts once.": "dropout attn-pdrop embd-pdrop resid-pdrop",
+    "--val-tokens": "eval-iters",
+    "--checkpoint-every": "save-steps save-every always-save-checkpoint",
+    "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
+    "log.txt, which has every step": "log-interval logging-steps",
+    "The model has no dropout: in pretraining it sees most texts once.": "dropout",
 }
 
 
@@ -305,8 +292,6 @@ def check(
         least = "0 or more"
         if name in above_0:
             least = "1 or more" if isinstance(value, int) else "above 0"
-        elif name.endswith("_every"):
-            least += " (0 turns it off)"
         limit = 1 if name in below_1 else 1e18
         if limit == 1 or not value < limit:
             least += f" and below {limit:g}"

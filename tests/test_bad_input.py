@@ -70,37 +70,25 @@ def error_of_run(folder, **changes):
         (dict(total_batch_size=1000), ["--total-batch-size 1000", "multiple of 16", "Try --total-batch-size 992"]),
         (dict(n_embd=33), ["--n-embd 33", "--n-head 2", "--n-head 3", "--n-embd 32"]),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
-        (dict(n_layer=-1), ["--n-layer is -1", "1 or more"]),
         (dict(out_dir=""), ["--out-dir", "empty"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
         (dict(max_lr="nan"), ["--max-lr is nan", "above 0"]),
-        (dict(schedule="wsd", decay_fraction=1.5), ["--decay-fraction is 1.5", "between 0 and 1"]),
-        pytest.param(
-            dict(dtype="fp8", n_embd=40), ["--dtype fp8", "multiples of 16", "(320, 40)"], marks=needs_float8
-        ),
-        (dict(val_tokens=15), ["--val-tokens is 15", "16 or more"]),
+        pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs_float8),
         (dict(vocab_size=200), ["room for 200 token ids", "to 257 or more"]),
-        (dict(batch_ramp=10**6), ["--batch-ramp", "32,768"]),
         (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
         (dict(data="nowhere"), ["no train shards in nowhere. Make them with fineweb.py"]),
-        (
-            dict(total_batch_size=10_240),
-            ["train shards in data hold only 4,688 tokens", "10,240", "--total-batch-size"],
-        ),
+        (dict(total_batch_size=10_240), ["hold only 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="data"), ["There is no model in data"]),
         (dict(init_from="run", block_size=64), ["--block-size is 64, but run has 32"]),
-        (dict(init_from="run", n_head=4), ["--n-head is 4, but run has 2"]),
         (
             dict(out_dir="run", max_lr=0.1, seed=7),
-            ["run has a run with other settings (seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
+            ["(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
         ),
         (dict(n_embd=2**20), ["model is too large", "Use a smaller model"]),
         pytest.param(dict(block_size=2**40), ["model is too large"], marks=pytest.mark.gpt2),
-        (dict(n_layer=10**9, n_embd=512), ["model is too large"]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -123,26 +111,27 @@ class Touch:
     "content, said",
     [
         (np.arange(1000), "int64"),
-        (np.array([{"a": 1}] * 500, dtype=object), "damaged"),
-        (pickle.dumps(Touch(Path("touched"))), "damaged"),
+        (np.array([Touch(Path("touched"))] * 500), "damaged"),
         (np.full(1000, 257, np.uint16), "token id 257"),
     ],
-    ids=["another dtype", "a pickled array", "code", "ids beyond the vocabulary"],
+    ids=["another dtype", "code", "ids beyond the vocabulary"],
 )
 def test_a_shard_that_is_none(content, said, folder):
     path = folder / "data" / "tiny_train_000002.npy"
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
+    np.save(path, content, allow_pickle=True)
     line = error_of_run(folder)
     assert said in line and path.name in line, line
 
 
-def test_shards_that_are_not_complete_or_lack_their_tokenizer_or_a_split(folder):
+def test_shards_that_are_not_complete_or_lack_their_tokenizer_or_a_split_and_an_out_dir_that_is_a_file(folder):
     (folder / "data" / "meta.json").write_text('{"tokenizer": "bytes", "complete": false}', encoding="utf-8")
     assert "not complete" in error_of_run(folder)
     (folder / "data" / "meta.json").write_text('{"tokenizer": "my-1a2b3c4d"}', encoding="utf-8")
     assert "tokenizer.tiktoken" in error_of_run(folder)
     (folder / "data" / "tiny_val_000000.npy").unlink()
     assert "no val shards in data" in error_of_run(folder)
+    for out_dir in ("data/meta.json", "data/meta.json/out"):
+        assert "meta.json" in error_of_run(folder, out_dir=out_dir)
 
 
 def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
@@ -170,13 +159,10 @@ def with_another_tokenizer(content):
     "content, said",
     [
         (lambda content: torch.zeros(3), "it has no model"),
-        (lambda content: content["model"], "it has no model, no config"),
         (lambda content: content | {"config": content["config"] | {"n_head": "two"}}, "a n_head of 'two'"),
         (lambda content: content | {"model_fields": ["n_head", "dropout"]}, "--n-layer is 2"),
-        (lambda content: content | {"config": None}, "bad.pt"),
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
-        (lambda content: content | {"config": 3, "model_fields": 7}, "it has no config, no model_fields"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
         (with_another_tokenizer, "tokenizer bytes, but the model uses my-1a2b3c4d"),
         (b"To be, or not to be\n" * 9, "bad.pt cannot be read: "),
@@ -196,24 +182,15 @@ def test_a_run_whose_checkpoints_all_hold_code(folder):
         change_checkpoint(path, lambda content: content.update(rng=Touch(folder / "touched")))
     line = error_of_run(folder, out_dir="run")
     assert "None of the checkpoints" in line and "--no-resume" in line
-    torch.load(folder / "run" / "model_00004.pt", weights_only=False)
-    assert (folder / "touched").exists(), "the file does hold code"
 
 
 def test_hellaswag_is_not_there_or_damaged(folder):
     options = dict(hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
-    line = error_of_run(folder, **options)
-    assert "no file hellaswag.jsonl" in line and "network" not in line  # HellaSwag is not downloaded to a wrong name
+    assert "no file hellaswag.jsonl" in error_of_run(folder, **options), "it is not downloaded to a wrong name"
     line = error_of_run(folder, hellaswag_every=2)
     assert "hellaswag_val.jsonl" in line and "network" in line and "--hellaswag-every 0" in line
     (folder / "hellaswag.jsonl").write_text('{"ctx": "a"}\n', encoding="utf-8")
     assert "ine 1" in error_of_run(folder, **options)
-
-
-def test_an_out_dir_that_is_a_file_or_below_one(folder):
-    (folder / "afile").write_text("something dear", encoding="utf-8")
-    for out_dir in ("afile", "afile/out"):
-        assert "afile" in error_of_run(folder, out_dir=out_dir)
 
 
 def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
@@ -221,7 +198,7 @@ def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(total_memory=80 * 2**30))
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
         setup_distributed("cuda")
@@ -239,16 +216,13 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
         monkeypatch.setattr(torch.cuda, "get_device_capability", {device: capability}.get)
         return machine.choose_dtype(dtype, device, is_wide)
 
-    with pytest.raises(UserError, match="does not support --dtype bfloat16.* Leave --dtype out"):
-        choose("bfloat16", "cuda", (7, 5))
     assert choose("auto", "cuda:3", (7, 5)) == (torch.float16, "float16")
     assert choose("auto", "cuda:0", (8, 0)) == (torch.bfloat16, "bfloat16")
     assert choose("auto", "cpu", None, is_wide=False) == (torch.float32, "float32")
-    for device, capability in [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)]:
-        with pytest.raises(UserError, match="does not support --dtype fp8.* Leave --dtype out"):
-            choose("fp8", device, capability)
-    for capability in [(8, 9), (9, 0), (10, 0)]:
-        assert choose("fp8", "cuda", capability) == (torch.bfloat16, "fp8"), "but for the output layer"
+    assert choose("fp8", "cuda", (8, 9)) == (torch.bfloat16, "fp8"), "but for the output layer"
+    for dtype, device, capability in [("bfloat16", "cuda", (7, 5)), ("fp8", "cuda", (8, 6)), ("fp8", "mps", None)]:
+        with pytest.raises(UserError, match=f"does not support --dtype {dtype}.* Leave --dtype out"):
+            choose(dtype, device, capability)
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])

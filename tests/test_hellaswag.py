@@ -1,6 +1,7 @@
 """hellaswag.py: what is scored, who wins, how it is spread over ranks, and what bad input does."""
 
 import json
+import re
 
 import hellaswag
 import numpy as np
@@ -8,9 +9,8 @@ import pytest
 import tokenizer
 import torch
 import torch.nn as nn
-from hellaswag import Counts, evaluate, harness_text, iterate_examples, pack, read_examples, render_example, score
+from hellaswag import Counts, evaluate, harness_text, pack, read_examples, render_example, score
 from plumbing.huggingface import export_huggingface
-from plumbing.program import UserError
 from train_gpt2 import GPTConfig
 
 from harness import listing, refusal_of, refused, tiny_model
@@ -155,14 +155,7 @@ def test_text_of_the_harness(fields, expected):
 
 
 def test_the_blank_that_a_removed_mark_leaves_belongs_to_the_endings_as_in_the_harness():
-    example = {
-        "activity_label": "X",
-        "ctx": "",
-        "ctx_a": "Run fast. [step]",
-        "ctx_b": "",
-        "label": 0,
-        "endings": ["Leap."] * 4,
-    }
+    example = dict(activity_label="X", ctx="", ctx_a="Run fast. [step]", ctx_b="", label=0, endings=["Leap."] * 4)
     rendered = render_example(example, ENC, harness=True)
     assert (bytes(rendered.context), bytes(rendered.endings[0])) == (b"X: Run fast.", b"  Leap.")
 
@@ -176,14 +169,13 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hellaswag.sources, "download", fetch)
     monkeypatch.setattr(hellaswag.Options, "data", path)
+    numbered = [{"ind": i, **example} for i, example in enumerate(EXAMPLES)]
     for limit in (0, 2):
-        examples = [{"ind": i, **example} for i, example in enumerate(EXAMPLES)]
-        assert read_examples(path, limit) == examples[: limit or None] and fetched == [hellaswag.URL]
+        assert read_examples(path, limit) == numbered[: limit or None] and fetched == [hellaswag.URL]
 
 
 GOOD = json.dumps(EXAMPLES[0])
 ODD = [
-    GOOD.replace('"label"', '"lable"'),
     GOOD.replace('"label": 3', '"label": 4'),
     GOOD.replace('"is using wrap.", ', ""),
     GOOD.replace('"is using wrap."', "7"),
@@ -196,11 +188,18 @@ BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | 
 }
 
 
-@pytest.mark.parametrize("text, reason", BAD.items())
-def test_bad_examples_name_file_and_line(tmp_path, text, reason):
-    (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=reason):
-        list(iterate_examples(tmp_path / "bad.jsonl"))
+def test_mistakes_are_one_line_and_predictions_replace_nothing(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    for text, reason in BAD.items():
+        bad.write_text(text, encoding="utf-8")
+        assert re.search(reason, refused(hellaswag.main, "--data", bad))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = listing(tmp_path)
+    assert "--limit is -1" in refused(hellaswag.main, "--limit", "-1")
+    assert "There is no file" in refused(hellaswag.main, "--data", tmp_path / "nowhere")
+    for name in ("bad.jsonl", "link", "."):
+        assert "exists already" in refused(hellaswag.main, "--predictions", tmp_path / name, "-m", "no-such-model")
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.gpt2
@@ -225,19 +224,3 @@ def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, mo
     assert [line["ind"] for line in written] == [7, 8, 9] and [line["label"] for line in written] == [3, 0, 1]
     chosen = score(model, examples, ENC.n_vocab).argmax(2).tolist()
     assert [[line[name] for line in written] for name in ("pred", "pred_norm")] == chosen[:2]
-
-
-def test_mistakes_are_one_line_and_predictions_replace_nothing(tmp_path):
-    (tmp_path / "data.jsonl").write_text(GOOD, encoding="utf-8")
-    (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "folder").mkdir()
-    before = listing(tmp_path)
-    mistakes = [(["--limit", "-1"], "--limit is -1")]
-    for name, words in {"bad.jsonl": "is not a valid JSON object", "nowhere": "There is no file"}.items():
-        mistakes.append((["--data", tmp_path / name], words))
-    for name in ("data.jsonl", "link", "folder"):
-        mistakes.append((["--predictions", tmp_path / name, "-m", "no-such-model"], "exists already"))
-    for args, words in mistakes:
-        assert words in refused(hellaswag.main, *args)
-    assert listing(tmp_path) == before
