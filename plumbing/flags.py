@@ -168,6 +168,8 @@ def spell_as_argparse(actions, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
+        if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
+            raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
         if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
             value = value if equals else words.pop(0)
             if value.lower() not in SWITCH:
@@ -183,13 +185,14 @@ def read_text(word):
     return word
 
 
-def whole_number(word):
+def integer(word):
+    """A whole number, also as 1e9."""
     is_power = "e" in word.lower() and float(word).is_integer()
     return int(float(word)) if is_power else int(word)
 
 
 # {the type of a field: (its reader, what stands for a value in the help text)}
-READERS = {int: (whole_number, "INT"), float: (float, "FLOAT"), str: (read_text, "TEXT")}
+READERS = {int: (integer, "INT"), float: (float, "FLOAT"), str: (read_text, "TEXT")}
 
 
 def read_choice(choices, word):

@@ -150,18 +150,26 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
             )
             fail(f"There is not enough memory. {first_line(error)}. {advice}")
         if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
-            fail(
-                f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {CHECK_THE_DISK}"
-            )
+            advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
+            fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}")
         if not has_other_ranks():
             raise  # to report_exception
         report_exception(*sys.exc_info())
         leave(1)
 
 
-CHECK_THE_DISK = "Check its path, its permissions and its disk, and run the same command again."
-DISK_ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-ADVICE = dict.fromkeys(DISK_ERRORS, CHECK_THE_DISK)  # these errors may come without the name of a file
+ADVICE = {  # what to do about the operating system's errors
+    errno.ENOENT: "Check the path.",
+    errno.EACCES: "Check its permissions.",
+    errno.EPERM: "Check its permissions.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOSPC: "Make room on that disk and run the same command again.",
+    errno.EDQUOT: "Make room within your quota and run the same command again.",
+    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
+    errno.EIO: "Check that disk.",
+    errno.ESTALE: "The file server has replaced the file: run the same command again.",
+    errno.ETIMEDOUT: "Check the network and the file server, and run the same command again.",
+}
 
 
 def report_exception(kind, error, traceback):

@@ -272,9 +272,9 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
 @pytest.mark.parametrize(
     "line, sentence",
     [
-        ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Check its path"),
-        ("raise OSError(errno.ESTALE, 'Stale file handle')", "write a file: Stale file handle. Check"),
-        ("open('nowhere')", "nowhere: No such file or directory. Check its path, "),
+        ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
+        ("raise OSError(errno.ESTALE, 'Stale file handle')", "write a file: Stale file handle. The file server"),
+        ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
         ("raise program.UserError('In a\\nb.')", "error: In a\\nb."),
         ("import no_such_package", "error: The package no_such_package is not installed for "),
         ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),

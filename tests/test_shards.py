@@ -102,9 +102,9 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
         return Failing(io.FileIO(path))
 
     shard = open_shard(path, open_failing)
-    assert f"{path}: {os.strerror(errno.EIO)}. Check its path, " in refused(lambda args: shard.read())
+    assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: shard.read())
     with patched(files, "open_regular", open_failing):
-        assert f"{path}: {os.strerror(errno.EIO)}. Check its path, " in refused(lambda args: fingerprint([path]))
+        assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: fingerprint([path]))
 
 
 def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_path):
