@@ -17,7 +17,7 @@ from fineweb import Options, prepare
 from plumbing import documents, sources
 from plumbing.program import UserError
 
-from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
+from corpora import GPT4, WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
 KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
@@ -75,7 +75,7 @@ def with_pattern(pat_str):
     return tiktoken.Encoding("x", pat_str=pat_str, **parts)
 
 
-@pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"]])
+@pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, GPT4])
 def test_a_run_of_blanks_that_tiktoken_gives_up_on_loses_nothing(pattern):
     million, enc = "a" + " " * 1_000_000 + "x", with_pattern(pattern)
     assert enc.decode(tokenizer.encode_text(enc, million)) == million
@@ -97,7 +97,7 @@ SCRIPTS = [
 
 def test_a_long_text_is_cut_where_no_token_crosses():
     rng = random.Random(0)
-    patterns = (tokenizer.PATTERNS["gpt2"], tokenizer.FAST_GPT2, tokenizer.PATTERNS["gpt4"])
+    patterns = (tokenizer.GPT2, tokenizer.FAST_GPT2, GPT4)
     encs = [with_pattern(pattern) for pattern in patterns]
     texts = ["\n".join(random_texts(30, seed=1))]
     for _ in range(100):
@@ -209,16 +209,15 @@ def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
     folder = str(tmp_path / "texts")
     assert [Path(source.name).name for source in sources.list_inputs([folder])] == ["a.txt", "b.md"]
     said = capsys.readouterr().out
-    assert f"note: 2 of 4 names in {folder} are left out: " in said
-    assert "d.pdf is not of a type that is read here" in said
+    assert f"note: 2 of 4 names in {folder} are left out, such as {folder}/d.pdf." in said
     (tmp_path / "texts" / "d.pdf").unlink()
     assert len(sources.list_inputs([folder + "/**"])) == 3 and not capsys.readouterr().out
     sources.list_inputs([folder])
-    assert f"1 of 3 names in {folder} are left out: {folder}/sub is a folder" in capsys.readouterr().out
+    assert f"1 of 3 names in {folder} are left out, such as {folder}/sub." in capsys.readouterr().out
     (tmp_path / "texts" / "empty").mkdir()
-    with pytest.raises(UserError, match="There is no file in .*empty. Give files that end in .parquet, .jsonl, "):
+    with pytest.raises(UserError, match="No file matches .*empty. Give files that end in .parquet, .jsonl, "):
         sources.list_inputs([folder + "/empty"])
-    with pytest.raises(UserError, match="texts is a folder. Add /[*] to take its files. Give files that end"):
+    with pytest.raises(UserError, match="texts is not of a type that is read here. Give files that end"):
         sources.list_inputs([str(tmp_path / "*")])
 
 
@@ -257,5 +256,5 @@ def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
             File.largest = max(File.largest, size)
             return super().read(size)
 
-    assert list(documents.read_array(File("[" + " ,\n".join(entries) + "]"))) == entries
+    assert list(documents.read_array("[", File(" ,\n".join(entries) + "]"))) == entries
     assert 50_000 < 2 * File.largest < 200_000
