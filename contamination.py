@@ -4,7 +4,7 @@
     python contamination.py --data books --eval examples.jsonl --num-proc 4
 
 The shards of a folder are searched for 13-grams of tokens from HellaSwag's examples (the context with each
-of its endings). Hashes only narrow down the candidates, tokens decide. Memory does not grow with the corpus.
+of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ if __name__ == "__main__":
 
 import functools
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,16 +58,6 @@ def read_examples(path, enc):
     return examples
 
 
-def open_shards(folder):
-    """All shards of a folder in the order of their text."""
-
-    def number(file):
-        return int(re.findall(r"\d*$", file.stem)[0] or 0)
-
-    shards = [file for file in sorted(Path(folder).glob("*")) if split_of(file.name)]
-    return [open_shard(file) for file in sorted(shards, key=number)]
-
-
 def ngram_hashes(tokens):
     """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
     tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
@@ -86,7 +75,7 @@ def first_bits(hashes):
 def search(shard, following, wanted, table):
     """{hash: (shard, position)} of the `wanted` n-grams that begin in a shard; they may end in the `following` one.
 
-    wanted: their hashes, sorted; table: whether one of them begins with these TABLE_BITS, which lets few others pass.
+    table: whether one of the wanted hashes begins with these TABLE_BITS, which lets few others pass.
     """
     found = {}
     length = BLOCK + NGRAM - 1
@@ -96,10 +85,9 @@ def search(shard, following, wanted, table):
             tokens = np.append(tokens, following.read(0, NGRAM - 1))
         hashes = ngram_hashes(tokens)
         positions = np.flatnonzero(table[first_bits(hashes)])
-        hashes = hashes[positions]
-        same = wanted[np.searchsorted(wanted[:-1], hashes)] == hashes
-        for match, position in zip(hashes[same].tolist(), positions[same].tolist()):
-            found.setdefault(match, (shard, start + position))
+        for ngram, position in zip(hashes[positions].tolist(), positions.tolist()):
+            if ngram in wanted:
+                found.setdefault(ngram, (shard, start + position))
     return found
 
 
@@ -119,7 +107,9 @@ def longest_overlaps(examples, found):
 
 def report(folder, path, num_proc=0):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
-    shards = open_shards(folder)
+    paths = sorted(Path(folder).glob("*"))
+    # in the order of their text
+    shards = [open_shard(path) for split in ("val", "train") for path in paths if split_of(path.name) == split]
     if not shards:
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
@@ -136,10 +126,10 @@ def report(folder, path, num_proc=0):
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
-    wanted = np.unique(np.concatenate([ngram_hashes(tokens) for _, tokens in examples]))
+    hashes = np.concatenate([ngram_hashes(tokens) for _, tokens in examples])
     table, found = np.zeros(2**TABLE_BITS, bool), {}
-    table[first_bits(wanted)] = True
-    find = functools.partial(search, wanted=wanted, table=table)
+    table[first_bits(hashes)] = True
+    find = functools.partial(search, wanted=set(hashes.tolist()), table=table)
     with ThreadPoolExecutor(num_proc or num_cores()) as executor:
         results = executor.map(find, shards, [*shards[1:], None])
         for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
