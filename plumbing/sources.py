@@ -242,16 +242,15 @@ def choose_files(
         try:
             known = datasets.get_dataset_config_names(folder)
             chosen = config or datasets.get_dataset_default_config_name(folder)
-            if chosen not in known:
-                wrong = f"no config {config!r}" if config else "several configs"
-                message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
-                raise Choice(message, "--config", known[0])
-            builder = datasets.load_dataset_builder(folder, chosen, cache_dir=cache)
-            found: Any = builder.config.data_files or {}
-        except UserError:
-            raise
+            is_known = chosen in known
+            builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them
             raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
+        if not is_known:
+            wrong = f"no config {config!r}" if config else "several configs"
+            message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
+            raise Choice(message, "--config", known[0])
+        found = builder.config.data_files or {}
         by_split = {
             str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
         }
