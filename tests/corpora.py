@@ -35,7 +35,7 @@ def corpus():
     return [text for _, text in sorted(pydoc_data.topics.topics.items())[:40]] + odd_texts(200, seed=1)
 
 
-# the pattern of a tokenizer that someone brings along: GPT-4's, by which a sign may begin a word
+# GPT-4's pattern, as of a tokenizer that someone brings along: a sign may begin a word
 GPT4 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"""
 GPT4 += r"""|\s*[\r\n]+|\s+(?!\S)|\s+"""
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import tiktoken
 import tokenizer
 from fineweb import Options, prepare
 from plumbing import documents, sources
 from plumbing.program import UserError
 
-from corpora import GPT4, WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
+from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
 KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
@@ -68,16 +67,9 @@ def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
     assert tokens == [i for text in texts for i in [enc.eot_token, *enc.encode_ordinary(text)]]
 
 
-def with_pattern(pat_str):
-    """A small trained tokenizer that splits text by another pattern before merging."""
-    small = train_small("gpt2")
-    parts = dict(mergeable_ranks=small._mergeable_ranks, special_tokens=small._special_tokens)
-    return tiktoken.Encoding("x", pat_str=pat_str, **parts)
-
-
-@pytest.mark.parametrize("pattern", [tokenizer.FAST_GPT2, GPT4])
+@pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
 def test_a_run_of_blanks_that_tiktoken_gives_up_on_loses_nothing(pattern):
-    million, enc = "a" + " " * 1_000_000 + "x", with_pattern(pattern)
+    million, enc = "a" + " " * 1_000_000 + "x", train_small(pattern)
     assert enc.decode(tokenizer.encode_text(enc, million)) == million
 
 
@@ -97,8 +89,7 @@ SCRIPTS = [
 
 def test_a_long_text_is_cut_where_no_token_crosses():
     rng = random.Random(0)
-    patterns = (tokenizer.GPT2, tokenizer.FAST_GPT2, GPT4)
-    encs = [with_pattern(pattern) for pattern in patterns]
+    encs = [train_small("gpt2"), train_small("gpt4")]
     texts = ["\n".join(random_texts(30, seed=1))]
     for _ in range(100):
         scripts = [rng.choice(SCRIPTS) for _ in range(3)]
@@ -133,14 +124,15 @@ def test_a_long_text_is_not_held_in_memory(unit, separator, monkeypatch):
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "THE END OF IT"])  # the second may be cut after a word
 @pytest.mark.parametrize("block", [1, 5, 40, 100_000])
-def test_a_separator_ends_a_document(tmp_path, block, separator, monkeypatch, capsys):
+def test_a_separator_ends_a_document(block, separator, capsys, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", block)
     texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five " + separator[:7]]
     joined = f"\n{separator}\n".join(texts[:2]) + f"\n{separator}\r\n\n{separator}"
-    joined += f"{separator}\n".join(texts[2:])
-    (tmp_path / "stories.txt").write_bytes(f"{joined}\n{separator}\n".encode())
-    source, found = sources.local_source(str(tmp_path / "stories.txt")), []
-    for text, starts in documents.read_txt(source, separator):
+    joined += f"{separator}\n".join(texts[2:]) + f"\n{separator}\n"
+    found = []
+    for text, starts in documents.split_text(
+        (joined[i : i + block] for i in range(0, len(joined), block)), separator
+    ):
         found += [""] if starts else []
         found[-1] += text
     assert found == texts
@@ -153,11 +145,11 @@ def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path,
     stories = [f"Once upon a time there were {i} bears." for i in range(40)]
     path = tmp_path / "TinyStories-valid.txt"
     path.write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
-    make(tmp_path, str(path), name="one")
-    assert '--separator "<|endoftext|>"' in capsys.readouterr().out
-    make(tmp_path, str(path), name="two", separator="</s>")
-    assert "does not contain --separator '</s>'" in capsys.readouterr().out
-    folder = make(tmp_path, str(path), name="out", separator="<|endoftext|>")
+    notes = {"": '--separator "<|endoftext|>"', "</s>": "does not contain --separator '</s>'"}
+    for separator, note in notes.items():
+        make(tmp_path, str(path), name=f"out{len(separator)}", separator=separator)
+        assert note in capsys.readouterr().out
+    folder = make(tmp_path, str(path), separator="<|endoftext|>")
     assert is_split(folder, [stories], [path]) and "note" not in capsys.readouterr().out
 
 
@@ -202,23 +194,24 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     assert documents.python_docs() == texts
 
 
-def test_a_note_says_what_is_left_out_and_why(tmp_path, capsys):
+def test_a_note_says_what_is_left_out(tmp_path, capsys):
     (tmp_path / "texts" / "sub").mkdir(parents=True)
-    for name in ("a.txt", "b.md", "sub/c.rst", "d.pdf"):
+    for name in ("README.md", "b.md", "sub/c.rst", "d.pdf"):
         (tmp_path / "texts" / name).write_text(f"In {name}.", encoding="utf-8")
     folder = str(tmp_path / "texts")
-    assert [Path(source.name).name for source in sources.list_inputs([folder])] == ["a.txt", "b.md"]
-    said = capsys.readouterr().out
-    assert f"note: 2 of 4 names in {folder} are left out, such as {folder}/d.pdf." in said
-    (tmp_path / "texts" / "d.pdf").unlink()
-    assert len(sources.list_inputs([folder + "/**"])) == 3 and not capsys.readouterr().out
-    sources.list_inputs([folder])
-    assert f"1 of 3 names in {folder} are left out, such as {folder}/sub." in capsys.readouterr().out
-    (tmp_path / "texts" / "empty").mkdir()
-    with pytest.raises(UserError, match="No file matches .*empty. Give files that end in .parquet, .jsonl, "):
-        sources.list_inputs([folder + "/empty"])
-    with pytest.raises(UserError, match="texts is not of a type that is read here. Give files that end"):
-        sources.list_inputs([str(tmp_path / "*")])
+
+    def listed(*patterns):
+        return [Path(source.name).name for source in sources.list_inputs(patterns)]
+
+    assert listed(folder) == ["b.md"]
+    assert f"note: 3 of 4 names in {folder} are left out, such as {folder}/README.md." in capsys.readouterr().out
+    assert listed(folder + "/**") == ["b.md", "c.rst"] and "2 of 4 names" in capsys.readouterr().out
+    (tmp_path / "texts" / "b.md").unlink()  # a README is text where nothing else is, or where it is asked for
+    assert listed(folder) == ["README.md"]
+    assert listed(f"{folder}/sub/c.rst", f"{folder}/README.md") == ["c.rst", "README.md"]
+    for pattern, said in {"/sub/*.txt": "No file matches .*txt", "/s*": "sub is not of a type that is read"}.items():
+        with pytest.raises(UserError, match=f"{said}.*. Give files that end in .parquet, .jsonl, "):
+            listed(folder + pattern)
 
 
 @pytest.mark.parametrize(
