@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from plumbing import program
 from plumbing.files import open_regular
 from plumbing.program import UserError
-from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, Choice, file_type, suffix_of
+from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, example, file_type, suffix_of
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
@@ -175,7 +175,7 @@ def text_columns(fields, prefix=""):
     return names
 
 
-def check_columns(place, fields, columns, example, number=0):
+def check_columns(place, fields, columns, row, number=0):
     """Raise UserError unless there is text in these columns, of an object of JSON or, by its fields, of a table.
 
     number: of an object, 0 for a table. Some of several columns of an object may be null or, after the first, missing.
@@ -194,12 +194,12 @@ def check_columns(place, fields, columns, example, number=0):
         others = text_columns(fields)
         if not others:
             raise UserError(f"{place} has no column of strings, so there is no text in it. Use another file.")
-        texts = {other: program.plain(find(example, other) or "", 40) for other in others}
+        texts = {other: program.plain(find(row, other) or "", 40) for other in others}
         examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
         advice = f"Choose text with --text-column: {', '.join(others)}."
         if examples:
             advice += f" A row has {examples}."
-        raise Choice(f"{wrong} {advice}", "--text-column", others[0])
+        raise UserError(f"{wrong} {advice} {example('--text-column', others[0])}")
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ applied to a folder of empty files with the same names. The hub's client fetches
 once; what is in them is read in documents.py.
 """
 
-import contextlib
 import glob
 import hashlib
 import json
@@ -13,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 import time
 import urllib.request
@@ -21,7 +21,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import flags, program
+from plumbing import program
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 from plumbing.program import UserError
 
@@ -69,22 +69,9 @@ class Found(NamedTuple):
     sources: list[Source]
 
 
-class Choice(UserError):
-    """The user must choose; `flag` and `value` make a command that works."""
-
-    def __init__(self, message: str, flag: str, value: str):
-        super().__init__(message)
-        self.flag, self.value = flag, value
-
-
-@contextlib.contextmanager
-def with_example(script: str, options: Any) -> Iterator[None]:
-    """Add the command that works to a Choice."""
-    try:
-        yield
-    except Choice as choice:
-        command = flags.command(script, options, choice.flag, choice.value)
-        raise UserError(f"{choice} For example: {command}") from None
+def example(flag: str, value: str) -> str:
+    """A sentence with the command that was typed and one more flag; of a flag that is typed twice, the last counts."""
+    return f"For example: {' '.join(map(program.quote_group, ['python', *sys.argv, (flag, value)]))}"
 
 
 def file_type(name: str) -> str:
@@ -219,8 +206,10 @@ def list_saved(folder, split):
 
 def check_split(name, split, splits):
     if split not in splits:
-        wrong = f"{name} has no split {split!r}. Choose from {', '.join(splits)}."
-        raise Choice(wrong, "--split", splits[0]) if splits else UserError(f"{name} has no splits.")
+        known = ", ".join(splits) or "none"
+        raise UserError(
+            f"{name} has no split {split!r}. Choose from {known}. {example('--split', next(iter(splits), split))}"
+        )
 
 
 # ----- Which files a split has --------------------------------------------------------------------------
@@ -248,8 +237,9 @@ def choose_files(
             raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
         if not is_known:
             wrong = f"no config {config!r}" if config else "several configs"
-            message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
-            raise Choice(message, "--config", known[0])
+            raise UserError(
+                f"{dataset} has {wrong}. Choose from {', '.join(known)}. {example('--config', known[0])}"
+            )
         found = builder.config.data_files or {}
         by_split = {
             str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
