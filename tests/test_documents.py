@@ -217,13 +217,8 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", b"title,body\nx,y\n", "a.csv has no text under 'text'. Choose .* --text-column: title, body"),
         ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
-        (
-            "a.txt",
-            b"caf\xe9",
-            r"not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt",
-        ),
+        ("a.txt", b"caf\xe9", "not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt"),
         ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
