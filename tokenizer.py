@@ -14,7 +14,6 @@ place for the name, the pre-tokenization pattern and the special tokens: these a
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from plumbing import flags, program
 
@@ -268,12 +267,10 @@ def byte_chars():
 
 def train(texts, vocab_size, name="tokenizer"):
     """Train byte-level BPE to `vocab_size` ids, <|endoftext|> included; fewer if the text runs out of pairs."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
-    as_chars: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split: Any = pre_tokenizers.Split(Regex(GPT2), "isolated")
-    model.pre_tokenizer = pre_tokenizers.Sequence([split, as_chars])
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # splits by GPT-2's pattern
     char_bytes = {char: byte for byte, char in byte_chars().items()}
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,

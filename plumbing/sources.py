@@ -230,7 +230,8 @@ def choose_files(
         Path(folder, "README.md").write_text(card, encoding="utf-8")
         try:
             known = datasets.get_dataset_config_names(folder)
-            chosen = config or datasets.get_dataset_default_config_name(folder)
+            default = datasets.get_dataset_default_config_name(folder)
+            chosen = config or (known[0] if len(known) == 1 else default)
             is_known = chosen in known
             builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them

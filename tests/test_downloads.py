@@ -66,7 +66,8 @@ def jsonl(texts, **more):
 def add_stories(hub, texts, name="OWNER/stories"):
     """Three files of a training split, and one to test on."""
     files = {f"data/train-{i}.parquet": parquet(text=texts[10 * i : 10 * i + 10]) for i in range(3)}
-    return hub.add(name, files | {"README.md": "Stories.", "data/test-0.parquet": parquet(text=["not this"])})
+    card = "---\ndataset_info:\n  config_name: plain_text\n---\nStories."  # its only config, which it calls default
+    return hub.add(name, files | {"README.md": card, "data/test-0.parquet": parquet(text=["not this"])})
 
 
 def prepare(dataset, **options):
