@@ -315,20 +315,19 @@ def list_hub(client, dataset, revision, folder):
         info = client.HfApi().dataset_info(dataset, revision=revision or None, timeout=TIMEOUT)
         # the client's own list_repo_tree waits for an answer without an end
         place = f"{info.id}/tree/{info.sha}/{folder}".rstrip("/")
-        url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
+        url, files = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", {}
         while url:
             answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
             client.utils.hf_raise_for_status(answer)
-            entries += answer.json()
+            for entry in answer.json():
+                if entry["type"] == "file":
+                    digest = entry.get("lfs", entry)["oid"]
+                    name, size = entry["path"], entry["size"]
+                    files[name] = Source(name, size, digest, repo=info.id, commit=info.sha)
             url = answer.links.get("next", {}).get("url")
-        return info, [entry for entry in entries if entry["type"] == "file"]
+        return info.id, info.sha, files
 
-    info, entries = ask(dataset, revision, list_files)
-    files = {}
-    for entry in entries:
-        digest = entry.get("lfs", entry)["oid"]
-        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
-    return info.id, info.sha, files
+    return ask(dataset, revision, list_files)
 
 
 def list_cache(client, dataset, revision, folder):
@@ -375,7 +374,7 @@ def find_again(meta: dict[str, Any], options: Any) -> Found | None:
 
 def ask(dataset, revision, function, file=""):
     """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import constants, errors
 
     def call():
         try:
@@ -392,9 +391,9 @@ def ask(dataset, revision, function, file=""):
                 f"or log in as one who may read it: hf auth login.{own}"
             )
         except errors.RevisionNotFoundError:
-            refs = HfApi().list_repo_refs(dataset, repo_type="dataset")
-            known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
-            wrong = f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}."
+            wrong = (
+                f"{dataset} has no revision {revision!r}. Choose a commit, a branch or a tag that the hub shows."
+            )
         raise UserError(wrong)
 
     advice = "Check the network and repeat the command. Without one, use --dataset python-docs or --input."
@@ -414,9 +413,10 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
             response: Any = getattr(cause, "response", None)
             status = getattr(cause, "code", None) or getattr(response, "status_code", None)
             number: Any = getattr(cause, "errno", None)  # of an error from the disk
-            if status in (401, 403, 404):
+            is_refused = status in (401, 403, 404)
+            if is_refused:
                 advice = "The file is not there, or you may not read it: check the address and your access."
-            is_lasting = status in (401, 403, 404) or number in program.ADVICE
+            is_lasting = is_refused or number in program.ADVICE
             if attempt == 2 or is_lasting or time.monotonic() - begun > PATIENCE:
                 wrong = program.plain(program.first_line(cause))
                 advice = program.ADVICE.get(number, advice)

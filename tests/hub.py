@@ -56,9 +56,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         revision = rest[1] if rest[1:] else "main"
         commit = data_set["refs"].get(revision, revision)
         files = data_set["commits"].get(commit)
-        if rest == ["refs"]:
-            refs = [{"name": ref, "ref": ref, "targetCommit": sha} for ref, sha in data_set["refs"].items()]
-            return self.answer(200, json.dumps({"branches": refs, "tags": [], "converts": []}).encode())
         if files is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if is_api and rest[:1] in ([], ["revision"]):

@@ -118,7 +118,7 @@ def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_pat
     cases = {
         "--config fr": "no config 'fr'. Choose from en, de",
         "--config en --split dev": "no split 'dev'. Choose from train.",
-        "--revision v9": "OWNER/two has no revision 'v9'. Choose a commit or one of: main.",
+        "--revision v9": "OWNER/two has no revision 'v9'. Choose a commit, a branch or a tag",
     }
     for words, said in cases.items():
         assert said in refused(fineweb.main, *args, *words.split())
