@@ -1,7 +1,7 @@
 """Which evaluation examples occur in the training text? Training on them would inflate the score.
 
     python contamination.py --data edu_fineweb10B
-    python contamination.py --data books --eval examples.jsonl --num-proc 4
+    python contamination.py --data books --eval examples.jsonl
 
 The shards of a folder are searched for 13-grams of tokens from HellaSwag's examples (the context with each
 of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
@@ -16,7 +16,6 @@ from plumbing import flags, program
 class Options:
     data: str = "edu_fineweb10B"  # folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
-    num_proc: int = 0  # cores to search on; 0: all
 
 
 if __name__ == "__main__":
@@ -105,7 +104,7 @@ def longest_overlaps(examples, found):
     return longest
 
 
-def report(folder, path, num_proc=0):
+def report(folder, path):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
     paths = sorted(Path(folder).glob("*"))
     # in the order of their text
@@ -130,7 +129,7 @@ def report(folder, path, num_proc=0):
     table, found = np.zeros(2**TABLE_BITS, bool), {}
     table[first_bits(hashes)] = True
     find = functools.partial(search, wanted=set(hashes.tolist()), table=table)
-    with ThreadPoolExecutor(num_proc or num_cores()) as executor:
+    with ThreadPoolExecutor(num_cores()) as executor:
         results = executor.map(find, shards, [*shards[1:], None])
         for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
@@ -148,8 +147,7 @@ def report(folder, path, num_proc=0):
 
 def main(args=None):
     options = flags.parse(Options, args)
-    flags.check(options)
-    report(options.data, options.eval, options.num_proc)
+    report(options.data, options.eval)
 
 
 if __name__ == "__main__":
