@@ -24,14 +24,13 @@ def write_lines(path, records):
 
 def naive_contamination(examples, tokens, enc):
     """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
-    runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
-    found = set()
-    for number, example in enumerate(examples, 1):
-        for ending in example["endings"]:
-            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
-            if any(tuple(ids[i : i + 13]) in runs for i in range(len(ids) - 12)):
-                found.add(number)
-    return found
+
+    def runs(ids):
+        return {tuple(ids[i : i + 13]) for i in range(len(ids) - 12)}
+
+    texts = {(number, f"{each['ctx']} {end}") for number, each in enumerate(examples, 1) for end in each["endings"]}
+    there = runs(tokens)
+    return {number for number, text in texts if runs(enc.encode_ordinary(text)) & there}
 
 
 def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
@@ -59,8 +58,8 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
         found = contamination.report(folder, evaluation)
         assert set(found) == set(naive_contamination(examples, read(folder, "*.npy").tolist(), enc))
         assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
-    capsys.readouterr()
     (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
+    capsys.readouterr()
     contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
     said = capsys.readouterr().out
     assert " of 60 examples (" in said and "line 1:" in said and "note: " not in said
