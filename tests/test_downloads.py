@@ -46,6 +46,7 @@ def hub(monkeypatch, tmp_path):
     """What this process takes for the hub, in whose place it works."""
     monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
     monkeypatch.setattr(sources, "TIMEOUT", 0.3)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
     monkeypatch.chdir(tmp_path)
     server = Server()
     server.configure(monkeypatch, tmp_path / ".hf")
@@ -67,7 +68,8 @@ def add_stories(hub, texts, name="OWNER/stories"):
     """Three files of a training split, and one to test on."""
     files = {f"data/train-{i}.parquet": parquet(text=texts[10 * i : 10 * i + 10]) for i in range(3)}
     card = "---\ndataset_info:\n  config_name: plain_text\n---\nStories."  # its only config, which it calls default
-    return hub.add(name, files | {"README.md": card, "data/test-0.parquet": parquet(text=["not this"])})
+    files |= {"README.md": card, "data/test-0.parquet": parquet(text=["not this"])}
+    return hub.add(name, files, private=True)
 
 
 def prepare(dataset, **options):
@@ -160,7 +162,8 @@ def test_the_converted_branch_is_read_by_config(hub):
         ({"a.parquet": parquet(image=[{"bytes": b"x", "path": "a"}])}, {}, "has no column of strings"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(hub, files, settings, words):
+def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
     hub.add("OWNER/x", files, **settings)
     line = refused(fineweb.main, "--dataset", "OWNER/x", *BYTES)
     assert all(word in line for word in words.split(" & ")), line

@@ -15,11 +15,6 @@ from corpora import corpus, odd_texts, train_small
 from harness import ROOT, full_disk, listing, patched, printed_commands, refused
 
 
-@pytest.fixture
-def trained():
-    return train_small("gpt4")
-
-
 def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
     enc = tokenizer.get_encoding("bytes")
     assert isinstance(enc, tiktoken.Encoding) and (enc.name, enc.n_vocab, enc.eot_token) == ("bytes", 257, 256)
@@ -28,7 +23,8 @@ def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
     assert enc.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
 
 
-def test_chat_markers_take_the_ids_after_the_tokenizers_own(trained):
+def test_chat_markers_take_the_ids_after_the_tokenizers_own():
+    trained = train_small("gpt4")
     chat = tokenizer.with_chat(trained)
     assert (chat.name, chat.n_vocab, chat.eot_token) == (trained.name + "+chat", 1004, trained.eot_token)
     for i, token in enumerate(tokenizer.CHAT_TOKENS):
@@ -65,22 +61,22 @@ def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer_which_loses_nothing(tmp
     assert load_tiktoken_bpe(str(path)) == trained._mergeable_ranks
 
 
-def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path, trained):
+def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path):
     """A user's own tokenizer in the folder of the shards was, and one that appeared while another was learned."""
-    tokenizer.write_encoding(tokenizer.get_encoding("bytes"), tmp_path / "tokenizer.tiktoken")
-    before = listing(tmp_path)
-    with pytest.raises(UserError, match="tokenizer.tiktoken exists already, with other contents"):
-        tokenizer.save_for_folder(trained, tmp_path)
-    tokenizer.save_for_folder(tokenizer.get_encoding("bytes+chat"), tmp_path)  # the same without its markers
-    assert listing(tmp_path) == before
+    trained, enc = train_small("gpt4"), tokenizer.get_encoding("bytes")
+    tokenizer.write_encoding(enc, tmp_path / "tokenizer.tiktoken")
     (tmp_path / "x.tiktoken.json").write_bytes(b"\xffmine")
-    with pytest.raises(UserError, match="x.tiktoken.json exists already"):
-        tokenizer.write_encoding(trained, tmp_path / "x.tiktoken")
-    assert not (tmp_path / "x.tiktoken").exists()
+    before = listing(tmp_path)
+    for name in ("tokenizer.tiktoken", "x.tiktoken"):
+        with pytest.raises(UserError, match=f"{name}.* exists already, with other contents"):
+            tokenizer.write_encoding(trained, tmp_path / name)
+    tokenizer.save_for_folder(tokenizer.with_chat(enc), tmp_path)  # the same without its markers
+    assert listing(tmp_path) == before
 
 
-def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monkeypatch):
+def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, monkeypatch):
     """GPT-2's, too: a node without a network and without tiktoken's cache has its tables from the shards."""
+    trained = train_small("gpt4")
     gpt2 = tokenizer.copy_encoding(trained, "gpt2", trained._special_tokens)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gpt2)
     assert tokenizer.folder_encoding(tmp_path) is gpt2  # shards of others, which have neither of the two files
@@ -91,8 +87,7 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, trained, monk
         (folder / "meta.json").write_text(json.dumps({"tokenizer": enc.name}), encoding="utf-8")
         tokenizer.save_for_folder(enc, folder)
         again = tokenizer.folder_encoding(folder)
-        assert again.name == enc.name and again._special_tokens == enc._special_tokens
-        assert again._mergeable_ranks == enc._mergeable_ranks
+        assert (again.name, tokenizer.dumps(again)) == (enc.name, tokenizer.dumps(enc))
         assert sorted(listing(folder)) == ["meta.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"]
     (folder / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     with pytest.raises(UserError, match="holds tokenizer gpt2, but the meta.json beside it names bytes"):
@@ -165,8 +160,7 @@ def test_the_command_trains_and_goes_on_if_it_was_killed_between_its_two_files(t
     args = ["--input=-a.txt", "--out", "x.tiktoken", "--vocab-size", "500"]
     tokenizer.main(args)
     enc = tokenizer.get_encoding("x.tiktoken")
-    assert enc.n_vocab == 500 and enc.name.startswith("x-")
-    assert enc._special_tokens == {tokenizer.EOT: 499}
+    assert enc.name.startswith("x-") and enc._special_tokens == {tokenizer.EOT: 499}
     before = listing(tmp_path)
     Path("x.tiktoken").unlink()
     tokenizer.main(args)
