@@ -24,13 +24,14 @@ def write_lines(path, records):
 
 def naive_contamination(examples, tokens, enc):
     """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
-
-    def runs(ids):
-        return {tuple(ids[i : i + 13]) for i in range(len(ids) - 12)}
-
-    texts = {(number, f"{each['ctx']} {end}") for number, each in enumerate(examples, 1) for end in each["endings"]}
-    there = runs(tokens)
-    return {number for number, text in texts if runs(enc.encode_ordinary(text)) & there}
+    runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
+    found = set()
+    for number, example in enumerate(examples, 1):
+        for ending in example["endings"]:
+            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
+            if any(tuple(ids[i : i + 13]) in runs for i in range(len(ids) - 12)):
+                found.add(number)
+    return found
 
 
 def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):

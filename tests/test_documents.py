@@ -79,11 +79,11 @@ SCRIPTS = [
     WORDS,
     [" ", "  ", "\n", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\x1c", "\u2028", "\x85"],
     ". ... , 's ' \u2019s 3.14 1234567 \u00b2 _ <|endoftext|> \U0001f642 \u200b".split(" "),
-    "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u044c\u0435".split(),
-    "\u6211\u662f \u4eba \u3002 \uff0c \u300c \u300d \u4e8c\u5341 \uff12".split(),
+    "\u0412\u0441\u0435 \u0441\u0447\u0430".split(),
+    "\u6211\u662f \u4eba \u3002 \uff0c \u300c \u300d \uff12".split(),
     "\u0643\u062a\u0627\u0628 \u060c".split(),
-    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0964".split(),
-    "\u0e44\u0e17\u0e22 \u0e20\u0e32\u0e29\u0e32".split(),
+    "\u0939\u093f\u0928\u094d \u0964".split(),
+    "\u0e44\u0e17\u0e22 \u0e20\u0e32".split(),
 ]
 
 
@@ -106,8 +106,8 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     assert num_pieces > 5000
 
 
-CYRILLIC, CHINESE = "\u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 ", "\u6211\u662f\u4eba\u3002\n"
-HINDI, ARABIC = "\u0939\u093f\u0928\u094d\u0926\u0940 ", "\u0643\u062a\u0627\u0628\n"
+CYRILLIC, CHINESE = "\u0441\u0447\u0430 ", "\u6211\u662f\u3002\n"
+HINDI, ARABIC = "\u0939\u093f\u0928 ", "\u0643\u062a\u0627\n"
 
 
 @pytest.mark.parametrize("separator", ["", "<|endoftext|>"])
@@ -189,8 +189,13 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     texts = documents.python_docs()
     package = "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes."
     assert sorted(texts) == sorted(["The if statement.", package, *(f"module m{i}\n\nModule {i}." for i in range(5))])
-    walk = os.walk  # the order in which a disk lists its files does not matter
-    monkeypatch.setattr(os, "walk", lambda root: ((at, folders, files[::-1]) for at, folders, files in walk(root)))
+
+    def walk_backwards(root):  # the order in which a disk lists its files does not matter
+        for place, folders, files in walk(root):
+            yield place, folders, files[::-1]
+
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", walk_backwards)
     assert documents.python_docs() == texts
 
 
@@ -204,12 +209,15 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
         return [Path(source.name).name for source in sources.list_inputs(patterns)]
 
     assert listed(folder) == ["b.md"]
-    assert f"note: 3 of 4 names in {folder} are left out, such as {folder}/README.md." in capsys.readouterr().out
-    assert listed(folder + "/**") == ["b.md", "c.rst"] and "2 of 4 names" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"note: 3 of 4 names in {folder} are left out, such as {folder}/README.md." in said
+    assert listed(folder + "/**") == ["b.md", "c.rst"]
+    assert "2 of 4 names" in capsys.readouterr().out
     (tmp_path / "texts" / "b.md").unlink()  # a README is text where nothing else is, or where it is asked for
     assert listed(folder) == ["README.md"]
     assert listed(f"{folder}/sub/c.rst", f"{folder}/README.md") == ["c.rst", "README.md"]
-    for pattern, said in {"/sub/*.txt": "No file matches .*txt", "/s*": "sub is not of a type that is read"}.items():
+    wrong = {"/sub/*.txt": "No file matches .*txt", "/s*": "sub is not of a type that is read"}
+    for pattern, said in wrong.items():
         with pytest.raises(UserError, match=f"{said}.*. Give files that end in .parquet, .jsonl, "):
             listed(folder + pattern)
 

@@ -65,15 +65,16 @@ def jsonl(texts, **more):
 
 
 def add_stories(hub, texts, name="OWNER/stories"):
-    """Three files of a training split, and one to test on."""
+    """Three files of a training split, and one to test on, for those who may read them."""
     files = {f"data/train-{i}.parquet": parquet(text=texts[10 * i : 10 * i + 10]) for i in range(3)}
     card = "---\ndataset_info:\n  config_name: plain_text\n---\nStories."  # its only config, which it calls default
     files |= {"README.md": card, "data/test-0.parquet": parquet(text=["not this"])}
     return hub.add(name, files, private=True)
 
 
-def prepare(dataset, **options):
-    return fineweb.prepare(fineweb.Options(**{"dataset": dataset, "tokenizer": "bytes", "out_dir": "out"} | options))
+def prepare(dataset="OWNER/stories", **options):
+    defaults = {"dataset": dataset, "tokenizer": "bytes", "out_dir": "out"}
+    return fineweb.prepare(fineweb.Options(**defaults | options))
 
 
 def fetched(hub):
@@ -84,7 +85,7 @@ def fetched(hub):
 def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, capsys):
     texts = random_texts(30)
     first = add_stories(hub, texts)
-    prepare("OWNER/stories", shard_size=5000)
+    prepare(shard_size=5000)
     (tmp_path / "local").mkdir()
     for i in range(3):
         (tmp_path / "local" / f"train-{i}.parquet").write_bytes(parquet(text=texts[10 * i : 10 * i + 10]))
@@ -94,18 +95,18 @@ def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, cap
     assert shards.origin("out") == f"OWNER/stories, default, train, {first}"
     # the branch moves, and what was begun stays where it was
     second = add_stories(hub, random_texts(30, seed=1))
-    prepare("OWNER/stories", shard_size=5000)
-    prepare("OWNER/stories", shard_size=5000, revision=first)
+    prepare(shard_size=5000)
+    prepare(shard_size=5000, revision=first)
     with pytest.raises(UserError, match=f"revision was '{first}' and is now '{second}'"):
-        prepare("OWNER/stories", shard_size=5000, revision="main")
+        prepare(shard_size=5000, revision="main")
     with pytest.raises(UserError, match="split was 'train' and is now 'test'"):
-        prepare("OWNER/stories", shard_size=5000, split="test", revision=first)
-    prepare("OWNER/stories", out_dir="second", revision="main")
+        prepare(shard_size=5000, split="test", revision=first)
+    prepare(out_dir="second", revision="main")
     assert read_meta("second")["made_from"]["revision"] == second
     # what is complete does not need the hub
     hub.lasting["ANY /"], hub.asked[:] = "500", []
     capsys.readouterr()
-    prepare("OWNER/stories", shard_size=5000)
+    prepare(shard_size=5000)
     assert "is complete" in capsys.readouterr().out and not hub.asked
 
 
@@ -181,7 +182,7 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     texts = random_texts(30)
     add_stories(hub, texts)
     hub.faults[place] = fault
-    prepare("OWNER/stories")
+    prepare()
     assert sorted(read("out")) == sorted(as_bytes(texts)) and not hub.faults
 
 
@@ -198,11 +199,11 @@ def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said
     assert len(list(Path("out").glob("*_train_*"))) > 1
     hub.lasting.clear()
     hub.asked.clear()
-    prepare("OWNER/stories", shard_size=3000)
+    prepare(shard_size=3000)
     assert "train-0.parquet" not in fetched(hub)  # it is in the shards
     after = listing("out")
     assert all(after[name] == before[name] for name in before if "_train_" in name)
-    prepare("OWNER/stories", shard_size=3000, out_dir="whole/out")
+    prepare(shard_size=3000, out_dir="whole/out")
     whole = listing("whole/out")
     assert after.pop("meta.json") and whole.pop("meta.json") and after == whole
 
@@ -212,17 +213,17 @@ def prepare_and_die(url, folder, renames):
     Server.configure(types.SimpleNamespace(url=url), pytest.MonkeyPatch(), folder / ".hf")
     count = itertools.count(1)
     with die_at(os, "replace", lambda *args: next(count) == renames, lambda replace, *args: replace(*args)):
-        prepare("OWNER/stories", shard_size=3000, out_dir=str(folder / "out"))
+        prepare(shard_size=3000, out_dir=str(folder / "out"))
 
 
 @needs("SIGKILL")
 def test_killed_and_without_a_network_it_continues_with_the_files_on_disk(hub, tmp_path):
     add_stories(hub, random_texts(30))
-    prepare("OWNER/stories", shard_size=3000, out_dir="whole/out")
+    prepare(shard_size=3000, out_dir="whole/out")
     assert run(prepare_and_die, hub.url, tmp_path, 9, output=tmp_path / "output") == [-signal.SIGKILL]
     downloads = {path.name for path in Path("out").glob(".download*/data/*.parquet")}
     hub.asked.clear()
-    prepare("OWNER/stories", shard_size=3000)
+    prepare(shard_size=3000)
     assert downloads and not set(fetched(hub)) & downloads
     assert listing("out") == listing("whole/out")
 
@@ -233,11 +234,11 @@ def test_the_users_cache_is_used_and_left_alone(hub, tmp_path, monkeypatch):
     commit = add_stories(hub, random_texts(30))
     huggingface_hub.snapshot_download("OWNER/stories", repo_type="dataset")
     before, hub.asked[:] = listing(tmp_path / ".hf"), []
-    prepare("OWNER/stories")
+    prepare()
     assert not fetched(hub) and listing(tmp_path / ".hf") == before
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
-    prepare("OWNER/stories", out_dir="offline/out")
+    prepare(out_dir="offline/out")
     assert not hub.asked and read_meta("offline/out")["made_from"]["revision"] == commit
     assert np.array_equal(read("offline/out"), read("out"))
     line = refused(fineweb.main, "--dataset", "OWNER/other", *BYTES)
@@ -297,7 +298,8 @@ def test_a_folder_of_save_to_disk_is_read_by_its_split(tmp_path):
     rows = Dataset.from_dict({"text": texts, "n": list(range(30))})
     rows.save_to_disk(tmp_path / "one", num_shards=3)
     DatasetDict(train=rows, test=rows.select([3])).save_to_disk(tmp_path / "two")
-    for name, split, expected in (("one", "train", texts), ("two", "train", texts), ("two", "test", texts[3:4])):
+    cases = [("one", "train", texts), ("two", "train", texts), ("two", "test", texts[3:4])]
+    for name, split, expected in cases:
         folder = make(tmp_path, str(tmp_path / name), name=f"{name}-{split}", split=split)
         assert sorted(read(folder)) == sorted(as_bytes(expected))
     with pytest.raises(UserError, match="no split 'dev'. Choose from train, test"):
@@ -386,6 +388,7 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
     monkeypatch.setattr("time.sleep", slept.append)
     Server.configure(types.SimpleNamespace(url="https://huggingface.co"), monkeypatch, tmp_path / ".hf")
     line = refused(smoltalk.main if "--max-length" in words else fineweb.main, *words.split())
-    assert line.startswith("error: Could not download ") and "Name or service not known. Check the network" in line
+    assert line.startswith("error: Could not download ")
+    assert "Name or service not known. Check the network" in line
     # nothing is left of what never began
     assert sum(slept) < 5 and [path.name for path in tmp_path.iterdir()] in ([], [".hf"])

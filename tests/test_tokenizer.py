@@ -19,7 +19,8 @@ def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
     enc = tokenizer.get_encoding("bytes")
     assert isinstance(enc, tiktoken.Encoding) and (enc.name, enc.n_vocab, enc.eot_token) == ("bytes", 257, 256)
     for text in [*odd_texts(500), "x" * 10_000, "<|endoftext|>"]:
-        assert enc.encode_ordinary(text) == list(text.encode()) and enc.decode(list(text.encode())) == text
+        assert enc.encode_ordinary(text) == list(text.encode())
+        assert enc.decode(list(text.encode())) == text
     assert enc.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
 
 
@@ -40,7 +41,8 @@ def test_the_first_merges_are_those_that_can_be_counted_by_hand():
     assert enc.decode_tokens_bytes(enc.encode_ordinary("aaabdaaabac")) == [b"aaab", b"d", b"aaab", b"a", b"c"]
     # the name tells tokenizers apart, and not runs
     names = [tokenizer.train([text], 300, name="n").name for text in ("aaab abab", "aaab abab", "bbbc cbcb")]
-    assert names[0] == names[1] != names[2] and all(name.startswith("n-") and len(name) == 10 for name in names)
+    assert names[0] == names[1] != names[2]
+    assert all(name.startswith("n-") and len(name) == 10 for name in names)
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
@@ -54,7 +56,8 @@ def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer_which_loses_nothing(tmp
     assert all((enc.name, enc._special_tokens) == (trained.name, trained._special_tokens) for enc in encs)
     for text in odd_texts(2000) + corpus()[:5]:
         ids = trained.encode_ordinary(text)
-        assert trained.decode(ids) == text and sizes[ids].sum() == len(text.encode())
+        assert trained.decode(ids) == text
+        assert sizes[ids].sum() == len(text.encode())
         assert all(enc.encode_ordinary(text) == ids for enc in encs)
     assert tokenizer.get_encoding(f"{path}+chat").n_vocab == 1004
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # tiktoken caches local files as well
