@@ -1,10 +1,10 @@
 """Which evaluation examples occur in the training text? Training on them would inflate the score.
 
     python contamination.py --data edu_fineweb10B
-    python contamination.py --data books --eval examples.jsonl --num-proc 4
+    python contamination.py --data books --eval examples.jsonl
 
 The shards of a folder are searched for 13-grams of tokens from HellaSwag's examples (the context with each
-of its endings). Hashes only narrow down the candidates, tokens decide. Memory does not grow with the corpus.
+of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from plumbing import flags, program
 class Options:
     data: str = "edu_fineweb10B"  # folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
-    num_proc: int = 0  # cores to search on; 0: all
 
 
 if __name__ == "__main__":
@@ -24,7 +23,6 @@ if __name__ == "__main__":
 
 import functools
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,16 +57,6 @@ def read_examples(path, enc):
     return examples
 
 
-def open_shards(folder):
-    """All shards of a folder in the order of their text."""
-
-    def number(file):
-        return int(re.findall(r"\d*$", file.stem)[0] or 0)
-
-    shards = [file for file in sorted(Path(folder).glob("*")) if split_of(file.name)]
-    return [open_shard(file) for file in sorted(shards, key=number)]
-
-
 def ngram_hashes(tokens):
     """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
     tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
@@ -86,7 +74,7 @@ def first_bits(hashes):
 def search(shard, following, wanted, table):
     """{hash: (shard, position)} of the `wanted` n-grams that begin in a shard; they may end in the `following` one.
 
-    wanted: their hashes, sorted; table: whether one of them begins with these TABLE_BITS, which lets few others pass.
+    table: whether one of the wanted hashes begins with these TABLE_BITS, which lets few others pass.
     """
     found = {}
     length = BLOCK + NGRAM - 1
@@ -96,10 +84,9 @@ def search(shard, following, wanted, table):
             tokens = np.append(tokens, following.read(0, NGRAM - 1))
         hashes = ngram_hashes(tokens)
         positions = np.flatnonzero(table[first_bits(hashes)])
-        hashes = hashes[positions]
-        same = wanted[np.searchsorted(wanted[:-1], hashes)] == hashes
-        for match, position in zip(hashes[same].tolist(), positions[same].tolist()):
-            found.setdefault(match, (shard, start + position))
+        for ngram, position in zip(hashes[positions].tolist(), positions.tolist()):
+            if ngram in wanted:
+                found.setdefault(ngram, (shard, start + position))
     return found
 
 
@@ -117,9 +104,11 @@ def longest_overlaps(examples, found):
     return longest
 
 
-def report(folder, path, num_proc=0):
+def report(folder, path):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
-    shards = open_shards(folder)
+    paths = sorted(Path(folder).glob("*"))
+    # in the order of their text
+    shards = [open_shard(path) for split in ("val", "train") for path in paths if split_of(path.name) == split]
     if not shards:
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
@@ -136,11 +125,11 @@ def report(folder, path, num_proc=0):
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
         print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
-    wanted = np.unique(np.concatenate([ngram_hashes(tokens) for _, tokens in examples]))
+    hashes = np.concatenate([ngram_hashes(tokens) for _, tokens in examples])
     table, found = np.zeros(2**TABLE_BITS, bool), {}
-    table[first_bits(wanted)] = True
-    find = functools.partial(search, wanted=wanted, table=table)
-    with ThreadPoolExecutor(num_proc or num_cores()) as executor:
+    table[first_bits(hashes)] = True
+    find = functools.partial(search, wanted=set(hashes.tolist()), table=table)
+    with ThreadPoolExecutor(num_cores()) as executor:
         results = executor.map(find, shards, [*shards[1:], None])
         for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
             found = result | found  # the first place counts
@@ -158,8 +147,7 @@ def report(folder, path, num_proc=0):
 
 def main(args=None):
     options = flags.parse(Options, args)
-    flags.check(options)
-    report(options.data, options.eval, options.num_proc)
+    report(options.data, options.eval)
 
 
 if __name__ == "__main__":

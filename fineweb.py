@@ -268,16 +268,15 @@ def prepare(options):
     settings = {
         name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
     }
-    with sources.with_example("fineweb.py", options):
-        folder, found, made_from = shards.plan(options, settings, default=default)
-        enc = tokenizer.get_encoding(options.tokenizer)
-        meta = shards.new_meta(enc, options, found, made_from)
-        if found.dataset not in DATASETS:
-            num_bytes = sum(source.size for source in found.sources)
-            # a large corpus needs fewer pieces
-            meta["validation_every"] = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
-        writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "")
-        writer.make_once(make_shards, options, enc, found.sources)
+    folder, found, made_from = shards.plan(options, settings, default=default)
+    enc = tokenizer.get_encoding(options.tokenizer)
+    meta = shards.new_meta(enc, options, found, made_from)
+    if found.dataset not in DATASETS:
+        num_bytes = sum(source.size for source in found.sources)
+        # a large corpus needs fewer pieces
+        meta["validation_every"] = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
+    writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "")
+    writer.make_once(make_shards, options, enc, found.sources)
     return folder
 
 

@@ -277,8 +277,7 @@ def prepare(options):
     flags.check(options, complaints, above_0=["shard_size"])
     if options.dataset == Options.dataset and not (options.config or options.input):
         options = dataclasses.replace(options, config="all")
-    with sources.with_example("smoltalk.py", options):
-        folder, found, made_from = shards.plan(options, {}, types=(".jsonl", ".parquet"))
+    folder, found, made_from = shards.plan(options, {}, types=(".jsonl", ".parquet"))
     if options.init_from:
         from plumbing.checkpoint import load_saved_model  # imports torch
 

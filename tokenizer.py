@@ -14,7 +14,6 @@ place for the name, the pre-tokenization pattern and the special tokens: these a
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from plumbing import flags, program
 
@@ -22,11 +21,9 @@ from plumbing import flags, program
 @dataclass
 class Options:
     input: tuple[str, ...] = ()  # files, folders or globs to learn from, as fineweb.py takes them
-    # the .tiktoken file to write; the pattern and special tokens go to the same name with .json added
+    # the .tiktoken file to write; the pattern and the special token go to the same name with .json added
     out: str = ""
-    vocab_size: int = 32768  # ids in all, special tokens included; 257 to 65536
-    pattern: Literal["gpt2", "gpt4"] = "gpt2"  # how text is split before merging
-    special_tokens: tuple[str, ...] = ()  # special tokens in addition to <|endoftext|>
+    vocab_size: int = 32768  # ids in all, <|endoftext|> included; 257 to 65536
     text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
 
 
@@ -56,16 +53,12 @@ MAX_VOCAB = 2**16  # shards hold uint16
 # many kinds of text, to test a tokenizer
 PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
-# No token crosses a split. GPT-4's pattern lets one punctuation character precede a word and groups up to three digits.
-PATTERNS = {
-    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    "gpt4": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
-    r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-}
-# tiktoken's faster equivalent of GPT-2's pattern; in Hugging Face's engine, `$` differs
+# GPT-2's pattern: no token crosses a split
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# tiktoken's faster equivalent; in Hugging Face's engine, `$` differs
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
-FOR_HUGGINGFACE = {FAST_GPT2: PATTERNS["gpt2"], BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
+FOR_HUGGINGFACE = {FAST_GPT2: GPT2, BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
 
 # ----- Opening a tokenizer, by its name or with a folder of shards --------------------------------------
 
@@ -178,41 +171,32 @@ def dumps(enc):
 
 
 def loads(text):
-    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is not a complete one."""
+    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged or made by hand, and unusable.
+
+    Its name is printed in many places, so it must not hold a terminal's control characters.
+    """
     try:
         header, *lines = text.splitlines()
         fields, ranks = json.loads(header), {}
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        return make_encoding(fields["name"], fields["pat_str"], ranks, fields["special_tokens"])
-    except (AttributeError, LookupError, TypeError, RecursionError) as error:  # of fields of other types
-        raise ValueError(f"it is not made of the right fields: {program.first_line(error)}") from None
-
-
-def make_encoding(name, pat_str, ranks, special_tokens):
-    """Make a tokenizer. Raises ValueError if ids are missing, or if its pattern does not cover all of a text.
-
-    Its name is printed in many places, so it must not hold a terminal's control characters.
-    """
-    if not (isinstance(name, str) and name.isprintable()):
-        raise ValueError(f"its name is {name!r}, but it must be printable text")
-    # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
-    ids = sorted([*ranks.values(), *special_tokens.values()])
-    has_bytes = all(bytes([i]) in ranks for i in range(256))
-    if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
-        raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
-    try:
-        enc = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
-        decoded = enc.decode(enc.encode_ordinary(PROBE))
+        name, special_tokens = fields["name"], fields["special_tokens"]
+        # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
+        ids = sorted([*ranks.values(), *special_tokens.values()])
+        has_bytes = all(bytes([i]) in ranks for i in range(256))
+        if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
+            raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
+        pattern = fields["pat_str"]
+        enc = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
+            raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
+        return enc
+    except (ValueError, KeyboardInterrupt):
+        raise
     # where tiktoken panics, it raises no Exception, and the Rust frames that it prints cannot be held back
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ValueError(f"its pattern cannot be used: {program.first_line(error)}") from None
-    if decoded != PROBE:
-        raise ValueError("its pattern skips a part of the text")
-    return enc
+        raise ValueError(f"its fields or its pattern cannot be used: {program.first_line(error)}") from None
 
 
 def whole_characters(text):
@@ -281,51 +265,37 @@ def byte_chars():
     return dict(zip(own_first, chars))
 
 
-def train(texts, vocab_size, name="tokenizer", pattern="gpt2", special_tokens=()):
-    """Train byte-level BPE to `vocab_size` ids, special tokens included; fewer if the text runs out of pairs."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+def train(texts, vocab_size, name="tokenizer"):
+    """Train byte-level BPE to `vocab_size` ids, <|endoftext|> included; fewer if the text runs out of pairs."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    pat_str = FAST_GPT2 if pattern == "gpt2" else PATTERNS[pattern]
     model = Tokenizer(models.BPE())
-    as_chars: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split: Any = pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
-    model.pre_tokenizer = pre_tokenizers.Sequence([split, as_chars])
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # splits by GPT-2's pattern
     char_bytes = {char: byte for byte, char in byte_chars().items()}
-    special_tokens = list(dict.fromkeys([EOT, *special_tokens]))
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special_tokens),
+        vocab_size=vocab_size - 1,
         initial_alphabet=list(char_bytes),  # all 256, seen or not: any text can be encoded
         show_progress=False,  # its bar for an unknown number of texts says "242 / 0"
     )
     model.train_from_iterator(texts, trainer)
     vocab = model.get_vocab().items()
     ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in vocab}
-    special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-    enc = tiktoken.Encoding("", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
-    return copy_encoding(enc, f"{name}-{digest(enc)[:8]}", special)
-
-
-def digest(enc):
-    """Return a hash of everything in a tokenizer except its name."""
-    return sha256(dumps(copy_encoding(enc, "", enc._special_tokens)))
+    special = {EOT: len(ranks)}
+    enc = tiktoken.Encoding("", pat_str=FAST_GPT2, mergeable_ranks=ranks, special_tokens=special)
+    return copy_encoding(enc, f"{name}-{sha256(dumps(enc))[:8]}", special)  # the hash tells tokenizers apart
 
 
 def read_texts(patterns, text_column):
-    """Yield the texts of all inputs that match `patterns`. Raises UserError if there are none."""
-    is_empty = True
+    """Yield the texts of all inputs that match `patterns`, but for empty ones."""
     for source in sources.list_inputs(patterns):
         for piece in documents.read_pieces(source, text_column):
             if piece.text:
-                is_empty = False
                 yield whole_characters(piece.text)
-    if is_empty:
-        raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
     complaints, out = [], options.out
-    least = 256 + len({EOT, *options.special_tokens})
     if not options.input:
         complaints.append("--input is missing. Give the files to learn from.")
     is_name = out.endswith(".tiktoken") and out.isprintable()
@@ -333,10 +303,9 @@ def check_options(options):
         complaints.append(
             f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."
         )
-    if not least <= options.vocab_size <= MAX_VOCAB:
+    if not 257 <= options.vocab_size <= MAX_VOCAB:
         complaints.append(
-            f"--vocab-size is {options.vocab_size}, but it must be from {least} (the bytes and special tokens) to "
-            f"{MAX_VOCAB} (what shards can store)."
+            f"--vocab-size is {options.vocab_size}, but it must be from 257 (the bytes and {EOT}) to {MAX_VOCAB}."
         )
     flags.check(options, complaints)
     check_new_output(out)  # its .json may be there: `write_encoding` may have been killed between the two
@@ -347,7 +316,9 @@ def main(args=None):
     check_options(options)
     column = options.text_column
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
-    enc = train(texts, options.vocab_size, Path(options.out).stem, options.pattern, options.special_tokens)
+    enc = train(texts, options.vocab_size, Path(options.out).stem)
+    if not texts.n:
+        raise UserError(f"There is no text in {', '.join(options.input)}. Check the files and --text-column.")
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
     inputs = (f"./{name}" if name[0] == "-" else name for name in options.input)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from plumbing import program
 from plumbing.files import open_regular
 from plumbing.program import UserError
-from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, Choice, file_type, suffix_of
+from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, example, file_type, suffix_of
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
@@ -75,18 +75,17 @@ def explain_errors(name):
 def read_texts(source, text_column):
     """The text of each row of a table, or of each object of JSON, in these columns."""
     if file_type(source.name) == ".jsonl":
-        for number, (_, place, record) in enumerate(read_records(source.path, source.name)):
-            paths = column_paths(text_column, record)
-            check_columns(place, record, paths, number == 0)
-            yield join(record, paths)
+        for number, place, record in read_records(source.path, source.name):
+            columns = split_columns(text_column, record)
+            check_columns(place, record, columns, record, number)
+            yield join(record, columns)
         return
     with open_rows(source) as (fields, read_columns):
-        paths = column_paths(text_column, fields)
-        if any(not isinstance(walk(fields, path), str) for path in paths):
-            leaves = [column_paths(column, fields)[0] for column in string_leaves(fields)]
-            check_columns(source.name, fields, paths, True, next(read_columns(leaves), {}))
-        for row in read_columns(paths):
-            yield join(row, paths)
+        columns = split_columns(text_column, fields)
+        if not all(isinstance(find(fields, column), str) for column in columns):
+            check_columns(source.name, fields, columns, next(read_columns(text_columns(fields)), {}))
+        for row in read_columns(columns):
+            yield join(row, columns)
 
 
 def read_rows(source, columns):
@@ -96,7 +95,7 @@ def read_rows(source, columns):
             yield place, record
         return
     with explain_errors(source.name), open_rows(source) as (fields, read_columns):
-        found = [[column] for column in columns if column in fields]
+        found = [column for column in columns if column in fields]
         if not found:
             raise UserError(
                 f"{source.name} has no column called {columns[0]}, but {', '.join(fields)}. Use another data set."
@@ -107,7 +106,7 @@ def read_rows(source, columns):
 
 @contextlib.contextmanager
 def open_rows(source):
-    """(fields, function from the paths of columns to rows with these) of a table; the fields are like a row of it.
+    """(fields, function from names of columns to rows with these) of a table; the fields are like a row of it.
 
     A text is "" there, an object is a dict, and anything else is its type.
     """
@@ -116,7 +115,7 @@ def open_rows(source):
         dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
         with open_text(source.path) as file:
             rows = csv.DictReader(file, dialect=dialect, strict=True)
-            yield dict.fromkeys(rows.fieldnames or [], ""), lambda paths: rows
+            yield dict.fromkeys(rows.fieldnames or [], ""), lambda columns: rows
         return
     import pyarrow.parquet  # slow to import
 
@@ -127,14 +126,16 @@ def open_rows(source):
     else:
         table = pyarrow.parquet.ParquetFile(source.path)
         schema, read_batches = table.schema_arrow, lambda columns: table.iter_batches(256, columns=columns)
+    fields = {field.name: shape_of(field.type) for field in schema}
 
-    def read_columns(paths):
-        names = list(dict.fromkeys(path[0] for path in paths))
-        for batch in read_batches([".".join(path) for path in paths]):
-            yield from batch.select(names).to_pylist()
+    def read_columns(columns):
+        # doc.text may be called so, too, and is read then: Parquet has one name for both
+        names = dict.fromkeys(column if column in fields else column.split(".")[0] for column in columns)
+        for batch in read_batches(columns):
+            yield from batch.select(list(names)).to_pylist()
 
     with table:
-        yield {field.name: shape_of(field.type) for field in schema}, read_columns
+        yield fields, read_columns
 
 
 def shape_of(kind):
@@ -144,61 +145,61 @@ def shape_of(kind):
     return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
 
 
-def column_paths(text_column, names):
-    """The keys that lead to each column of "title,doc.text" in a row: [["title"], ["doc", "text"]].
-
-    A column that is called as it stands in `text_column` comes first.
-    """
-    parts = [text_column] if text_column in names else text_column.split(",")
-    return [[part] if part in names else part.split(".") for part in parts]
+def split_columns(text_column, fields):
+    """The columns of "title,doc.text", unless one is called so itself: ["title", "doc.text"]."""
+    return [text_column] if text_column in fields else text_column.split(",")
 
 
-def walk(row, path):
-    """What is in a row under these keys; None if there is nothing."""
-    for key in path:
+def find(row, column):
+    """What is in a row under the name of a column, or under text in its object doc for "doc.text"; None if nothing."""
+    if column in row:
+        return row[column]
+    for key in column.split("."):
         row = row.get(key) if isinstance(row, dict) else None
     return row
 
 
-def join(row, paths):
+def join(row, columns):
     """One text of the columns of a row; a blank line stands between two of them."""
-    return "\n\n".join(filter(None, (walk(row, path) for path in paths)))
+    return "\n\n".join(filter(None, (find(row, column) for column in columns)))
 
 
-def string_leaves(fields, prefix=""):
+def text_columns(fields, prefix=""):
     """The names of all strings in a row: ["title", "doc.text"]; not those of images, which are objects with bytes."""
     names = []
     for key, value in fields.items():
         if isinstance(value, dict) and "bytes" not in value:
-            names += string_leaves(value, f"{prefix}{key}.")
+            names += text_columns(value, f"{prefix}{key}.")
         elif isinstance(value, str):
             names.append(prefix + key)
     return names
 
 
-def check_columns(place, fields, paths, is_first, row=None):
+def check_columns(place, fields, columns, row, number=0):
     """Raise UserError unless there is text in these columns, of an object of JSON or, by its fields, of a table.
 
-    row: an example of its rows; by default the object itself.
+    number: of an object, 0 for a table. Some of several columns of an object may be null or, after the first, missing.
     """
-    has_text = any(isinstance(walk(fields, path), str) for path in paths)
-    for path in paths:
-        found = walk(fields, path)
-        # of several columns, some may be empty; but what the first object lacks may be mistyped
-        may_lack = row is None and has_text and found is None and (path[0] in fields or not is_first)
+    has_text = any(isinstance(find(fields, column), str) for column in columns)
+    for column in columns:
+        found = find(fields, column)
+        is_there = number and (column.split(".")[0] in fields or column in fields)
+        may_lack = found is None and has_text and (is_there or number > 1)
         if isinstance(found, str) or may_lack:
             continue
         held = "" if found is None else f", but {program.plain(found, 60)}"
-        wrong = f"{place} has no text under {'.'.join(path)!r}{held}."
-        if row is None and path[0] in fields:
+        wrong = f"{place} has no text under {column!r}{held}."
+        if is_there:
             raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
-        columns = string_leaves(fields)
-        if not columns:
+        others = text_columns(fields)
+        if not others:
             raise UserError(f"{place} has no column of strings, so there is no text in it. Use another file.")
-        message = f"{wrong} Choose text with --text-column: {', '.join(columns)}."
-        texts = {column: walk(row or fields, column_paths(column, fields)[0]) for column in columns}
-        examples = "; ".join(f"{column}: {program.plain(text, 40)}" for column, text in texts.items() if text)
-        raise Choice(f"{message} A row has {examples}." if examples else message, "--text-column", columns[0])
+        texts = {other: program.plain(find(row, other) or "", 40) for other in others}
+        examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
+        advice = f"Choose text with --text-column: {', '.join(others)}."
+        if examples:
+            advice += f" A row has {examples}."
+        raise UserError(f"{wrong} {advice} {example('--text-column', others[0])}")
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
@@ -211,7 +212,12 @@ def read_records(path, name=None, kinds=(dict,)):
     """
     name = name or path
     with explain_errors(name), open_text(path) as file:
-        noun, texts = ("Entry", read_array(file)) if holds_array(path) else ("Line", file)
+        start = file.read(BLOCK_CHARS)
+        # other .json files are read as JSON lines, as C4's are
+        if suffix_of(path) == ".json" and start.lstrip().startswith("["):
+            noun, texts = "Entry", read_array(start, file)
+        else:
+            noun, texts = "Line", itertools.chain(io.StringIO(start + file.readline(), newline=""), file)
         for number, text in enumerate(texts, 1):
             if text.isspace():
                 continue
@@ -226,34 +232,22 @@ def read_records(path, name=None, kinds=(dict,)):
             yield number, place, record
 
 
-def holds_array(path):
-    """Whether a file is a .json file that holds an array. Others are read as JSON lines, as C4's .json files are."""
-    if suffix_of(path) != ".json":
-        return False
-    with open_text(path) as file:
-        return file.read(BLOCK_CHARS).lstrip().startswith("[")
-
-
-def read_array(file):
-    """Yield the text of each entry of a JSON array, of which only a few blocks are in memory at a time."""
-    decoder, held, start = json.JSONDecoder(), file.read(BLOCK_CHARS).lstrip(), 1
+def read_array(held, file):
+    """Yield the text of each entry of a JSON array, of which only a few blocks are in memory; `held` is the first."""
+    decoder, start = json.JSONDecoder(), held.index("[") + 1
     while True:
         between: Any = re.compile(r"[\s,]*").match(held, start)
         start = between.end()
         try:
-            if held[start : start + 1] == "]":
-                rest = (held[start + 1 :] + file.read(BLOCK_CHARS)).strip()
-                if rest:
-                    yield "]" + rest
-                return
             end = decoder.raw_decode(held, start)[1]
-        except (ValueError, RecursionError):  # it may only be incomplete
+        except (ValueError, RecursionError):  # it may only be incomplete, or this is the end
             # twice as much each time, so that a long entry is not parsed often
             block = file.read(max(BLOCK_CHARS, len(held) - start))
-            if not block:
-                yield held[start:]  # the caller says what is wrong with it
-                return
             held, start = held[start:] + block, 0
+            if not block:
+                if held.rstrip() != "]":
+                    yield held  # the caller says what is wrong with it
+                return
         else:
             yield held[start:end]
             start = end

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from plumbing.program import UserError, quote_group
+from plumbing.program import UserError
 
 Config = TypeVar("Config")
 SEE_HELP = "Run with --help to see all flags."
@@ -268,15 +268,6 @@ OTHER_TRAINERS = {
 def flag_of(name):
     """The flag of a field: "max_steps" -> "--max-steps"."""
     return "--" + name.replace("_", "-")
-
-
-def command(script: str, options: Any, flag: str, value: str) -> str:
-    """The command line of a script with these options and another value for a flag."""
-    words: list[Any] = ["python", script]
-    for name, given in (vars(options) | {flag.strip("-").replace("-", "_"): value}).items():
-        if given != getattr(type(options), name, None):
-            words.append((flag_of(name), *given) if isinstance(given, tuple) else (flag_of(name), given))
-    return " ".join(map(quote_group, words))
 
 
 def check(

@@ -5,13 +5,14 @@ applied to a folder of empty files with the same names. The hub's client fetches
 once; what is in them is read in documents.py.
 """
 
-import contextlib
 import glob
 import hashlib
+import json
 import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 import time
 import urllib.request
@@ -20,7 +21,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import flags, program
+from plumbing import program
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 from plumbing.program import UserError
 
@@ -37,7 +38,6 @@ MAX_HASHED = 2**22  # bytes; only a sample of a larger local file is hashed
 TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
 PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
-PASSING = (408, 429, 500, 502, 503, 504)  # answers that may be different a moment later
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
 # {--dataset: (its name on the hub, the folder of it that is read)}
 ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT")}
@@ -69,22 +69,9 @@ class Found(NamedTuple):
     sources: list[Source]
 
 
-class Choice(UserError):
-    """The user must choose; `flag` and `value` make a command that works."""
-
-    def __init__(self, message: str, flag: str, value: str):
-        super().__init__(message)
-        self.flag, self.value = flag, value
-
-
-@contextlib.contextmanager
-def with_example(script: str, options: Any) -> Iterator[None]:
-    """Add the command that works to a Choice."""
-    try:
-        yield
-    except Choice as choice:
-        command = flags.command(script, options, choice.flag, choice.value)
-        raise UserError(f"{choice} For example: {command}") from None
+def example(flag: str, value: str) -> str:
+    """A sentence with the command that was typed and one more flag; of a flag that is typed twice, the last counts."""
+    return f"For example: {' '.join(map(program.quote_group, ['python', *sys.argv, (flag, value)]))}"
 
 
 def file_type(name: str) -> str:
@@ -123,52 +110,32 @@ def list_inputs(patterns: Sequence[str], types=tuple(TYPES), config="", split="t
 
 def list_names(pattern, types):
     """The paths of the files of these types that a path or a glob names."""
-    if os.path.lexists(pattern) and not os.path.isdir(pattern):
-        names = [pattern]
-    else:
-        folder = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
-        names = sorted(glob.glob(folder, recursive=True))
-        if "**" in pattern:  # it also matches the folders whose files it takes
-            names = [name for name in names if not os.path.isdir(name)]
-    faults = {name: find_fault(name, types) for name in names}
-    kept = [name for name in names if not faults[name]]
-    others = [name for name in kept if os.path.basename(name).lower() != "readme.md"]
-    if others and pattern not in names:  # it tells of the others, unless it is all there is
-        faults |= dict.fromkeys(set(kept) - set(others), "only describes the others")
-        kept = others
-    left_out = [f"{name} {fault}" for name, fault in faults.items() if fault]
+    is_folder = os.path.isdir(pattern)
+    names = [pattern]
+    if is_folder or not os.path.lexists(pattern):
+        places = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
+        names = sorted(glob.glob(places, recursive=True))
+    folders = set(filter(os.path.isdir, names))
+    if "**" in pattern:  # it also matches the folders whose files it takes
+        names = [name for name in names if name not in folders]
+    kept = [name for name in names if file_type(name) in types and name not in folders and not OURS.search(name)]
+    if pattern not in names:  # a README tells of the others, unless it is all there is
+        kept = [name for name in kept if os.path.basename(name).lower() != "readme.md"] or kept
+    left_out = sorted(set(names) - set(kept))
     if not kept:
-        nothing = "There is no file in" if os.path.isdir(pattern) else "No file matches"
-        wrong = left_out[0] if names else f"{nothing} {plain_address(pattern)}"
-        raise UserError(f"{wrong}. {what_it_may_be(pattern)}Give {what_is_read(types)}.")
+        address = plain_address(pattern)
+        wrong = f"{left_out[0]} is not of a type that is read here" if names else f"No file matches {address}"
+        if re.match(r"\w[\w+.-]+:/", pattern):
+            wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {address}"
+        raise UserError(f"{wrong}. Give {what_is_read(types)}. A data set of the hub is --dataset OWNER/NAME.")
     if left_out:
-        print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out: {left_out[0]}.")
+        print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out, such as {left_out[0]}.")
     return kept
-
-
-def find_fault(name, types):
-    """Why a file is not read as one of these types, to follow its name in a sentence; "" if it is."""
-    if os.path.isdir(name):
-        return "is a folder. Add /* to take its files"
-    if OURS.search(name):
-        return "belongs to a folder of shards"
-    return "" if file_type(name) in types else "is not of a type that is read here"
 
 
 def plain_address(name):
     """A URL, of any scheme, without what may be secret: the user, the password and the query; others as they are."""
     return re.sub(r"(?si)^(\s*[a-z][a-z0-9+.-]+:/+)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
-
-
-def what_it_may_be(pattern):
-    """A sentence for what is no path: an address, or the name of a data set of the hub; "" if it looks like neither."""
-    address = plain_address(pattern)
-    on_hub = re.match(r"(?:https?://[^/]+/datasets/|hf://datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)(?:/|$)", address)
-    if on_hub and (address != pattern or "://" in pattern or address.count("/") == 1):
-        return f"A data set of the hub is given by its name: --dataset {on_hub[1]}. "
-    if re.match(r"\w[\w+.-]+:/", pattern):
-        return f"Addresses are not read here: fetch it first, as with curl -LO {address}. "
-    return ""
 
 
 def local_source(name):
@@ -203,8 +170,9 @@ def list_data_set(folder, config, split):
         return list_saved(folder, split)
     if "README.md" not in there:
         return None
-    names, card = names_below(folder), read_card(os.path.join(folder, "README.md"))
-    is_clone = has_header(card) or any(name.startswith("data/") for name in names)
+    names, card = names_below(folder), Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
+    has_header = re.match(r"\ufeff?---\s*\n", card)
+    is_clone = has_header or any(name.startswith("data/") for name in names)
     if not is_clone or not any(is_table_or_text(name) for name in names):
         return None
     return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
@@ -214,10 +182,6 @@ def names_below(folder):
     """The names of the files below a folder, as a data set of the hub has them; none below hidden folders."""
     paths = [path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
     return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
-
-
-def read_card(path):
-    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def is_table_or_text(name):
@@ -234,18 +198,18 @@ def list_saved(folder, split):
     except Exception as error:  # of many kinds
         reason = program.first_line(error)
         raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
-    if isinstance(saved, dict):
-        check_split(folder, split, list(saved))
-        saved = saved[split]
-    elif saved.split and split != "train":
-        check_split(folder, split, [str(saved.split)])
-    return [file["filename"] for file in saved.cache_files]
+    if not isinstance(saved, dict):  # a single split, which may be asked for by its name
+        saved = {str(saved.split): saved, "train": saved}
+    check_split(folder, split, list(saved))
+    return [file["filename"] for file in saved[split].cache_files]
 
 
 def check_split(name, split, splits):
     if split not in splits:
-        wrong = f"{name} has no split {split!r}. Choose from {', '.join(splits)}."
-        raise Choice(wrong, "--split", splits[0]) if splits else UserError(f"{name} has no splits.")
+        known = ", ".join(splits) or "none"
+        raise UserError(
+            f"{name} has no split {split!r}. Choose from {known}. {example('--split', next(iter(splits), split))}"
+        )
 
 
 # ----- Which files a split has --------------------------------------------------------------------------
@@ -261,55 +225,43 @@ def choose_files(
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         for name in names:
             path = Path(folder, name)
-            if Path(folder) not in Path(os.path.normpath(path)).parents:
-                raise UserError(f"{dataset} has a file called {program.plain(name)}, which no folder can have.")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        Path(folder, "README.md").write_text(card if has_header(card) else "---\n---\n", encoding="utf-8")
+        Path(folder, "README.md").write_text(card, encoding="utf-8")
         try:
-            builder = datasets.load_dataset_builder(folder, config or None, cache_dir=cache)
-            found: Any = builder.config.data_files or {}
-            by_split = {
-                str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
-            }
+            known = datasets.get_dataset_config_names(folder)
+            default = datasets.get_dataset_default_config_name(folder)
+            chosen = config or (known[0] if len(known) == 1 else default)
+            is_known = chosen in known
+            builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them
-            known = ["default"]
-            with contextlib.suppress(Exception):  # the same again, if it is not about a config
-                known = datasets.get_dataset_config_names(folder)
-            if type(error) is ValueError and config not in known:
-                wrong = f"no config {config!r}" if config else "several configs"
-                message = f"{dataset} has {wrong}. Choose from {', '.join(known)}."
-                raise Choice(message, "--config", known[0]) from None
-            raise UserError(why_there_are_none(dataset, names, program.first_line(error))) from None
+            raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
+        if not is_known:
+            wrong = f"no config {config!r}" if config else "several configs"
+            raise UserError(
+                f"{dataset} has {wrong}. Choose from {', '.join(known)}. {example('--config', known[0])}"
+            )
+        found = builder.config.data_files or {}
+        by_split = {
+            str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
+        }
     check_split(dataset, split, list(by_split))
-    chosen = by_split[split]
-    readable = [name for name in chosen if file_type(name)]
-    if len(readable) < len(chosen) or not chosen:
-        raise UserError(why_there_are_none(dataset, names, ""))
+    if not all(map(file_type, by_split[split])) or not by_split[split]:
+        raise nothing_is_read(dataset, names)
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
     if unused and not re.search(r"(?m)^configs:", card):
         print(f"note: {program.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
-    return builder.config.name, chosen
+    return builder.config.name, by_split[split]
 
 
-def has_header(card):
-    """Whether a card begins with YAML."""
-    return re.match(r"\ufeff?---\s*\n", card)
-
-
-def why_there_are_none(dataset, names, reason):
-    """A message for a data set without a file that is read here."""
-    ends = {suffix_of(name) for name in names} - {"", ".md", ".json", ".gitattributes"}
-    if ".py" in ends and not any(map(is_table_or_text, names)):
-        return (
-            f"{dataset} has only a script, which must be converted first. Where the hub has done that, its copy is read"
-            f" with --revision {CONVERTED}."
-        )
-    shown = ", ".join(sorted(ends)[:5])
-    if ends & {".png", ".jpg", ".jpeg", ".webp", ".gif", ".wav", ".mp3", ".flac", ".ogg", ".mp4"}:
-        return f"{dataset} has images or sounds ({shown}) and no text column. Use another data set."
-    reason = f" ({program.plain(reason)})" if reason else ""
-    return f"{dataset} has no files that are read here, but {shown or 'none'}{reason}. Give {what_is_read()}."
+def nothing_is_read(dataset, names, reason=""):
+    """The error for a data set without a file that is read here."""
+    ends = sorted({suffix_of(name) for name in names} - {"", ".md", ".json", ".gitattributes"})
+    return UserError(
+        f"{dataset} has no files that are read here, but {', '.join(ends[:5]) or 'none'}{reason}. Give "
+        f"{what_is_read()}. Images and sounds have no text column. Where there is only a script, the hub may have "
+        f"converted the data set: then its copy is read with --revision {CONVERTED}."
+    )
 
 
 # ----- The hub ------------------------------------------------------------------------------------------
@@ -325,14 +277,13 @@ def hub_client() -> Any:
 
 def check_name(name: str) -> None:
     """Raise UserError unless `name` can be that of a data set of the hub."""
-    is_path = re.match(r"[.~/\\]", name) or name.endswith("/") or os.path.isfile(name)
-    if is_path or (file_type(name) and name.count("/") != 1 and "://" not in name):
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    if not is_name or os.path.isfile(name) or (file_type(name) and "/" not in name):
+        address = plain_address(name)
         raise UserError(
-            f"--dataset {name} is a path, not OWNER/NAME. Your own files are given with --input {name}."
+            f"{address!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset OWNER/NAME. "
+            f"Your own files are given with --input {address}."
         )
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        advice = what_it_may_be(name) or "It is OWNER/NAME, as the hub shows it."
-        raise UserError(f"{plain_address(name)!r} is not the name of a data set. {advice.strip()}")
 
 
 def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
@@ -351,7 +302,8 @@ def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
     card = converted_card(files) if revision == CONVERTED else ""
     if "README.md" in files:
         with tempfile.TemporaryDirectory() as temporary:
-            card = read_card(fetch(files["README.md"], temporary))
+            path = fetch(files["README.md"], temporary)
+            card = Path(path).read_text(encoding="utf-8", errors="replace")
     config, chosen = choose_files(name, list(files), card, config, split)
     return Found(options.dataset if folder else name, commit, config, split, [files[path] for path in chosen])
 
@@ -363,20 +315,19 @@ def list_hub(client, dataset, revision, folder):
         info = client.HfApi().dataset_info(dataset, revision=revision or None, timeout=TIMEOUT)
         # the client's own list_repo_tree waits for an answer without an end
         place = f"{info.id}/tree/{info.sha}/{folder}".rstrip("/")
-        url, entries = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", []
+        url, files = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", {}
         while url:
             answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
             client.utils.hf_raise_for_status(answer)
-            entries += answer.json()
+            for entry in answer.json():
+                if entry["type"] == "file":
+                    digest = entry.get("lfs", entry)["oid"]
+                    name, size = entry["path"], entry["size"]
+                    files[name] = Source(name, size, digest, repo=info.id, commit=info.sha)
             url = answer.links.get("next", {}).get("url")
-        return info, [entry for entry in entries if entry["type"] == "file"]
+        return info.id, info.sha, files
 
-    info, entries = ask(dataset, revision, list_files)
-    files = {}
-    for entry in entries:
-        digest = entry.get("lfs", entry)["oid"]
-        files[entry["path"]] = Source(entry["path"], entry["size"], digest, repo=info.id, commit=info.sha)
-    return info.id, info.sha, files
+    return ask(dataset, revision, list_files)
 
 
 def list_cache(client, dataset, revision, folder):
@@ -400,13 +351,12 @@ def list_cache(client, dataset, revision, folder):
 
 def converted_card(names):
     """A card for the hub's converted branch, which has none: its files are CONFIG/SPLIT/0000.parquet."""
-    places = sorted({tuple(name.split("/")[:2]) for name in names if name.count("/") == 2})
-    lines = ["---", "configs:"]
-    for config in sorted({config for config, _ in places}):
-        lines += [f"- config_name: {config}", "  data_files:"]
-        for split in [split for owner, split in places if owner == config]:
-            lines += [f"  - split: {split.removeprefix('partial-')}", f"    path: {config}/{split}/*.parquet"]
-    return "\n".join([*lines, "---", ""])
+    configs = {}
+    for config, split in sorted({tuple(name.split("/")[:2]) for name in names if name.count("/") == 2}):
+        files = {"split": split.removeprefix("partial-"), "path": f"{config}/{split}/*.parquet"}
+        configs.setdefault(config, []).append(files)
+    entries = [{"config_name": config, "data_files": files} for config, files in configs.items()]
+    return f"---\n{json.dumps({'configs': entries})}\n---\n"  # JSON is YAML, too
 
 
 def find_again(meta: dict[str, Any], options: Any) -> Found | None:
@@ -424,7 +374,7 @@ def find_again(meta: dict[str, Any], options: Any) -> Found | None:
 
 def ask(dataset, revision, function, file=""):
     """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import constants, errors
 
     def call():
         try:
@@ -441,19 +391,13 @@ def ask(dataset, revision, function, file=""):
                 f"or log in as one who may read it: hf auth login.{own}"
             )
         except errors.RevisionNotFoundError:
-            refs = HfApi().list_repo_refs(dataset, repo_type="dataset")
-            known = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
-            wrong = f"{dataset} has no revision {revision!r}. Choose a commit or one of: {known}."
-        except errors.EntryNotFoundError:
-            wrong = f"{dataset} has no file {file} in revision {revision}. Choose another one."
+            wrong = (
+                f"{dataset} has no revision {revision!r}. Choose a commit, a branch or a tag that the hub shows."
+            )
         raise UserError(wrong)
 
-    return retry(f"{file} of {dataset}" if file else dataset, HUB_ADVICE, call)
-
-
-HUB_ADVICE = (
-    "Check the network and run the same command again. Without one, use --dataset python-docs or --input."
-)
+    advice = "Check the network and repeat the command. Without one, use --dataset python-docs or --input."
+    return retry(f"{file} of {dataset}" if file else dataset, advice, call)
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
@@ -468,32 +412,28 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
                 raise
             response: Any = getattr(cause, "response", None)
             status = getattr(cause, "code", None) or getattr(response, "status_code", None)
-            number = getattr(cause, "errno", None)
-            if number in program.ADVICE:  # an error from the disk
-                advice, status = program.ADVICE[number], number
-            elif status in (401, 403, 404):
+            number: Any = getattr(cause, "errno", None)  # of an error from the disk
+            is_refused = status in (401, 403, 404)
+            if is_refused:
                 advice = "The file is not there, or you may not read it: check the address and your access."
-            if attempt == 2 or status not in (None, *PASSING) or time.monotonic() - begun > PATIENCE:
+            is_lasting = is_refused or number in program.ADVICE
+            if attempt == 2 or is_lasting or time.monotonic() - begun > PATIENCE:
                 wrong = program.plain(program.first_line(cause))
+                advice = program.ADVICE.get(number, advice)
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
             time.sleep(RETRY_SECONDS)
 
 
-def digest_of(path, kind):
-    """The digest of a file, of the kind that `kind` is: sha256, or git's sha1 of its size and contents."""
-    file: Any
-    with open_regular(path) as file:
-        digest = hashlib.sha256()
-        if len(kind) == 40:
-            digest = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size)
-        return hashlib.file_digest(file, lambda: digest).hexdigest()
-
-
-def is_whole(path, source):
-    """Whether the file at `path` is the source's, by its size and digest, where they are known."""
-    if not os.path.isfile(path) or source.size not in (0, os.path.getsize(path)):
+def is_whole(path, size, digest):
+    """Whether a file has this size and this digest, sha256 or git's sha1, where they are known."""
+    found = os.path.getsize(path) if os.path.isfile(path) else None
+    if found is None or size not in (0, found):
         return False
-    return len(source.digest) not in (40, 64) or digest_of(path, source.digest) == source.digest
+    if len(digest) not in (40, 64):
+        return True
+    begun = hashlib.sha1(b"blob %d\0" % found) if len(digest) == 40 else hashlib.sha256()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: begun).hexdigest() == digest
 
 
 def fetch(source: Source, folder: str) -> str:
@@ -504,14 +444,14 @@ def fetch(source: Source, folder: str) -> str:
     place: Any = dict(repo_id=source.repo, filename=source.name, repo_type="dataset", revision=source.commit)
     cached: Any = huggingface_hub.try_to_load_from_cache(**place)
     for path in (cached, os.path.join(folder, source.name)):
-        if isinstance(path, str) and is_whole(path, source):
+        if isinstance(path, str) and is_whole(path, source.size, source.digest):
             return path
 
     def load():
         # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=TIMEOUT)
         path = huggingface_hub.hf_hub_download(**place, local_dir=folder)
-        if not is_whole(path, source):
+        if not is_whole(path, source.size, source.digest):
             os.remove(path)
             raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
         return path
@@ -557,7 +497,7 @@ def download(url: str, path: str, digest: str, advice: str) -> None:
             with atomic_write(path) as file:
                 shutil.copyfileobj(response, file)
                 file.flush()
-                if digest_of(file.name, digest) != digest:
+                if not is_whole(file.name, 0, digest):
                     raise ConnectionError(f"the {file.tell():,} bytes that came are not those of the file")
 
     retry(url, advice, attempt)

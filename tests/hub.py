@@ -18,13 +18,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         path = urllib.parse.unquote(url.path)
         self.server.asked.append(f"{self.command} {path}")
-        for faults, is_passing in ((self.server.faults, True), (self.server.lasting, False)):
-            for words, fault in list(faults.items()):
-                method, _, place = words.partition(" ")
-                if method in ("ANY", self.command) and place in path:
-                    if is_passing:
-                        del faults[words]
-                    return self.fail(fault, path, url.query)
+        for words, fault in (self.server.faults | self.server.lasting).items():
+            method, _, place = words.partition(" ")
+            if method in ("ANY", self.command) and place in path:
+                self.server.faults.pop(words, None)
+                return self.fail(fault, path, url.query)
         self.reply(path, url.query)
 
     do_HEAD = do_GET
@@ -58,9 +56,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         revision = rest[1] if rest[1:] else "main"
         commit = data_set["refs"].get(revision, revision)
         files = data_set["commits"].get(commit)
-        if rest == ["refs"]:
-            refs = [{"name": ref, "ref": ref, "targetCommit": sha} for ref, sha in data_set["refs"].items()]
-            return self.answer(200, json.dumps({"branches": refs, "tags": [], "converts": []}).encode())
         if files is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if is_api and rest[:1] in ([], ["revision"]):
@@ -123,6 +118,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.data_sets, self.files, self.renamed = {}, {}, {}
+        self.asked, self.faults, self.lasting = [], {}, {}
+        self.stopping, self.url = threading.Event(), f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
     def handle_error(self, request, client_address):
         pass  # a connection that was reset
 
@@ -138,9 +140,8 @@ class Server(http.server.ThreadingHTTPServer):
     def configure(self, monkeypatch, folder):
         """Make this the hub of the clients in this process, with a cache of its own in `folder`."""
         url = self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        values = {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_OFFLINE": False}
-        values |= {"HF_HUB_CACHE": str(folder / "hub"), "HF_TOKEN_PATH": str(folder / "token")}
-        values |= {"HF_HUB_DISABLE_XET": True}
+        values = dict(ENDPOINT=self.url, HUGGINGFACE_CO_URL_TEMPLATE=url, HF_HUB_OFFLINE=False)
+        values |= dict(HF_HUB_CACHE=str(folder / "hub"), HF_TOKEN_PATH=str(folder / "token"), HF_HUB_DISABLE_XET=True)
         for name, value in values.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
 
@@ -148,13 +149,3 @@ class Server(http.server.ThreadingHTTPServer):
         self.stopping.set()
         self.shutdown()
         self.server_close()
-
-
-def start_hub():
-    server = Server(("127.0.0.1", 0), Handler)
-    server.data_sets, server.files, server.renamed = {}, {}, {}
-    server.asked, server.faults, server.lasting = [], {}, {}
-    server.stopping = threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    return server

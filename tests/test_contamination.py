@@ -59,8 +59,8 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
         found = contamination.report(folder, evaluation)
         assert set(found) == set(naive_contamination(examples, read(folder, "*.npy").tolist(), enc))
         assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
-    capsys.readouterr()
     (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
+    capsys.readouterr()
     contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
     said = capsys.readouterr().out
     assert " of 60 examples (" in said and "line 1:" in said and "note: " not in said
