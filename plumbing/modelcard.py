@@ -45,15 +45,17 @@ def card(directory: Path, run_folder: Path, sample: str) -> str:
     dataset = "HuggingFaceFW/fineweb-edu" if dataset == "fineweb-edu" else dataset
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # only those are on the hub
         header += f"datasets:\n- {dataset}\n"
-    ends = {stream: (values[-1], steps[-1]) for stream, (steps, values) in run.streams.items()}
-    rows = [f"| {text} | {ends[name][0]:.4f} | {ends[name][1]:,} |" for name, text in MEASURED.items() if name in ends]
+    rows = ""
+    for stream in [name for name in MEASURED if name in run.streams]:
+        steps, values = run.streams[stream]
+        rows += f"| {MEASURED[stream]} | {values[-1]:.4f} | {steps[-1]:,} |\n"
     is_chat = "chat_template" in read_json(directory / "tokenizer_config.json", "")
     prompt = [{"role": "user", "content": "Hello!"}] if is_chat else "The "
     # as code, in which nothing is Markdown
-    texts = textwrap.indent("\n".join(plain(line, 10**4) for line in sample.strip().splitlines()), "    ")
-    facts = [f"    {name}: {start[name]}" for start in run.starts for name in FACTS if start.get(name)]
+    lines = "\n".join(plain(line, 10**4) for line in sample.strip().splitlines())
+    drawn = f"## A sample\n\n{textwrap.indent(lines, '    ')}\n\n" if lines else ""
+    facts = [f"    {name}: {start[name]}\n" for start in run.starts for name in FACTS if start.get(name)]
     settings = {name: value for name, value in run.config.items() if name not in PRIVATE}
-    new_line = "\n"
     return f"""\
 ---
 library_name: transformers
@@ -73,9 +75,8 @@ A model of GPT-2's architecture, {origin} with train_gpt2. It has
 
 | measured | value | in step |
 |---|---|---|
-{new_line.join(rows)}
-{f"{new_line}## A sample{new_line * 2}{texts}{new_line}" if texts else ""}
-## How to load it
+{rows}
+{drawn}## How to load it
 
 ```python
 from transformers import pipeline
@@ -87,8 +88,7 @@ print(generate({json.dumps(prompt)}, max_new_tokens=100)[0]["generated_text"])
 
 ## How it was trained, at each start
 
-{new_line.join(facts)}
-
+{"".join(facts)}
 ```json
 {json.dumps(settings, indent=2)}
 ```
