@@ -17,7 +17,8 @@ from plumbing.files import atomic_write, free_name, open_regular, read_json, rem
 from plumbing.machine import exact_matmuls
 from plumbing.program import UserError, first_line
 
-FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # what defines a GPT-2: fields of GPTConfig
+# what defines a GPT-2: fields of GPTConfig, with GPT-2's values, which transformers assumes if config.json has none
+FIELDS = {"block_size": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
@@ -31,8 +32,6 @@ SUPPORTED = {
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 COPY_AGAIN = "Copy or export the model again."
-EXPORTED = {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer_config.json"}
-EXPORTED |= {"tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
@@ -53,26 +52,19 @@ def transposed(weights):
     }
 
 
-def read_config(directory):
-    """Return the contents of config.json. Raises UserError if it describes another model than GPT-2."""
+def read_settings(name_or_directory):
+    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them; UserError if it is none."""
+    directory = Path(name_or_directory)
+    if not directory.is_dir():
+        directory = download(str(name_or_directory), "config.json")
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
             raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
-    return config
-
-
-def read_settings(name_or_directory):
-    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory), "config.json")
-    config = read_config(directory)
-    return {"block_size": config["n_positions"]} | {
-        name: config[name] for name in FIELDS if name != "block_size"
-    }
+    config["block_size"] = config.get("n_positions", FIELDS["block_size"])
+    return {name: config.get(name, usual) for name, usual in FIELDS.items()}
 
 
 def load_huggingface(name_or_directory):
@@ -80,7 +72,7 @@ def load_huggingface(name_or_directory):
     directory = Path(name_or_directory)
     if not directory.is_dir():
         directory = download(str(name_or_directory), "config.json", "model.safetensors")
-    n_head = read_config(directory).get("n_head", 12)
+    n_head = read_settings(directory)["n_head"]
     try:
         model, doubts = read_model(directory)
         doubts = doubts or ambiguous_weights(directory / "model.safetensors")
@@ -206,7 +198,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
     """
     part = directory.with_name(f".{directory.name}.part")
     weights, contents = model.state_dict(), export_files(vars(model.config), enc)
-    remove_part(part)
+    remove_folder(part)  # left by a killed process
     make_way(part)
     try:
         part.mkdir(parents=True)
@@ -223,7 +215,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
         make_way(directory)
         part.rename(directory)
     finally:
-        remove_part(part)
+        remove_folder(part)
 
 
 def export_weights(weights, enc):
@@ -327,12 +319,6 @@ def tokenizer_files(enc, max_length=None):
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
     return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-
-
-def remove_part(part):
-    """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
-    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= EXPORTED:
-        remove_folder(part)
 
 
 def make_way(path):
