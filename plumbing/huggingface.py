@@ -122,13 +122,11 @@ def ambiguous_weights(path: Path) -> str:
     if not path.exists():
         return ""
     with safe_open(path, "pt") as file:
-        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-    for name, dtype in dtypes.items():
-        if f"transformer.{name}" in dtypes:
-            return f"{name} under two names"
-        if not dtype.startswith(("F", "BF")) and not name.endswith(MASKS):
-            return f"integers ({dtype}) in {name}"
-    return ""
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys() if not name.endswith(MASKS)}
+    doubts = [f"{name} under two names" for name in dtypes if f"transformer.{name}" in dtypes]
+    # not F32, BF16 or the like
+    doubts += [f"integers ({dtype}) in {name}" for name, dtype in dtypes.items() if "F" not in dtype]
+    return next(iter(doubts), "")
 
 
 def from_peer(weights, n_head, path):

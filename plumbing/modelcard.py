@@ -1,7 +1,6 @@
 """The model card of a run: hf/README.md in the form that the Hugging Face hub shows.
 
-Everything in it comes from the files that the run wrote: run.txt, log.txt, the exported model, and the meta.json of
-its shards.
+Everything in it comes from the files that the run wrote: run.txt, log.txt and the exported model.
 """
 
 import json
@@ -36,12 +35,11 @@ def make_card(directory: Path, run_folder: Path, sample: str = "") -> str:
 
 def card(directory: Path, run_folder: Path, sample: str) -> str:
     run, shape = read_run(run_folder), read_json(directory / "config.json", "")
-    source, meta = run.config["init_from"], Path(run.config["data"], "meta.json")
+    source, dataset = run.config["init_from"], run.fact("data", "").split(", ")[0]
     header, origin = "", "trained from the weights of another model" if source else "trained from scratch"
     if source in OPENAI_MODELS:
         header += f"base_model: openai-community/{source}\n"
         origin = f"fine-tuned from OpenAI's {source}"
-    dataset = str(read_json(meta, "").get("dataset")) if meta.is_file() else ""
     dataset = "HuggingFaceFW/fineweb-edu" if dataset == "fineweb-edu" else dataset
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # only those are on the hub
         header += f"datasets:\n- {dataset}\n"

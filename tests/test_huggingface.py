@@ -20,8 +20,6 @@ pytestmark = pytest.mark.gpt2
 
 BYTES = tokenizer.get_encoding("bytes")
 CHAT = tokenizer.get_encoding("bytes+chat")
-# tiktoken's name for OpenAI's encoder.json, which is vocab.json elsewhere
-VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "nowhere"), "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
 
 
 @pytest.fixture
@@ -212,13 +210,6 @@ def test_a_vocabulary_in_huggingfaces_format_must_be_gpt2s(hf, name, gpt2_is_byt
         )
     (hf / name).write_text("{", encoding="utf-8")
     assert f"{name} is damaged" in refusal(load_tokenizer, hf, dict(vocab_size=258))
-
-
-@pytest.mark.skipif(not VOCABULARY.exists(), reason="TIKTOKEN_CACHE_DIR is no folder with OpenAI's files of GPT-2")
-def test_openais_own_vocabulary_is_gpt2s(hf):
-    remove(hf, "tokenizer*")
-    (hf / "vocab.json").write_bytes(VOCABULARY.read_bytes())
-    assert load_tokenizer(hf, dict(vocab_size=50257)).name == "gpt2"
 
 
 # ----- Export -------------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ def test_what_was_not_measured_is_left_out(run):
 
 
 def test_data_and_weights_of_the_hub_are_named(run):
-    for name, shown in {"fineweb-edu": "HuggingFaceFW/fineweb-edu", "a/b-c.d": "a/b-c.d", "a/b\n- c": None}.items():
-        (run / "meta.json").write_text(json.dumps({"dataset": name}), encoding="utf-8")
-        text = card(run, start_text(CONFIG | {"data": str(run), "init_from": "gpt2-medium"}))
+    names = {"fineweb-edu": "HuggingFaceFW/fineweb-edu", "a/b-c.d, main": "a/b-c.d", "a/b: x": None}
+    for origin, shown in names.items():
+        text = card(run, start_text(CONFIG | {"init_from": "gpt2-medium"}, data=origin))
         header = yaml.safe_load(text.split("---")[1])
         assert header.get("datasets") == ([shown] if shown else None)
         assert header["base_model"] == "openai-community/gpt2-medium"

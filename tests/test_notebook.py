@@ -174,19 +174,6 @@ def functions_of(*wanted):
     return names
 
 
-def test_what_fits_on_a_gpu_is_counted():
-    """GPT-2 XL, 1,557.7M parameters: 22 bytes of each and 1.3 GiB under DDP; 32 C bytes per token and block."""
-    names = functions_of("memory_parts", "gpu_memory", "largest_batch")
-    gpu_memory, xl = names["gpu_memory"], train_gpt2.PRESETS["gpt2-xl"]
-    assert gpu_memory(xl, 0, gpus=8) / 2**30 == pytest.approx(22 * 1557.7e6 / 2**30 + 1.3, abs=0.05)
-    assert gpu_memory(xl, 0, gpus=8) - gpu_memory(xl, 0, gpus=1) == pytest.approx(4 * 1557.7e6, rel=1e-3)
-    sequence = 1024 * (32 * 1600 * 48 + 2 * 50304)
-    assert gpu_memory(xl, 3, gpus=8) - gpu_memory(xl, 2, gpus=8) == sequence
-    for card, plain, checkpointing in ((24, 0, 0), (40, 2, 16), (80, 16, 64)):
-        assert names["largest_batch"](xl, card * 2**30, 8, False) == plain
-        assert names["largest_batch"](xl, card * 2**30, 8, True) == checkpointing
-
-
 @pytest.mark.gpt2
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
@@ -219,26 +206,20 @@ def defined(tree):
 
 
 @pytest.mark.parametrize("name", ["play.ipynb", "lessons.ipynb"])
-def test_they_redefine_nothing_of_the_scripts(name):
+def test_they_redefine_nothing_and_are_committed_with_outputs_small_and_with_prose_before_every_step(name):
+    """Nothing that another run would change: no counts and no times; no errors; under 1 MB; each step is introduced."""
     theirs = set().union(*(defined(ast.parse(script.read_text(encoding="utf-8"))) for script in SCRIPTS))
     assert {"GPT", "get_lr", "DataLoaderLite", "peak_flops", "get_encoding", "generate"} <= theirs
-    for cell in code_cells(read_notebook(name)):
-        assert not defined(ast.parse(cell.source)) & theirs, cell.source
-
-
-@pytest.mark.parametrize("name", ["play.ipynb", "lessons.ipynb"])
-def test_they_are_committed_with_their_outputs_small_and_with_prose_before_every_step(name):
-    """Nothing that another run would change: no counts and no times; no errors; under 1 MB; each step is introduced."""
     notebook = read_notebook(name)
     assert (ROOT / name).stat().st_size < 1e6
-    for cell in code_cells(notebook):
-        assert cell.execution_count is None and not cell.metadata
-        assert not [output for output in cell.outputs if output.output_type == "error"]
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    assert "image/png" in outputs[1 if name == "play.ipynb" else -1].data, "the curve follows the summary"
     for before, cell in zip(notebook.cells, notebook.cells[1:]):
         if cell.cell_type == "code":
             assert before.cell_type == "markdown", cell.source
+            assert not defined(ast.parse(cell.source)) & theirs, cell.source
+            assert cell.execution_count is None and not cell.metadata
+            assert not [output for output in cell.outputs if output.output_type == "error"]
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert "image/png" in outputs[1 if name == "play.ipynb" else -1].data, "the curve follows the summary"
 
 
 def test_every_lesson_has_a_picture_and_an_exercise_with_an_answer():
