@@ -112,14 +112,8 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
     folder.mkdir(parents=True)
     log = "".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses) for stream in streams)
     (folder / "log.txt").write_text(log, encoding="utf-8")
-    config = {
-        "seed": 1,
-        "data": "texts",
-        "val_tokens": 64,
-        "max_steps": 2,
-        "batch_ramp": 0,
-        "vocab_size": 50304,
-    } | config
+    usual = dict(seed=1, data="texts", val_tokens=64, max_steps=2, batch_ramp=0, vocab_size=50304)
+    config = usual | config
     text = f"config: {json.dumps(config)}\n" + (f"branched: {json.dumps(branched)}\n" if branched else "")
     (folder / "run.txt").write_text(text, encoding="utf-8")
 
