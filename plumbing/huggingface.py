@@ -54,9 +54,7 @@ def transposed(weights):
 
 def read_settings(name_or_directory):
     """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them; UserError if it is none."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory), "config.json")
+    directory = find_folder(name_or_directory, "config.json")
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
@@ -69,9 +67,7 @@ def read_settings(name_or_directory):
 
 def load_huggingface(name_or_directory):
     """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory), "config.json", "model.safetensors")
+    directory = find_folder(name_or_directory, "config.json", "model.safetensors")
     n_head = read_settings(directory)["n_head"]
     try:
         model, doubts = read_model(directory)
@@ -87,12 +83,14 @@ def load_huggingface(name_or_directory):
     return shape_of(weights, n_head, directory), weights
 
 
-def download(name, *files):
-    """Download files of a model from the hub, unless they are in the cache; return their folder."""
+def find_folder(name, *files):
+    """The folder of this name or, if there is none, that with files of a model of the hub, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     try:  # where there is no network, transformers' own download would try again for 20 seconds
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(str(name), allow_patterns=list(files)))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
