@@ -9,6 +9,7 @@ by the last validation loss of finished runs on the same data.
 import ast
 import dataclasses
 import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from plumbing import settings, trainer
+from plumbing import settings
 from plumbing.journal import Logged, find_runs
 
 # what changes neither what a run learns nor what its validation loss means
@@ -41,8 +42,8 @@ class Group:
     """Runs that differ in nothing but their seed."""
 
     runs: list[Logged]
-    traits: dict[str, Any]  # what may change their loss: {"max_lr": 0.001, "code of MLP": its source}, say
-    different: str = ""  # how they differ from the other groups, such as "max_lr 0.001, code of MLP"
+    traits: dict[str, Any]  # what may change their loss: {"max_lr": 0.001, "code": "train_relu2 0123abcd"}, say
+    different: str = ""  # those traits that not all groups share, such as "max_lr 0.001"
 
     @property
     def name(self) -> str:
@@ -52,11 +53,8 @@ class Group:
 
     @property
     def losses(self) -> dict[int, float]:
-        """{seed: the last validation loss}, their mean if a seed was run twice."""
-        ends: dict[int, list[float]] = {}
-        for run in self.runs:
-            ends.setdefault(run.config["seed"], []).append(run.streams["val"][1][-1])
-        return {seed: float(np.mean(ends[seed])) for seed in sorted(ends)}
+        """{seed: the last validation loss}, of the last run if a seed was run twice."""
+        return {run.config["seed"]: float(run.streams["val"][1][-1]) for run in self.runs}
 
     @property
     def loss(self) -> float:
@@ -64,34 +62,27 @@ class Group:
 
 
 @functools.cache
-def parts_of(source: bytes) -> dict[str, str]:
-    """{"code of MLP": its source}, say, for all parts of a trainer's file."""
-    parts: dict[str, str] = {}
-    for node in trainer.parse(source):
-        name = f"code of {', '.join(sorted(trainer.names_of(node))) or 'no name'}"
-        parts[name] = parts.get(name, "") + ast.unparse(node) + "\n"
-    return parts
+def version(source: bytes) -> str:
+    """A name for a file's code, without its comments."""
+    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:8]
 
 
 def traits_of(run: Logged) -> dict[str, Any]:
     traits = {name: value for name, value in run.config.items() if name not in IGNORED}
     if run.branch_step:
         traits["branched at"] = run.branch_step
-    copies = sorted(
-        run.folder.glob("*-????????.py")
-    )  # of the files that ran, one unless it was changed in between
-    for parts in [parts_of(copy.read_bytes()) for copy in copies]:
-        traits |= {name: traits.get(name, "") + text for name, text in parts.items()}
-    if not copies:  # a record, say, which has the commit instead
-        script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
-        commit = run.fact("commit", "?")
-        traits["code"] = f"{script} of {commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
+    # the files that ran, one unless it was changed in between
+    copies = [f"{path.stem[:-9]} {version(path.read_bytes())}" for path in run.folder.glob("*-????????.py")]
+    # a record has the commit instead, perhaps with "-dirty" after its 40 digits
+    script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
+    commit = run.fact("commit", "?")
+    traits["code"] = " and ".join(sorted(copies)) or f"{script} of {commit[:12]}{commit[40:]}"
     return traits
 
 
 def group_runs(runs: list[Logged]) -> list[list[Group]]:
     """The groups among finished runs, as a list for each data set. Runs that are left out are named."""
-    by_data: dict[Any, list[Group]] = {}
+    by_data: dict[Any, dict[str, Group]] = {}
     for run in runs:
         c = run.config
         if not c or "val" not in run.streams:
@@ -99,20 +90,14 @@ def group_runs(runs: list[Logged]) -> list[list[Group]]:
         elif run.last_step < c["max_steps"]:
             print(f"{run.folder} is left out: it has done {run.last_step:,} of {c['max_steps']:,} steps.")
         else:
-            groups, traits = by_data.setdefault((c["data"], c["val_tokens"]), []), traits_of(run)
-            same = [group for group in groups if group.traits == traits]
-            if same:
-                same[0].runs.append(run)
-            else:
-                groups.append(Group([run], traits))
+            traits, groups = traits_of(run), by_data.setdefault((c["data"], c["val_tokens"]), {})
+            groups.setdefault(str(sorted(traits.items())), Group([], traits)).runs.append(run)
     for groups in by_data.values():
-        for group in groups:
-            others = [other.traits for other in groups]
-            own = {
-                name: value for name, value in group.traits.items() if any(t.get(name) != value for t in others)
-            }
-            group.different = ", ".join(n if n.startswith("code of") else f"{n} {own[n]}" for n in own)
-    return list(by_data.values())
+        shared = set.intersection(*(set(map(str, group.traits.items())) for group in groups.values()))
+        for group in groups.values():
+            own = [trait for trait in group.traits.items() if str(trait) not in shared]
+            group.different = ", ".join(f"{name} {value}" for name, value in own)
+    return [list(groups.values()) for groups in by_data.values()]
 
 
 def difference(base: Group, other: Group) -> tuple[float, float, int]:

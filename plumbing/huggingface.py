@@ -17,7 +17,8 @@ from plumbing.files import atomic_write, free_name, open_regular, read_json, rem
 from plumbing.machine import exact_matmuls
 from plumbing.program import UserError, first_line
 
-FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # what defines a GPT-2: fields of GPTConfig
+# what defines a GPT-2: fields of GPTConfig, with GPT-2's values, which transformers assumes if config.json has none
+FIELDS = {"block_size": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
@@ -31,8 +32,6 @@ SUPPORTED = {
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 COPY_AGAIN = "Copy or export the model again."
-EXPORTED = {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer_config.json"}
-EXPORTED |= {"tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"}
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
@@ -53,34 +52,23 @@ def transposed(weights):
     }
 
 
-def read_config(directory):
-    """Return the contents of config.json. Raises UserError if it describes another model than GPT-2."""
+def read_settings(name_or_directory):
+    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them; UserError if it is none."""
+    directory = find_folder(name_or_directory, "config.json")
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
             raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
-    return config
-
-
-def read_settings(name_or_directory):
-    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory), "config.json")
-    config = read_config(directory)
-    return {"block_size": config["n_positions"]} | {
-        name: config[name] for name in FIELDS if name != "block_size"
-    }
+    config["block_size"] = config.get("n_positions", FIELDS["block_size"])
+    return {name: config.get(name, usual) for name, usual in FIELDS.items()}
 
 
 def load_huggingface(name_or_directory):
     """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
-    directory = Path(name_or_directory)
-    if not directory.is_dir():
-        directory = download(str(name_or_directory), "config.json", "model.safetensors")
-    n_head = read_config(directory).get("n_head", 12)
+    directory = find_folder(name_or_directory, "config.json", "model.safetensors")
+    n_head = read_settings(directory)["n_head"]
     try:
         model, doubts = read_model(directory)
         doubts = doubts or ambiguous_weights(directory / "model.safetensors")
@@ -95,12 +83,14 @@ def load_huggingface(name_or_directory):
     return shape_of(weights, n_head, directory), weights
 
 
-def download(name, *files):
-    """Download files of a model from the hub, unless they are in the cache; return their folder."""
+def find_folder(name, *files):
+    """The folder of this name or, if there is none, that with files of a model of the hub, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     try:  # where there is no network, transformers' own download would try again for 20 seconds
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(str(name), allow_patterns=list(files)))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
@@ -130,13 +120,11 @@ def ambiguous_weights(path: Path) -> str:
     if not path.exists():
         return ""
     with safe_open(path, "pt") as file:
-        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-    for name, dtype in dtypes.items():
-        if f"transformer.{name}" in dtypes:
-            return f"{name} under two names"
-        if not dtype.startswith(("F", "BF")) and not name.endswith(MASKS):
-            return f"integers ({dtype}) in {name}"
-    return ""
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys() if not name.endswith(MASKS)}
+    doubts = [f"{name} under two names" for name in dtypes if f"transformer.{name}" in dtypes]
+    # not F32, BF16 or the like
+    doubts += [f"integers ({dtype}) in {name}" for name, dtype in dtypes.items() if "F" not in dtype]
+    return next(iter(doubts), "")
 
 
 def from_peer(weights, n_head, path):
@@ -206,7 +194,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
     """
     part = directory.with_name(f".{directory.name}.part")
     weights, contents = model.state_dict(), export_files(vars(model.config), enc)
-    remove_part(part)
+    remove_folder(part)  # left by a killed process
     make_way(part)
     try:
         part.mkdir(parents=True)
@@ -223,7 +211,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
         make_way(directory)
         part.rename(directory)
     finally:
-        remove_part(part)
+        remove_folder(part)
 
 
 def export_weights(weights, enc):
@@ -327,12 +315,6 @@ def tokenizer_files(enc, max_length=None):
     if tokenizer.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
     return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-
-
-def remove_part(part):
-    """Delete a folder with an export that was not finished, unless it contains a file that no export has."""
-    if {path.name.removeprefix(".").removesuffix(".part") for path in part.glob("*")} <= EXPORTED:
-        remove_folder(part)
 
 
 def make_way(path):

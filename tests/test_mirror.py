@@ -4,6 +4,9 @@ import importlib.util
 import re
 import shutil
 import sys
+import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from plumbing import mirror, trainer
@@ -11,69 +14,41 @@ from plumbing import mirror, trainer
 from harness import ROOT, listing, read_log, status_of, tiny_flags, train
 
 
-class Wandb:
-    """Stands for the package: notes every call and, as the server, knows each run's steps. trouble: what goes wrong."""
-
-    Settings = dict
-
-    def __init__(self, folder):
-        self.folder, self.trouble, self.calls, self.next_steps = folder / "offline-run", "", [], {}
-
-    def note(self, called, /, **options):
-        self.calls.append((called, options))
-        if called == self.trouble:
-            raise RuntimeError("no more space\nat the server")
-
-    def calls_of(self, name):
-        """The options of every call of a function, in order."""
-        return [options for called, options in self.calls if called == name]
-
-    def setup(self, settings):
-        pass
-
-    def login(self, prompt, verify):
-        return self.trouble != "no login"
-
-    def init(self, mode, id, settings, **options):
-        self.note("init", mode=mode, id=id, **options)
-        return Run(self, mode, id)
-
-
-class Run:
-    def __init__(self, server, mode, id):
-        self.server, self.offline, self.id, self.url = server, mode == "offline", id, f"https://wandb.example/{id}"
-        self.dir = str(server.folder / "files")
-        self.starting_step = 0 if self.offline else server.next_steps.get(id, 0)
-
-    def log(self, values, step):
-        self.server.note("log", id=self.id, step=step, values=values)
-        if not self.offline:
-            self.server.next_steps[self.id] = step + 1
-
-    def finish(self, exit_code):
-        self.server.note("finish", exit_code=exit_code)
-
-
 @pytest.fixture
-def wandb(tmp_path, monkeypatch):
-    wandb = Wandb(tmp_path)
+def wandb(monkeypatch):
+    """Stands for the package; next_step: of the run, as the server knows it."""
+    wandb = mock.MagicMock(next_step=0)
+
+    def init(mode, id, dir, **options):
+        run, id = wandb.run, id or f"new{time.time_ns()}"
+        is_online = mode == "online"
+        run.url = f"https://wandb.example/{id}" if is_online else None
+        run.starting_step = wandb.next_step if is_online else 0
+        # wandb names its folders so
+        run.dir = Path(dir, "wandb", f"{'' if is_online else 'offline-'}run-{time.time_ns()}-{id}", "files")
+        run.dir.mkdir(parents=True)
+        return run
+
+    wandb.init.side_effect = init
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(mirror, "is_installed", lambda: True)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return wandb
 
 
-def logged(calls):
+def logged(wandb):
     """{(step, stream): value as log.txt has it} of calls of log; a stream's step that comes twice is an error."""
-    pairs = [((call["step"], stream), f"{value:.9g}") for call in calls for stream, value in call["values"].items()]
-    assert len(pairs) == len(dict(pairs))
-    assert [call["step"] for call in calls] == sorted(call["step"] for call in calls)
+    calls = [(call.kwargs["step"], call.args[0]) for call in wandb.run.log.call_args_list]
+    wandb.run.log.reset_mock()
+    pairs = [((step, stream), f"{value:.9g}") for step, values in calls for stream, value in values.items()]
+    assert len(pairs) == len(dict(pairs)) and [step for step, _ in calls] == sorted(step for step, _ in calls)
     return dict(pairs)
 
 
-def log_of(out_dir):
+def log_of(out_dir, first=0):
     streams = ("train", "val", "val_bpb", "lr", "norm", "tok/s")
-    return {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
+    values = {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
+    return {key: value for key, value in values.items() if key[0] >= first}
 
 
 def lose_the_last_steps(out_dir):
@@ -86,54 +61,41 @@ def lose_the_last_steps(out_dir):
 def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb, capsys):
     run = tmp_path / "run"
     assert train(data, run, wandb="gpt2") == 0
-    assert logged(wandb.calls_of("log")) == log_of(run)
-    (init,) = wandb.calls_of("init")
-    assert init["mode"] == "online" and init["project"] == "gpt2" and init["dir"] == str(run)
-    assert init["config"]["max_lr"] == 3e-3 and init["config"]["vocab_size"] == 320
-    assert wandb.calls_of("finish") == [{"exit_code": 0}]
-    assert f"mirrored at https://wandb.example/{init['id']}" in capsys.readouterr().out
+    assert logged(wandb) == log_of(run)
+    init = wandb.init.call_args.kwargs
+    assert init["mode"] == "online" and init["project"] == "gpt2" and init["config"]["vocab_size"] == 320
+    assert wandb.run.finish.call_args_list == [mock.call(exit_code=0)]
+    identity = wandb.run.url.rpartition("/")[2]
+    assert f"mirrored at https://wandb.example/{identity}" in capsys.readouterr().out
 
     # the server has the steps up to 9, the checkpoint is of step 8, the new process repeats all from there
-    sent = [call for call in wandb.calls_of("log") if call["step"] < 10]
     lose_the_last_steps(run)
-    wandb.next_steps[init["id"]] = 10
-    wandb.calls.clear()
+    wandb.next_step = 10
     assert train(data, run, wandb="gpt2", batch_size=2) == 0
-    (again,) = wandb.calls_of("init")
-    assert again["id"] == init["id"] and again["resume"] == "allow" and again["allow_val_change"]
-    assert {call["step"] for call in wandb.calls_of("log")} == {10, 11, 12}
-    assert logged(sent + wandb.calls_of("log")).keys() == log_of(run).keys()
+    again = wandb.init.call_args.kwargs
+    assert again["id"] == identity and again["resume"] == "allow" and again["allow_val_change"]
+    assert logged(wandb) == log_of(run, first=10)
 
-    wandb.calls.clear()
+    # offline, the upload replaces what the server had, so it has to have all steps
+    lose_the_last_steps(run)
+    wandb.login.return_value = False
+    assert train(data, run, wandb="gpt2") == 0
+    assert [wandb.init.call_args.kwargs[name] for name in ("mode", "id")] == ["offline", identity]
+    assert logged(wandb) == log_of(run)
+    assert f"wandb sync {run / 'wandb' / 'offline-run-'}" in capsys.readouterr().out
+
     branch = tmp_path / "branch"  # a run of its own with its parent's curve
     assert train(data, branch, wandb="gpt2", branch_from=run / "model_00008.pt", max_lr=1e-3) == 0
-    (branched,) = wandb.calls_of("init")
-    assert branched["id"] != init["id"]
-    assert logged(wandb.calls_of("log")) == log_of(branch)
+    assert wandb.init.call_args.kwargs["id"] is None and logged(wandb) == log_of(branch)
 
 
-@pytest.mark.gpt2
-def test_an_offline_run_has_the_whole_curve_after_a_resume(data, tmp_path, wandb, capsys):
-    """Its upload replaces what the server had, so the last of them has to have all steps, each once."""
-    wandb.trouble = "no login"
-    run = tmp_path / "run"
-    assert train(data, run, wandb="gpt2") == 0
-    assert f"wandb sync {wandb.folder}" in capsys.readouterr().out
-    lose_the_last_steps(run)
-    wandb.calls.clear()
-    assert train(data, run, wandb="gpt2") == 0
-    assert [init["mode"] for init in wandb.calls_of("init")] == ["offline"]
-    assert logged(wandb.calls_of("log")) == log_of(run)
-
-
-@pytest.mark.parametrize("trouble", ["init", "log", "finish"])
+@pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
 def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb, capsys):
-    wandb.trouble = trouble
+    wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
     assert train(data, tmp_path / "run", wandb="gpt2") == 0
     out = capsys.readouterr().out
     assert out.count("warning: ") == 1 and "has failed (RuntimeError: no more space)." in out
     assert len(read_log(tmp_path / "run")) == 12
-    assert wandb.calls[-1][0] == trouble and len(wandb.calls_of(trouble)) == 1
 
 
 def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
@@ -145,16 +107,15 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     assert status_of(trainer.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
     ours = read_log(tmp_path / "run", "wte")
     assert len(ours) == 12 and "wte" not in capsys.readouterr().out
-    assert {key: value for key, value in logged(wandb.calls_of("log")).items() if key[1] == "wte"} == {
-        (step, "wte"): value for step, value in ours.items()
-    }
+    mirrored = logged(wandb)
+    assert {step: mirrored[step, "wte"] for step in range(12)} == ours
     # first of the new weights: 320 ids times 32 channels with a standard deviation of 0.02
     assert float(ours[0]) == pytest.approx(0.02 * (320 * 32) ** 0.5, rel=0.05)
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
     assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0) == 2
-    assert wandb.calls_of("finish") == [{"exit_code": 1}]
+    assert wandb.run.finish.call_args_list == [mock.call(exit_code=1)]
 
 
 def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp_path, monkeypatch, capsys):
@@ -177,7 +138,9 @@ def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch, caps
     out = capsys.readouterr().out
     assert "warning" not in out
     (folder,) = (run / "wandb").glob("offline-run-*")
-    identity = (run / "wandb" / "run_id.txt").read_text()
-    assert f"wandb sync {folder}" in out and folder.name.endswith(identity)
-    content = (folder / f"run-{identity}.wandb").read_bytes()
-    assert all(stream in content for stream in (b"train", b"val", b"lr", b"norm", b"tok/s", b"max_lr"))
+    (file,) = folder.glob("run-*.wandb")
+    assert f"wandb sync {folder}" in out
+    assert all(stream in file.read_bytes() for stream in (b"train", b"val", b"lr", b"norm", b"tok/s", b"max_lr"))
+    lose_the_last_steps(run)
+    assert train(data, run, wandb="gpt2", hellaswag_every=0) == 0
+    assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
