@@ -5,7 +5,6 @@ import datetime
 import math
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -149,49 +148,24 @@ CONNECT_SECONDS = 60  # how long a rank tries to reach the others
 TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wait for each other
 
 
-def create_store(rank: int, world_size: int) -> Any:
-    """The store through which the ranks find each other, created afresh by rank 0 on every start."""
-    wait_for_name(os.environ.get("MASTER_ADDR", ""))
-    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
-    shared = next(dist.rendezvous("env://", timeout=connect))[0]
-    shared.set_timeout(TIMEOUT)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return shared  # not from torchrun's agent: rank 0 has just created this store
-    # subtle: since torch 2.5 torchrun keeps one store for all restarts, in which ranks find the addresses of dead ones
-    # (pytorch issue 135712). With torch 2.13 and gloo, 15 of 60 restarts worked; with a new store for each, 20 of 20
-    host = os.environ["MASTER_ADDR"]
-    options: dict[str, Any] = dict(world_size=world_size, wait_for_workers=False)
-    options["use_libuv"] = sys.platform != "win32"  # torch's builds for Windows lack it, and NCCL
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, **options)
+def create_store(rank: int) -> Any:
+    """The store through which the ranks find each other, new on every start."""
+    connect = datetime.timedelta(seconds=CONNECT_SECONDS / 2)  # torch tries twice
+    store = next(dist.rendezvous("env://", timeout=connect))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # subtle: since torch 2.5 torchrun keeps its store over restarts, in which ranks find the addresses of dead ones
+        # (pytorch issue 135712; a prefix would not help, as nodes count restarts differently). So rank 0 makes another
+        # store on each start, always at the port of the first one, to which the others can connect
+        shared = store
+        port = int(shared.get("port")) if rank or shared.check(["port"]) else 0
+        # torch's builds for Windows lack libuv
+        options: dict[str, Any] = dict(
+            timeout=connect, wait_for_workers=False, use_libuv=sys.platform != "win32"
+        )
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=rank == 0, **options)
         shared.set("port", str(store.port))
-        return store
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:  # until rank 0 has published its port: one from before a restart refuses the connection
-        try:
-            port = int(shared.get("port"))
-            store = dist.TCPStore(host, port, timeout=datetime.timedelta(seconds=2), **options)
-            store.set_timeout(TIMEOUT)
-            return store
-        except dist.DistNetworkError:
-            if time.monotonic() > deadline:
-                raise
-
-
-def wait_for_name(host: str) -> None:
-    """Wait until the system can resolve a host's name, which may take a while on a new cluster; else UserError."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while host:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"MASTER_ADDR is {host}, which this machine cannot resolve: {error.strerror}. Set it to a name or "
-                    "an IP address of the first node that all nodes know."
-                ) from None
-            time.sleep(1)
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def environment_number(name: str, default: int) -> int:
@@ -223,19 +197,17 @@ def setup_distributed(device: str) -> World:
         try:
             if rank >= world_size:
                 raise ValueError("ranks count from 0")
-            store = create_store(rank, world_size)
+            store = create_store(rank)
         except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, what is not set
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
-                "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
-                "unset RANK and WORLD_SIZE for a single process."
+                "within a minute, with torchrun or with one MASTER_ADDR that all of them can resolve and reach and a "
+                "free MASTER_PORT; or unset RANK and WORLD_SIZE for a single process."
             ) from None
+        # with its GPU named, NCCL connects now, and a barrier need not guess which GPU is meant
+        gpu = torch.device(device) if device.startswith("cuda") and dist.is_nccl_available() else None
         options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-        if device.startswith("cuda") and dist.is_nccl_available():
-            # with its GPU named, NCCL connects now, and a barrier need not guess which GPU is meant
-            dist.init_process_group("nccl", device_id=torch.device(device), **options)
-        else:
-            dist.init_process_group("gloo", **options)
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **options)
     return World(rank, world_size, device)
 
 
