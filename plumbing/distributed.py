@@ -94,13 +94,8 @@ class World:
                     "program, flags and data."
                 )
 
-    def broadcast_from_master(
-        self, action: Callable[..., Result], *args: Any, has_tensors: bool = False
-    ) -> Result:
-        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank.
-
-        has_tensors: the result has tensors inside of tuples, lists and dicts, which are broadcast one by one.
-        """
+    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
+        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank."""
         if self.size == 1:
             return action(*args)
         result: Any = None
@@ -110,15 +105,12 @@ class World:
                 result = action(*args)
             except (UserError, OSError) as caught:
                 error = caught
-        message = [result, error]
-        if has_tensors:
-            message[0] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)
+        # tensors, also those inside of tuples, lists and dicts, are broadcast one by one afterwards
+        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
         dist.broadcast_object_list(message)
         if message[1]:
             raise message[1]
-        if not self.is_master:
-            result = message[0]
-        return tree_map_only(torch.Tensor, self.broadcast, result) if has_tensors else result
+        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""

@@ -135,7 +135,6 @@ def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
     wrapped = RuntimeError("the compiler failed")
     wrapped.__context__ = torch.OutOfMemoryError("")
     for error in [
-        torch.OutOfMemoryError(cuda),
         RuntimeError(f"OutOfMemoryError: {cuda}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"),
@@ -153,9 +152,7 @@ PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA L4": 121,
-    "NVIDIA L40S": 362.05,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    "NVIDIA RTX A600": None,
     "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
     "cpu": None,
 }
