@@ -40,7 +40,7 @@ def gpu(tmp_path_factory, request):
         pytest.fail(problem)
     if problem:
         pytest.skip(problem[:200])
-    command = [sys.executable, simulated.__file__, "serve"]
+    command = [sys.executable, simulated.__file__]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env=os.environ | {"GPU_LIBRARY": str(library)}) as server:
 
