@@ -759,7 +759,7 @@ def train(config, world, lock):
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
     checkpoint.check_num_ids(vocab_size, enc)
-    start = world.broadcast_from_master(runs.find_start, config, enc, fingerprints, has_tensors=True)
+    start = world.broadcast_from_master(runs.find_start, config, enc, fingerprints)
     if start.finished:  # a note has been printed
         return 0
     raw_model = load_or_make_model(config, start, world)

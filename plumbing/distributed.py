@@ -95,13 +95,8 @@ class World:
                     "program, flags and data."
                 )
 
-    def broadcast_from_master(
-        self, action: Callable[..., Result], *args: Any, has_tensors: bool = False
-    ) -> Result:
-        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank.
-
-        has_tensors: the result has tensors inside of tuples, lists and dicts, which are broadcast one by one.
-        """
+    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
+        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank."""
         if self.size == 1:
             return action(*args)
         result: Any = None
@@ -111,15 +106,12 @@ class World:
                 result = action(*args)
             except (UserError, OSError) as caught:
                 error = caught
-        message = [result, error]
-        if has_tensors:
-            message[0] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)
+        # tensors, also those inside of tuples, lists and dicts, are broadcast one by one afterwards
+        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
         dist.broadcast_object_list(message)
         if message[1]:
             raise message[1]
-        if not self.is_master:
-            result = message[0]
-        return tree_map_only(torch.Tensor, self.broadcast, result) if has_tensors else result
+        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
@@ -149,33 +141,25 @@ CONNECT_SECONDS = 60  # how long a rank tries to reach the others
 TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wait for each other
 
 
-def create_store(rank: int, world_size: int) -> Any:
-    """The store through which the ranks find each other, created afresh by rank 0 on every start."""
+def create_store(rank: int) -> Any:
+    """The store through which the ranks find each other, new on every start."""
     wait_for_name(os.environ.get("MASTER_ADDR", ""))
-    connect = datetime.timedelta(seconds=CONNECT_SECONDS / (1 if rank == 0 else 2))  # torch's clients try twice
-    shared = next(dist.rendezvous("env://", timeout=connect))[0]
-    shared.set_timeout(TIMEOUT)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return shared  # not from torchrun's agent: rank 0 has just created this store
-    # subtle: since torch 2.5 torchrun keeps one store for all restarts, in which ranks find the addresses of dead ones
-    # (pytorch issue 135712). With torch 2.13 and gloo, 15 of 60 restarts worked; with a new store for each, 20 of 20
-    host = os.environ["MASTER_ADDR"]
-    options: dict[str, Any] = dict(world_size=world_size, wait_for_workers=False)
-    options["use_libuv"] = sys.platform != "win32"  # torch's builds for Windows lack it, and NCCL
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, **options)
+    connect = datetime.timedelta(seconds=CONNECT_SECONDS / 2)  # torch tries twice
+    store = next(dist.rendezvous("env://", timeout=connect))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # subtle: since torch 2.5 torchrun keeps its store over restarts, in which ranks find the addresses of dead ones
+        # (pytorch issue 135712; a prefix would not help, as nodes count restarts differently). So rank 0 makes another
+        # store on each start, always at the port of the first one, to which the others can connect
+        shared = store
+        port = int(shared.get("port")) if rank or shared.check(["port"]) else 0
+        # torch's builds for Windows lack libuv
+        options: dict[str, Any] = dict(
+            timeout=connect, wait_for_workers=False, use_libuv=sys.platform != "win32"
+        )
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=rank == 0, **options)
         shared.set("port", str(store.port))
-        return store
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:  # until rank 0 has published its port: one from before a restart refuses the connection
-        try:
-            port = int(shared.get("port"))
-            store = dist.TCPStore(host, port, timeout=datetime.timedelta(seconds=2), **options)
-            store.set_timeout(TIMEOUT)
-            return store
-        except dist.DistNetworkError:
-            if time.monotonic() > deadline:
-                raise
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def wait_for_name(host: str) -> None:
@@ -223,19 +207,17 @@ def setup_distributed(device: str) -> World:
         try:
             if rank >= world_size:
                 raise ValueError("ranks count from 0")
-            store = create_store(rank, world_size)
+            store = create_store(rank)
         except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, what is not set
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
                 "unset RANK and WORLD_SIZE for a single process."
             ) from None
+        # with its GPU named, NCCL connects now, and a barrier need not guess which GPU is meant
+        gpu = torch.device(device) if device.startswith("cuda") and dist.is_nccl_available() else None
         options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-        if device.startswith("cuda") and dist.is_nccl_available():
-            # with its GPU named, NCCL connects now, and a barrier need not guess which GPU is meant
-            dist.init_process_group("nccl", device_id=torch.device(device), **options)
-        else:
-            dist.init_process_group("gloo", **options)
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **options)
     return World(rank, world_size, device)
 
 

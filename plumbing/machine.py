@@ -8,9 +8,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plumbing.program import UserError, is_rank_0, output_of
 
@@ -45,24 +47,16 @@ def choose_device(name: str) -> str:
 def check_kernels(device: str) -> None:
     """Raise UserError if this build of torch has no kernels for a GPU, which torch only warns of."""
     major, minor = torch.cuda.get_device_capability(device)
-    built = torch.cuda.get_arch_list()  # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs
-    can_run = []  # remains empty for AMD's GPUs, which have other names
-    for kind, text in re.findall(r"\b(sm|compute)_(\d+)", " ".join(built)):
-        number = int(text)
-        can_run.append(number <= 10 * major + minor and (kind == "compute" or number // 10 == major))
-    if can_run and not any(can_run):
+    built = torch.cuda.get_arch_list()
+    # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs; AMD's GPUs have other names
+    kernels = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built))
+    run = [int(x + y) <= 10 * major + minor and (kind == "compute" or int(x) == major) for kind, x, y in kernels]
+    if kernels and not any(run):
         raise UserError(
             f"PyTorch {torch.__version__} has kernels for {', '.join(built)}, but none for this machine's "
             f"{torch.cuda.get_device_name(device)}, which is sm_{major}{minor}. Install the build of PyTorch that "
             "README.md names for it, or add --device cpu."
         )
-
-
-def total_memory(device: str) -> float:
-    """Bytes that a GPU, or else the machine, has; infinite on Windows, which does not say."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def free_memory(device: str, root: Path = Path("/")) -> float:
@@ -71,7 +65,7 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
     meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"  # Linux has both
-    free = total_memory("cpu")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
     limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"
@@ -151,7 +145,11 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
 
 
-FUSED_ATTENTION = ("cudnn", "flash", "mem_efficient")  # torch's names; an unfused kernel is always there
+FUSED_ATTENTION = {  # by torch's names; an unfused kernel is always there
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def enabled_attention(device_type: str) -> list[str]:
@@ -161,7 +159,7 @@ def enabled_attention(device_type: str) -> list[str]:
 
 
 def disable_attention(*kernels: str) -> None:
-    """Disable fused attention kernels in this process; only `restore_attention` enables them again."""
+    """Disable fused attention kernels in this process."""
     for name in kernels:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
 
@@ -185,20 +183,7 @@ def exact_matmuls() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@contextlib.contextmanager
-def restore_attention() -> Iterator[None]:
-    """Afterwards, the same fused attention kernels are enabled as before."""
-    before = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in FUSED_ATTENTION}
-    try:
-        yield
-    finally:
-        for name, enabled in before.items():
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
-
-
-@contextlib.contextmanager
-def disable_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN attention, for inputs of many shapes: it would build a kernel for each of them."""
-    with restore_attention():
-        disable_attention("cudnn")
-        yield
+def disable_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
+    """Context without cuDNN's attention, for inputs of many shapes: it would build a kernel for each of them."""
+    others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
+    return sdpa_kernel([*others, SDPBackend.MATH])

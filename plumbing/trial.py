@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ FLOPS_OF = {
     torch.ops.aten._scaled_mm: lambda *_, **_more: 0,
 }
 SELF_CHECK_PARAMETERS = 10_000_000  # up to this size, the self-check takes less than half a second on a CPU
-ELSEWHERE = "A training step failed on another rank, which says why."
 TOO_LARGE = (
     "Even one sequence does not fit in memory. Lower --sequence-length or the model's size, or add "
     "--activation-checkpointing."
@@ -39,7 +39,7 @@ class Sequence(NamedTuple):
 
     flops: int  # of the forward pass; 0 if they could not be counted
     kept_bytes: int  # what the forward pass keeps for the backward pass, weights aside
-    unused: list[str]  # names of the parameters that the loss does not depend on
+    unused: list[str]  # with several ranks: names of the parameters that the loss does not depend on
 
 
 class Fit(NamedTuple):
@@ -67,34 +67,30 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
     optional = [name for name, used in zip(KERNELS, (True, config.compile, has_cudnn)) if used]
     given_up: dict[str, str] = {}  # of these: why
     # one sequence first, as the model is written: a mistake in it then shows as itself, and not as torch.compile's
-    sequence = find_sequence(raw_model, num_ids, optional, given_up, T=T, world=world)
+    try_it = functools.partial(try_sequence, raw_model, num_ids, T=T, world=world)
+    attention = [name for name in optional if KERNELS[name]]
+    sequence = attempt(try_it, raw_model, attention, given_up, world)
+    if not sequence:
+        raise UserError(TOO_LARGE)
+    check_unused(sequence, world)
+    optional = [name for name in optional if name not in given_up]
     windows_per_rank = config.total_batch_size // (T * world.size)
     with_room = min(world.gather(bound_on_B(raw_model, sequence, config.compile, world=world)))
-    B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
-    while True:
+    B, tried = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room)), None
+    while not tried:
         micro_steps = min(2, windows_per_rank // B)
         flops = 3 * sequence.flops * micro_steps * B
         if config.compile or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
             print0(f"Trying B = {B}, which may take minutes.")
-        wrapped = functools.partial(wrap, raw_model, "torch.compile" in optional, world)
-        step = functools.partial(
-            try_step, wrapped, raw_model, num_ids, B=B, T=T, micro_steps=micro_steps, world=world
-        )
-        outcome, tried, error = attempt(step, raw_model, world)
-        if tried and outcome == FITS:
-            break
-        tried = None  # frees DDP's buckets as well
-        if config.compile:
-            torch._dynamo.reset()  # it gives up after 8 compilations of a function, and those that failed count
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing without CUDA
-        if outcome == FAILED and optional:
-            give_up(optional[-1], error, optional, given_up)
-        elif outcome == FAILED:
-            raise error or UserError(ELSEWHERE)
-        elif B == 1:
+
+        def step(B=B, micro_steps=micro_steps):
+            model = wrap(raw_model, "torch.compile" in optional, world)
+            return model, try_step(model, raw_model, num_ids, B=B, T=T, micro_steps=micro_steps, world=world)
+
+        tried = attempt(step, raw_model, optional, given_up, world)
+        if not tried and B == 1:
             raise UserError(TOO_LARGE)
-        else:
+        if not tried:
             B = largest_divisor(windows_per_rank, at_most=B // 2)
             print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
     for name, reason in given_up.items():
@@ -105,6 +101,40 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
     found = "torch.compile" in optional, machine.enabled_attention(world.device_type), list(given_up)
     return Fit(model, B, *found, 3 * sequence.flops // T, sequence.kept_bytes, seconds_per_token)
+
+
+def attempt(
+    action: Callable[[], Any], raw_model: Any, optional: list[str], given_up: dict[str, str], world: World
+) -> Any:
+    """Return action(), done without the last of `optional` as often as it fails; None if memory runs out on any rank.
+
+    The model stays as it was. What fails without all of `optional`, too, is the model's own error, and is raised.
+    """
+    while True:
+        result = error = None
+        try:
+            with unchanged(raw_model, world):
+                result = action()
+        except UserError:
+            raise
+        except Exception as caught:  # torch.compile may raise anything
+            error = caught
+            traceback.clear_frames(error.__traceback__)  # frees the memory that the failed try has taken
+        outcome = FITS if not error else OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+        outcome = world.max_over_ranks(outcome)
+        if outcome == FITS:
+            return result
+        result = None  # frees DDP's buckets as well
+        torch._dynamo.reset()  # it gives up after 8 compilations of a function, and those that failed count
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without CUDA
+        if outcome == OUT_OF_MEMORY:
+            return None
+        if not optional:
+            raise error or UserError("A training step failed on another rank, which says why.")
+        name = optional.pop()
+        given_up[name] = f"{type(error).__name__}: {first_line(error)}" if error else "on another rank"
+        machine.disable_attention(*KERNELS[name])
 
 
 def prepare_gpu(T: int, world: World) -> None:
@@ -119,49 +149,14 @@ def prepare_gpu(T: int, world: World) -> None:
         machine.disable_attention("cudnn")
 
 
-def find_sequence(
-    raw_model: Any, num_ids: int, optional: list[str], given_up: dict[str, str], *, T: int, world: World
-) -> Sequence:
-    """Try one sequence, without attention kernels that fail. What fails without them, too, is the model's own error."""
-    try_it = functools.partial(try_sequence, raw_model, num_ids, T=T, world=world)
-    outcome, sequence, error = attempt(try_it, raw_model, world)
-    for name in reversed(optional.copy()):
-        if outcome == FAILED and KERNELS[name]:
-            give_up(name, error, optional, given_up)
-            outcome, sequence, _ = attempt(try_it, raw_model, world)
-    if outcome == FAILED:
-        raise error or UserError(ELSEWHERE)
-    if outcome == OUT_OF_MEMORY:
-        raise UserError(TOO_LARGE)
+def check_unused(sequence: Sequence, world: World) -> None:
+    """Raise UserError, on all ranks, if DDP would fail because it has parameters on which the loss does not depend."""
     unused = sorted({name for names in world.gather(sequence.unused) for name in names})
-    if unused and world.size > 1:
+    if unused:
         raise UserError(
             f"The loss does not depend on {count(len(unused), 'parameter')}, such as {unused[0]}, but with several "
             "ranks DDP needs a gradient of each. Delete them from the model, or set their requires_grad to False."
         )
-    return sequence
-
-
-def attempt(action: Callable[[], Any], raw_model: Any, world: World) -> tuple[int, Any, Exception | None]:
-    """Do action(): (the worst outcome on any rank, its result and its error on this one). The model stays as it was."""
-    result = error = None
-    try:
-        with unchanged(raw_model, world):
-            result = action()
-    except UserError:
-        raise
-    except Exception as caught:  # torch.compile may raise anything
-        error = caught
-        traceback.clear_frames(error.__traceback__)  # frees the memory that the failed try has taken
-    outcome = FITS if not error else OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
-    return world.max_over_ranks(outcome), result, error
-
-
-def give_up(name: str, error: Exception | None, optional: list[str], given_up: dict[str, str]) -> None:
-    """Do without a part of KERNELS, and note why."""
-    optional.remove(name)
-    given_up[name] = f"{type(error).__name__}: {first_line(error)}" if error else "on another rank"
-    machine.disable_attention(*KERNELS[name])
 
 
 @contextlib.contextmanager
@@ -196,47 +191,35 @@ def try_sequence(raw_model: Any, num_ids: int, *, T: int, world: World) -> Seque
     counter: Any = FlopCounterMode(display=False, custom_mapping=FLOPS_OF)
     with world.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss: Any = None
+        flops = 0
         # the counter fails at flex_attention, for example; what the model fails at comes again
         with contextlib.suppress(Exception), counter:
             loss = raw_model(x, y, return_logits=False)[1]
+            flops = counter.get_total_flops()
         if loss is None:
             torch._dynamo.reset()
             kept.clear()
-            counter = None
             loss = raw_model(x, y, return_logits=False)[1]
-    used = parameters_of(loss)
-    unused = [name for name, p in raw_model.named_parameters() if p.requires_grad and p not in used]
+    unused = []
+    if world.size > 1:
+        loss.backward()
+        unused = [name for name, p in raw_model.named_parameters() if p.requires_grad and p.grad is None]
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
     # autocast keeps weights in its own dtype, however many sequences there are
     casts = 0 if world.dtype == torch.float32 else world.dtype.itemsize * sum(p.numel() for p in weights)
-    flops = counter.get_total_flops() if counter else 0
     return Sequence(flops, max(0, sum(kept.values()) - casts), unused)
 
 
-def parameters_of(loss: torch.Tensor) -> set[Any]:
-    """The parameters that a loss depends on, from the graph that autograd has recorded of it."""
-    found: list[Any] = [loss.grad_fn]
-    seen = set(found)
-    for node in found:
-        after = {function for function, _ in node.next_functions if function} - seen
-        seen |= after
-        found += after
-    return {node.variable for node in found if hasattr(node, "variable")}
-
-
 def try_step(
-    wrapped: Callable[[], Any], raw_model: Any, num_ids: int, *, B: int, T: int, micro_steps: int, world: World
-) -> tuple[Any, float]:
-    """Forward and backward passes on random tokens; from the second one on, gradients are in memory.
-
-    Returns the model that wrapped() makes and the seconds of the last one, as a CPU takes them.
-    """
-    model, began = wrapped(), 0.0
+    model: Any, raw_model: Any, num_ids: int, *, B: int, T: int, micro_steps: int, world: World
+) -> float:
+    """Forward and backward passes on random tokens; the seconds of the last one, as a CPU takes them."""
+    began = 0.0
     # reserve memory for the optimizer state, which is allocated later: two numbers per weight
     reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
     x, y = random_batch(num_ids, B, T, world)
-    for _ in range(micro_steps):
+    for _ in range(micro_steps):  # in the second one, there are gradients from the start
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
         with world.no_sync(model):
@@ -244,7 +227,7 @@ def try_step(
                 loss = model(x, y, return_logits=False)[1]
             loss.backward()
     del reserved
-    return model, time.perf_counter() - began
+    return time.perf_counter() - began
 
 
 def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: World) -> int:
@@ -261,43 +244,34 @@ def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: Wor
 
 def check_memory(make_model: Callable[[], Any], device: str) -> None:
     """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights."""
-    available, needed = machine.total_memory(device), 0
-    sizes, ids = {}, {}  # bytes by a parameter's id, and that by its place
+    available, most = machine.free_memory(device), 0
     too_large = UserError(
         "This model is too large: training takes 16 bytes for each parameter, more than the "
-        f"{available / 2**30:,.1f} GiB there are. Use a smaller model, or a larger device."
+        f"{available / 2**30:,.1f} GiB that are free. Use a smaller model, or a larger device."
     )
 
     def add(module, name, parameter):
-        nonlocal needed
-        needed -= sizes.pop(ids.pop((module, name), None), 0)  # a tied weight takes the place of another
-        if parameter is not None and id(parameter) not in sizes:
-            ids[module, name] = id(parameter)
-            # the second number is for the tiniest layers, whose Python objects add up, too
-            sizes[id(parameter)] = 16 * parameter.numel() + 2**18
-            needed += sizes[id(parameter)]
-        if needed > available:
+        nonlocal most
+        most += 0 if parameter is None else 16 * parameter.numel() + 2**18  # Python's objects add up, too
+        if most > 2 * available:  # twice, because this counts each place of a tied weight
             raise too_large
 
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
     try:
         with SkipInit():  # what is never written takes no memory
-            make_model()
+            model = make_model()
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise too_large from None
         raise
     finally:
         hook.remove()
+    if 16 * sum(p.numel() for p in model.parameters()) > available:
+        raise too_large
 
 
 def self_check(
-    raw_model: Any,
-    from_state: Callable[[Any, dict[str, torch.Tensor]], Any],
-    num_ids: int,
-    *,
-    T: int,
-    world: World,
+    raw_model: Any, from_state: Callable[[Any, Any], Any], num_ids: int, *, T: int, world: World
 ) -> None:
     """Warn if a second model with the saved weights computes something else, or if tokens see later ones.
 
@@ -318,9 +292,9 @@ def self_check(
             differences = [(second(one)[0] - logits).abs().max(), (of_other - logits)[:, :half].abs().max()]
             is_same, is_causal = [bool(difference <= 1e-3 * logits.std()) for difference in differences]
     except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return
+        if is_out_of_memory(error):
+            return
+        raise
     if not is_same:
         print0(
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the "
@@ -340,12 +314,5 @@ def largest_divisor(number: int, at_most: int) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one that led to it, says that memory ran out: torch.compile may keep only the text."""
     said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
-    words = (
-        "MemoryError",
-        "out of memory",
-        "ALLOC_FAILED",
-        "can't allocate memory",
-        "not enough memory",
-        "overflowed",
-    )
-    return any(word in said for word in words)
+    words = "MemoryError|out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|overflowed"
+    return re.search(words, said) is not None

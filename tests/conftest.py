@@ -10,7 +10,8 @@ from harness import make_shards, no_git, patched  # sets the environment, so it 
 
 # isort: split
 import torch
-from plumbing import machine, program
+from plumbing import program
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 # a shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,7 +42,7 @@ def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     torch.manual_seed(0)
-    with machine.restore_attention():
+    with sdpa_kernel(_cur_sdpa_kernel_backends()):
         yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

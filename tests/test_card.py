@@ -40,7 +40,7 @@ def gpu(tmp_path_factory, request):
         pytest.fail(problem)
     if problem:
         pytest.skip(problem[:200])
-    command = [sys.executable, simulated.__file__, "serve"]
+    command = [sys.executable, simulated.__file__]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env=os.environ | {"GPU_LIBRARY": str(library)}) as server:
 
@@ -128,12 +128,14 @@ def train_uncompiled(args):
 
 
 def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
-    """A sequence takes about 2.1 MB: 16 numbers per channel, 4 per logit, 8 x 256 x 256 of attention, 4 bytes each."""
-    options = dict(
-        n_layer=1, block_size=256, sequence_length=256, batch_size=8, total_batch_size=8 * 256, max_steps=2
-    )
-    for megabytes, B, halvings in ((100, 8, 0), (14, 4, 1), (7, 2, 2)):
-        args = tiny_flags(folder, tmp_path / f"{B}", device="cuda", compile=True, **options)
+    """And the steps after the trial fit as well, though they hold gradients and Adam's two moments.
+
+    Those and the weights are 16 bytes for each of 0.88M parameters, 14 MB, and a sequence takes about 1.4 MB: 64 tokens
+    with 16 numbers for each of 256 channels and 4 for each of 320 logits, 4 bytes each. 5% of the card are left alone.
+    """
+    options = dict(n_layer=1, n_embd=256, block_size=64, sequence_length=64, batch_size=8, total_batch_size=16 * 64)
+    for megabytes, B, halvings in ((100, 8, 0), (26, 4, 1), (22, 2, 2)):
+        args = tiny_flags(folder, tmp_path / f"{B}", device="cuda", compile=True, max_steps=2, **options)
         status, said = gpu(train_uncompiled, args, gib=megabytes * 1e6 / 2**30)
         assert status == 0 and f"B {B} *" in said and said.count("Out of memory") == halvings, said
         assert np.allclose(losses(tmp_path / f"{B}"), losses(tmp_path / "8"), atol=1e-5, rtol=0)
@@ -188,23 +190,12 @@ class Waits(TorchDispatchMode):
         result = function(*args, **kwargs or {})
         if torch.ops.card.waits() > before:
             stack = traceback.extract_stack()[:-1]
-            frames = [frame for frame in stack if Path(frame.filename).name in ("train_gpt2.py", PLANTED)]
-            self.lines.append(f"{Path(frames[-1].filename).name}: {frames[-1].line}")
+            frames = [frame for frame in stack if frame.filename == train_gpt2.__file__]
+            self.lines.append(frames[-1].line)
         return result
 
 
-PLANTED = Path(__file__).name
-
-
-def impatient_norm(gradients):
-    norm = total_norm(gradients)
-    return norm if norm.item() > 0 else norm
-
-
-total_norm = torch.nn.utils.get_total_norm
-
-
-def train_and_note_waits(report, norm, args):
+def train_and_note_waits(report, args):
     found = {"step": [], "loader": []}
 
     def noting(name, function):
@@ -219,52 +210,21 @@ def train_and_note_waits(report, norm, args):
     loader = train_gpt2.DataLoaderLite
     with patched(train_gpt2, "train_step", noting("step", train_gpt2.train_step)):
         with patched(loader, "next_batch", noting("loader", loader.next_batch)):
-            with patched(torch.nn.utils, "get_total_norm", norm):
-                try:
-                    train_gpt2.main(args)
-                finally:
-                    report.write_text(json.dumps(found), encoding="utf-8")
+            try:
+                train_gpt2.main(args)
+            finally:
+                report.write_text(json.dumps(found), encoding="utf-8")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_path, optimizer):
     """For the loss, the norm and the signals, which it reads in one copy."""
     report, options = tmp_path / "report", dict(device="cuda", max_steps=4, optimizer=optimizer, dtype="bfloat16")
-    args = tiny_flags(folder, tmp_path / "out", **options)
-    assert gpu(train_and_note_waits, report, total_norm, args)[0] == 0
+    gpu(train_and_note_waits, report, tiny_flags(folder, tmp_path / "out", **options))
     found = json.loads(report.read_text(encoding="utf-8"))
     stacked = "torch.stack([correction * loss_sum / world.size, norm, num_signals, *scalars.values()])"
-    own = f"train_gpt2.py: values = {stacked}.tolist()"
-    assert found["step"] == [[own]] * 4
+    assert found["step"] == [[f"values = {stacked}.tolist()"]] * 4
     assert len(found["loader"]) >= 8 and not any(found["loader"])
-    args = tiny_flags(folder, tmp_path / "planted", **options)
-    assert gpu(train_and_note_waits, report, impatient_norm, args)[0] == 0
-    planted = f"{PLANTED}: return norm if norm.item() > 0 else norm"
-    assert json.loads(report.read_text(encoding="utf-8"))["step"] == [[planted, own]] * 4
-
-
-def train_without_waiting_for_checkpoints(args):
-    with patched(torch.cuda, "synchronize", lambda: None):
-        train_gpt2.main(args)
-
-
-def train_with_one_pinned_buffer(args):
-    """All batches are read into the same memory, which may still be on its way to the GPU."""
-
-    def pin(rows):
-        return buffers.setdefault(rows.shape, original(rows)).copy_(rows)
-
-    buffers = {}
-    with patched(torch.Tensor, "pin_memory", pin) as original:
-        train_gpt2.main(args)
-
-
-def test_a_copy_that_is_used_before_it_has_ended_is_noticed(gpu, folder, tmp_path):
-    out_dir = tmp_path / "out"
-    gpu(train_without_waiting_for_checkpoints, tiny_flags(folder, out_dir, device="cuda"))
-    assert load_checkpoint(out_dir / "model_00012.pt")["model"]["transformer.wte.weight"].isnan().all()
-    status, said = gpu(train_with_one_pinned_buffer, tiny_flags(folder, tmp_path / "pinned", device="cuda"))
-    assert status != 0 and "pinned memory has changed before its copy to the card has ended" in said
 
 
 # ----- Decisions ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plumbing import kernels
-from plumbing.kernels import FasterLoss, linear_cross_entropy, losses_and_gradient, to_float8
+from plumbing.kernels import FasterLoss, linear_cross_entropy, losses_and_gradient
 from plumbing.machine import has_float8, peak_flops
 from plumbing.trial import is_out_of_memory
 
@@ -34,10 +34,10 @@ def test_losses_are_those_of_float64_and_a_float8_gradient_keeps_two_bits_of_man
 
 
 @float8_only
-@pytest.mark.parametrize("share", [2.0**-40, 1 / 4096, 2.0**10])
-def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_in_the_step(share):
+@pytest.mark.parametrize("share, size", [(2.0**-40, 1e-9), (1 / 4096, 1.0), (2.0**10, 1e9)])
+def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_in_the_step(share, size):
     """The loss is a `share` of a larger one, as in gradient accumulation; not even float8's gradient goes under."""
-    x, weight, targets = torch.randn(64, 32), torch.randn(320, 32) * 0.3, torch.randint(320, (64,))
+    x, weight, targets = torch.randn(64, 32) * size, torch.randn(320, 32) * 0.3 / size, torch.randint(320, (64,))
     targets[::5] = -100
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.cross_entropy(x64 @ weight64.T, targets, reduction="sum")
@@ -51,31 +51,6 @@ def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_i
         assert gradient.dtype == torch.float32
         assert (gradient - exact).norm() / exact.norm() < error
     assert not x.grad[::5].any()
-
-
-def test_float8_keeps_numbers_of_any_size():
-    """At most 1/16 off with 3 bits of mantissa, even a factor of 1,000 below the largest."""
-    for size in (1e-9, 1.0, 1e9):
-        tensor = torch.logspace(-3, 0, 100) * size
-        small, scale = to_float8(tensor)
-        assert small.dtype == torch.float8_e4m3fn
-        torch.testing.assert_close(small.float() * scale, tensor, rtol=1 / 16, atol=0)
-    small, scale = to_float8(torch.zeros(3))
-    assert not (small.float() * scale).any()
-
-
-@float8_only
-def test_the_compiler_takes_it_in_one_graph():
-    """In training, and in validation, where no gradient is wanted: the numbers are those without the compiler."""
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", dynamic=False, fullgraph=True)
-    x, weight, targets = torch.randn(32, 16), torch.randn(48, 16), torch.randint(48, (32,))
-    x.requires_grad_()
-    expected = linear_cross_entropy(x, weight, targets)
-    loss = compiled(x, weight, targets)
-    assert torch.equal(loss, expected)
-    assert torch.equal(torch.autograd.grad(loss / 7, x)[0], torch.autograd.grad(expected / 7, x)[0])
-    with torch.no_grad():
-        assert torch.equal(compiled(x, weight, targets), expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 3 * 48, 2**20])
@@ -103,14 +78,17 @@ def loss_of(x, weight, targets, float8=False, **options):
         return F.cross_entropy(logits, targets, reduction="sum", **options)
 
 
-def test_the_compiler_gets_the_loss_in_one_graph():
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
+def test_the_compiler_gets_the_loss_in_one_graph(float8):
+    """In training, and in validation, where no gradient is wanted: the numbers are those without the compiler."""
     compiled = torch.compile(loss_of, backend="aot_eager", dynamic=False, fullgraph=True)
-    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32), torch.randint(48, (16,))
-    torch.testing.assert_close(compiled(x, weight, targets), loss_of(x, weight, targets))
-    if has_float8("cpu"):
-        rough = compiled(x, weight, targets, float8=True)
-        torch.testing.assert_close(rough, loss_of(x, weight, targets, float8=True))
-        assert rough != loss_of(x, weight, targets)
+    x, weight, targets = torch.randn(16, 32).requires_grad_(), torch.randn(48, 32), torch.randint(48, (16,))
+    expected, loss = loss_of(x, weight, targets, float8), compiled(x, weight, targets, float8)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss / 7, x), torch.autograd.grad(expected / 7, x))
+    assert (loss != loss_of(x, weight, targets)) == float8
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight, targets, float8), expected)
 
 
 CHANGES = {  # what else a loss may be asked for
@@ -157,7 +135,6 @@ def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
     wrapped = RuntimeError("the compiler failed")
     wrapped.__context__ = torch.OutOfMemoryError("")
     for error in [
-        torch.OutOfMemoryError(cuda),
         RuntimeError(f"OutOfMemoryError: {cuda}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"),
@@ -175,9 +152,7 @@ PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA L4": 121,
-    "NVIDIA L40S": 362.05,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    "NVIDIA RTX A600": None,
     "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
     "cpu": None,
 }

@@ -150,13 +150,12 @@ def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
 
 
-@pytest.mark.parametrize("ranks, n_layer", [(2, 2), (3, 4)])
-def test_more_processes_equal_one_with_muon(ranks, n_layer, data, tmp_path):
+def test_three_processes_equal_one_with_muon(data, tmp_path):
     """Of 4 matrices, 3 ranks orthogonalize 2, 2 and none: the last one's share is padding."""
-    options = dict(optimizer="muon", n_layer=n_layer, total_batch_size=64 * ranks, val_every=3, max_steps=10)
-    assert train(data, tmp_path / "one", batch_size=4 * ranks, **options) == 0
+    options = dict(optimizer="muon", n_layer=4, total_batch_size=192, val_every=3, max_steps=10)
+    assert train(data, tmp_path / "one", batch_size=12, **options) == 0
     args = tiny_flags(data, tmp_path / "more", batch_size=2, **options)
-    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=ranks)
+    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=3)
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "more", stream), atol=2e-5, rtol=0)
-    check_ranks_agree(tmp_path / "report", 10, ranks)
+    check_ranks_agree(tmp_path / "report", 10, ranks=3)

@@ -1,7 +1,4 @@
-"""A simulated GPU: run a program on it, with torch's CPU build and no GPU.
-
-    python tests/card/gpu.py H200 train_gpt2.py --preset quickstart      # any of CARDS, any program
-    python tests/card/gpu.py 4090:2.5 train_gpt2.py ...                  # with 2.5 GiB of memory
+"""A simulated GPU for torch's CPU build.
 
 It computes what a CPU computes, with a GPU's limit on memory and order of things: gpu.cpp is the device, and this file
 answers for torch.cuda. A card that is `hollow` computes nothing, so that it takes models of any size. Not simulated:
@@ -12,7 +9,6 @@ import ctypes
 import importlib.util
 import os
 import pickle
-import runpy
 import shutil
 import signal
 import subprocess
@@ -53,6 +49,8 @@ def build(library):
 def load():
     """Put the device into this process, before torch."""
     assert "torch" not in sys.modules, "torch has looked for GPUs already"
+    if not LIBRARY.exists() and build(LIBRARY):
+        sys.exit("The simulated GPU needs Linux, g++, and the headers of torch 2.13.")
     for path in (*TORCH.glob("lib/libgomp*"), TORCH / "lib/libc10.so", TORCH / "lib/libtorch_cpu.so", LIBRARY):
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
@@ -135,13 +133,5 @@ def serve():
 
 
 if __name__ == "__main__":
-    if not LIBRARY.exists() and build(LIBRARY):
-        sys.exit("The simulated GPU needs Linux, g++, and the headers of torch 2.13.")
     load()
-    if sys.argv[1:] == ["serve"]:
-        serve()
-    else:
-        name, _, gib = sys.argv[1].partition(":")
-        insert(name, gib=float(gib or 0) or None)
-        sys.argv, sys.path[0] = sys.argv[2:], str(Path(sys.argv[2]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    serve()
