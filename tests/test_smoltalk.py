@@ -220,15 +220,6 @@ def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
     assert capsys.readouterr().out == "note: 4 messages to and from tools left out.\n"
 
 
-def test_if_nothing_fits_the_length_that_would_is_said(tmp_path):
-    pairs = [("U" * 50, "A" * 40), ("U" * 20, "A" * 9, "V", "B" * 99)]
-    needed = 1 + (1 + 20 + 1) + (1 + 9 + 1)
-    with pytest.raises(UserError, match=f"Add shorter ones, or use --max-length {needed} or more and a model"):
-        prepare(options_for(tmp_path, pairs, max_length=needed - 1))
-    with pytest.raises(UserError, match="fill 1 of the two blocks .* Add conversations"):
-        prepare(options_for(tmp_path, pairs, max_length=needed))
-
-
 def test_tables_of_conversations_are_read_too_and_what_is_no_conversation_of_the_hub_is_left_out(tmp_path, capsys):
     chats = [talk("a", "b"), talk("a", None), talk("c", "d"), None]
     pq.write_table(pa.table({"id": range(4), "conversations": chats}), tmp_path / "chats.parquet")
@@ -247,8 +238,7 @@ def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
     """It may be ordered by source, and the first shard would be of the first one."""
     options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
     found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
-    whole = sources.Found("OWNER/NAME", "", "", "", [])
-    writer = shards.ShardWriter(str(tmp_path / "out"), shards.new_meta(ENC, options, whole, {"sources": []}), ENC)
+    writer = shards.ShardWriter(str(tmp_path / "out"), shards.Meta(complete=False, made_from={"sources": []}), ENC)
     writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
     files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
     lengths = read_meta(options.out_dir)["shards"]
