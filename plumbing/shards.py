@@ -347,9 +347,8 @@ def pairs_of_files(old, new):
     for number, (was, now) in enumerate(itertools.zip_longest(*files, fillvalue=["", 0, ""])):
         if number > num_read:
             was, now = was[:1], now[:1]
-        elif (
-            number == num_read and was[1] != now[1]
-        ):  # behind its start, as nothing else is known of its contents
+        elif number == num_read and was[1] != now[1]:
+            # behind its start, as nothing else is known of its contents
             was, now = ([name, digest[:8]] for name, _, digest in (was, now))
         yield was, now
 
