@@ -66,7 +66,6 @@ if __name__ == "__main__":
 
 import collections
 import contextlib
-import difflib
 import itertools
 import math
 import os
@@ -80,7 +79,7 @@ from tqdm import tqdm
 
 import tokenizer
 from plumbing import documents, shards, sources
-from plumbing.files import lock_folder, remove_folder
+from plumbing.files import atomic_write, lock_folder, open_regular
 from plumbing.program import UserError
 
 # {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation
@@ -110,10 +109,9 @@ def check_options(options):
     elif options.dataset in DATASETS and {"config", "split"} & set(changed):
         complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
     elif options.dataset not in DATASETS and "/" not in options.dataset:
-        for name in difflib.get_close_matches(options.dataset, DATASETS, n=1):
-            complaints.append(
-                f"There is no data set {options.dataset!r}. Did you mean {name}? Others are OWNER/NAME."
-            )
+        meant = flags.closest(options.dataset, {name: name for name in DATASETS})
+        if meant:
+            complaints.append(f"There is no data set {options.dataset!r}. {meant} Others are OWNER/NAME.")
     types = {sources.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
@@ -268,31 +266,30 @@ def prepare(options):
     settings = {
         name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
     }
-    folder, found, made_from = shards.plan(options, settings, default=default)
+    folder, found, meta = shards.plan(options, settings, default=default)
     enc = tokenizer.get_encoding(options.tokenizer)
-    meta = shards.new_meta(enc, options, found, made_from)
-    if found.dataset not in DATASETS:
-        num_bytes = sum(source.size for source in found.sources)
+    if meta.dataset not in DATASETS:
+        num_bytes = sum(source.size for source in found)
         # a large corpus needs fewer pieces
-        meta["validation_every"] = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
+        meta.validation_every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
     writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "")
-    writer.make_once(make_shards, options, enc, found.sources)
+    writer.make_once(make_shards, options, enc, found)
     return folder
 
 
 def make_shards(writer, options, enc, found):
     """Read, tokenize, cut and write, from where an earlier run ended to the end of the input."""
     meta, begin = writer.meta, writer.resume()
-    num_seen = meta["tokens"] - begin.token  # before the piece at which this run begins
-    sample = ValidationSample(meta.get("validation_every", 0), options.shard_size, num_seen, enc.eot_token)
-    num_sampled = meta["shards"].get(writer.validation_file, 0)
+    num_seen = meta.tokens - begin.token  # before the piece at which this run begins
+    sample = ValidationSample(meta.validation_every, options.shard_size, num_seen, enc.eot_token)
+    num_sampled = meta.shards.get(writer.validation_file, 0)
     if num_sampled:
         shard = shards.open_shard(writer.path(writer.validation_file))
         sample.add(shard.read(0, num_sampled))
     total, sizes = options.max_tokens or None, [source.size for source in found]
+    if meta.dataset == "fineweb-edu":
+        total = total or EDU_TOKENS
     if found[0].repo:
-        if meta["dataset"] in DATASETS:
-            total = total or EDU_TOKENS
         # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
         # be on disk: one is finished, one is being read, one is being downloaded
         check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
@@ -331,7 +328,7 @@ def write_shard(writer, enc, tokens, end, sample):
     The first call writes the tokenizer before them. If killed in between, the shard is written again.
     """
     meta = writer.meta
-    if not meta["shards"]:
+    if not meta.shards:
         tokenizer.save_for_folder(enc, writer.folder)
         writer.save()
     if writer.validation_file:
@@ -339,15 +336,15 @@ def write_shard(writer, enc, tokens, end, sample):
     if len(tokens):
         file = writer.next_name()
         writer.write(file, tokens)
-        meta["documents"] += writer.count_documents(tokens)
+        meta.documents += writer.count_documents(tokens)
         if end:
-            meta["ends"][file] = end._replace(sampled=sample.num_tokens, documents=meta["documents"])
+            meta.ends[file] = end._replace(sampled=sample.num_tokens, documents=meta.documents)
             writer.save()
 
 
 def write_rest(writer, enc, rest, sample):
     """Write what is left at the end, so that there is something to train on and to validate on."""
-    is_first, size = not writer.meta["shards"], len(rest)
+    is_first, size = not writer.meta.shards, len(rest)
     if is_first and all((tokens == enc.eot_token).all() for tokens in (rest, sample.tokens())):
         raise UserError("The input contains no text. Check --input and --text-column.")
     if writer.validation_file:
@@ -356,7 +353,7 @@ def write_rest(writer, enc, rest, sample):
         size = math.ceil(size / 10)
     for start in range(0, max(1, len(rest)), max(1, size)):
         write_shard(writer, enc, rest[start : start + size], None, sample)
-    writer.meta["documents"] += writer.count_documents(sample.tokens())
+    writer.meta.documents += writer.count_documents(sample.tokens())
 
 
 def fetch_pretokenized(options):
@@ -365,21 +362,23 @@ def fetch_pretokenized(options):
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     with lock_folder(folder):
-        found = sources.Found(READY_REPO, "", "", "", [])
-        writer = shards.ShardWriter(folder, shards.new_meta(enc, options, found, {"sources": []}), enc)
-        meta = writer.meta
-        missing = [file for file in files if not writer.is_whole(file)]
+        meta = shards.Meta(READY_REPO, complete=False, made_from={"sources": []})
+        writer = shards.ShardWriter(folder, meta, enc)
+        missing = [
+            sources.Source(file, repo=READY_REPO, commit="main") for file in files if not writer.is_whole(file)
+        ]
         check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = os.path.join(folder, ".download")
-        for file in tqdm(missing, unit="shard", desc=writer.title, delay=0.5):
-            path = sources.fetch(sources.Source(file, repo=READY_REPO, commit="main"), downloads)
-            tokens = shards.open_shard(path).read()
-            if file not in meta["shards"]:  # a damaged one that is fetched again was counted before
-                meta["documents"] += writer.count_documents(tokens)
-            meta["shards"][file] = len(tokens)
+        downloads = sources.Downloads(missing, writer.path(".download"))
+        for number, source in tqdm(downloads, total=len(missing), unit="shard", desc=writer.title, delay=0.5):
+            downloads.remove_before(number)
+            tokens = shards.open_shard(source.path).read()
+            if source.name not in writer.meta.shards:  # a damaged one that is fetched again was counted before
+                writer.meta.documents += writer.count_documents(tokens)
+            writer.meta.shards[source.name] = len(tokens)
             writer.save()  # first: if this is killed in between, the shard is known to be missing
-            os.replace(path, writer.path(file))
-        remove_folder(downloads)
+            with open_regular(source.path) as fetched, atomic_write(writer.path(source.name)) as file:
+                shutil.copyfileobj(fetched, file)  # and not moved: it may lie in the user's cache of the hub
+        downloads.close()
         try:  # so that a machine without a network can train on them
             tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
@@ -392,42 +391,29 @@ def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
     folder = prepare(parse(args))
     meta = shards.read_meta(folder)
-    lengths = shards.split_lengths(meta)
-    command = training_command(folder, lengths)
-    if meta["tokenizer"] == "gpt2" and not has_gpu() and sum(lengths["train"]) < 25_000_000:  # 100 MB of text
-        print(
-            "note: So little text contains many of GPT-2's 50,257 tokens only a few times. Bytes train faster on it:"
-        )
-        print(f"repeat this command with --tokenizer bytes --out-dir {program.quote(folder + '_bytes')}")
+    command = training_command(folder, meta.lengths("train"), meta.lengths("val"))
     if command:
         program.print_next(command)
 
 
-def has_gpu():
-    """Whether the machine seems to have a GPU; asking torch would take seconds."""
-    return any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
-
-
-def training_command(folder, lengths):
+def training_command(folder, train, val):
     """The command that trains on shards of these lengths; None if they are too short.
 
     With a GPU and 100M tokens or more, it trains a GPT-2; otherwise the quickstart's small model.
     """
-    command, data = ["python", "train_gpt2.py"], [("--data", folder)]
-    steps = sum(lengths["train"]) // 2**19
-    if has_gpu() and steps >= 190:  # 100M tokens are enough to be worth training GPT-2 on
-        command += data if folder != DATASETS["fineweb-edu"][0] else []
+    command = ["python", "train_gpt2.py", ("--data", folder)]
+    steps = sum(train) // 2**19
+    has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))  # it seems; asking torch would take seconds
+    if has_gpu and steps >= 190:  # 100M tokens are enough to be worth training GPT-2 on
         if steps > 18_000:  # the preset's 10B tokens
             return command
         # one pass over the data, with the preset's share of warmup
         return [*command, ("--max-steps", steps), ("--warmup-steps", steps // 27)]
-    longest = min(max(split, default=0) for split in lengths.values())
-    if longest < 2:
+    T = min(128, *(max(split, default=0) - 1 for split in (train, val)))
+    if T < 1:
         return None
-    T = min(128, longest - 1)
-    out_dir = "log/" + os.path.basename(os.path.abspath(folder))
-    command += [*data, ("--preset", "quickstart"), ("--out-dir", out_dir)]
-    windows = sum((length - 1) // T for length in lengths["train"])
+    command += [("--preset", "quickstart"), ("--out-dir", "log/" + os.path.basename(os.path.abspath(folder)))]
+    windows = sum((length - 1) // T for length in train)
     if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
         command += [("--sequence-length", T), ("--total-batch-size", T * min(16, windows))]
     return command

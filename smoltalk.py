@@ -179,65 +179,57 @@ def make_shards(writer, found, enc, shard_size, max_length):
             os.remove(writer.path(file))
     conversations = read_conversations(sources.Downloads(found, os.path.join(writer.folder, ".download")))
     meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
-    meta |= {"targets": 0, "conversations": counts}
-    shortest = math.inf  # tokens up to the first answer of a conversation that does not fit
+    meta.targets, meta.conversations = 0, counts
     pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
 
     def render():
-        nonlocal shortest
         for messages in conversations:
             ids, mask, stop = tokenizer.render_conversation(messages, enc, max_length)
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
-            if not stop and 1 in mask:
-                shortest = min(shortest, [*mask, 0].index(0, mask.index(1)))
-            meta["targets"] += sum(mask[:stop])
+            meta.targets += sum(mask[:stop])
             if stop:
                 yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
     def write(number, blocks):
-        if not meta["shards"]:
+        if not meta.shards:
             tokenizer.save_for_folder(enc, writer.folder)
             writer.save()
         # one token more than the blocks: the target of the last position of the last block
         tokens, mask = np.hstack([*blocks, pad])
         writer.write(shards.shard_name(writer.prefix, number), tokens, mask.astype(np.uint8))
-        meta["documents"] += writer.count_documents(tokens)
+        meta.documents += writer.count_documents(tokens)
 
     # the first shard is for validation; but a data set of the hub may be ordered by source, so there it is a sample
-    blocks, sample, number, per_shard = [], [], 0, max(1, shard_size // max_length)
+    blocks, sample, per_shard = [], [], max(1, shard_size // max_length)
     every = max(10, math.ceil(sum(source.size for source in found) / shard_size)) if found[0].repo else 0
+    number = 1 if every else 0
     for i, block in enumerate(pack(render(), max_length, pad)):
         # a full shard is written only once another block follows, so that there is something left to train on
         if len(blocks) == per_shard:
-            number = max(number, 1 if every else 0)
             write(number, blocks)
             number, blocks = number + 1, []
         is_sampled = every and i % every == 0 and len(sample) < per_shard
         (sample if is_sampled else blocks).append(block)
     num_blocks = len(sample) + len(blocks)
-    if not number and num_blocks < 2:
-        advice = "Add conversations, or lower --max-length."
-        if not num_blocks and shortest < math.inf:
-            advice = f"Add shorter ones, or use --max-length {shortest} or more and a model that reads as many."
+    if not meta.shards and num_blocks < 2:
         raise UserError(
             f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-            f"{num_blocks} of the two blocks of {max_length} tokens needed. {advice}"
+            f"{num_blocks} of the two blocks of {max_length} tokens needed. Add conversations, or lower --max-length; "
+            "raise it if the answers do not fit."
         )
-    if not number and not sample:  # a corpus smaller than a shard: every tenth block is for validation
+    if not meta.shards and not sample:  # a corpus smaller than a shard: every tenth block is for validation
         sample = blocks[::10]
         del blocks[::10]
     if sample:
         write(0, sample)
     write(max(number, 1), blocks)
-    meta["shards"] = dict(sorted(meta["shards"].items(), key=lambda shard: shard[0][-10:]))  # by their numbers
+    meta.shards = dict(sorted(meta.shards.items(), key=lambda shard: shard[0][-10:]))  # by their numbers
     writer.finish("conversation")
-    print(
-        f"{meta['targets']:,} tokens are targets; of {counts['read']:,} conversations, {counts['cut']:,} were cut"
-    )
-    left_out = f"{counts['left out']:,} without one were left out"
-    print(f"after the last answer within {max_length} tokens, and {left_out}")
+    read, cut, left_out = counts.values()
+    print(f"{meta.targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
+    print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
 
 
 def training_command(init_from, folder, is_large, max_length, lengths):
@@ -252,19 +244,18 @@ def training_command(init_from, folder, is_large, max_length, lengths):
     batch = 2 ** (batch.bit_length() - 1)
     steps = max(least, min(3000, 3 * blocks // batch))
     out_dir = "chat" if folder == "smoltalk" else os.path.basename(os.path.abspath(folder))
-    settings = {
-        "data": folder,
-        "out_dir": f"log/{out_dir}",
-        "sequence_length": max_length,
-        "total_batch_size": batch * max_length,
-        "max_steps": steps,
-        "warmup_steps": min(preset.warmup_steps, steps // 10),
-    }
-    command = ["python", "train_gpt2.py", ("--preset", name), ("--init-from", init_from or "log")]
-    for field, value in settings.items():
-        if value != getattr(preset, field):
-            command.append((flags.flag_of(field), value))
-    return command
+    return [
+        "python",
+        "train_gpt2.py",
+        ("--preset", name),
+        ("--init-from", init_from or "log"),
+        ("--data", folder),
+        ("--out-dir", f"log/{out_dir}"),
+        ("--sequence-length", max_length),
+        ("--total-batch-size", batch * max_length),
+        ("--max-steps", steps),
+        ("--warmup-steps", min(preset.warmup_steps, steps // 10)),
+    ]
 
 
 def prepare(options):
@@ -277,7 +268,7 @@ def prepare(options):
     flags.check(options, complaints, above_0=["shard_size"])
     if options.dataset == Options.dataset and not (options.config or options.input):
         options = dataclasses.replace(options, config="all")
-    folder, found, made_from = shards.plan(options, {}, types=(".jsonl", ".parquet"))
+    folder, found, meta = shards.plan(options, {}, types=(".jsonl", ".parquet"))
     if options.init_from:
         from plumbing.checkpoint import load_saved_model  # imports torch
 
@@ -290,12 +281,12 @@ def prepare(options):
     if not tokenizer.has_chat_tokens(enc):
         enc = tokenizer.with_chat(enc)
     max_length = options.max_length or longest
-    made_from |= {"shard_size": options.shard_size, "max_length": max_length}
+    meta.made_from |= {"shard_size": options.shard_size, "max_length": max_length}
     if options.input:
-        found = found._replace(dataset="conversations")
-    writer = shards.ShardWriter(folder, shards.new_meta(enc, options, found, made_from), enc)
-    writer.make_once(make_shards, found.sources, enc, options.shard_size, max_length)
-    lengths = shards.split_lengths(shards.read_meta(folder))["train"]
+        meta.dataset = "conversations"
+    writer = shards.ShardWriter(folder, meta, enc)
+    writer.make_once(make_shards, found, enc, options.shard_size, max_length)
+    lengths = writer.meta.lengths("train")
     program.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder
 

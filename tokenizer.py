@@ -101,7 +101,7 @@ def has_chat_tokens(enc):
 def folder_encoding(folder):
     """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
     path = Path(folder, "tokenizer.tiktoken")
-    recorded = shards.read_meta(folder)["tokenizer"]
+    recorded = shards.read_meta(folder).tokenizer
     name = recorded or "gpt2"
     base = name.removesuffix("+chat")
     is_here = path.exists() or base not in ("gpt2", "bytes")

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +221,8 @@ def check_masks(masks):
 def check_meta(folder, shards):
     """Raise UserError unless the meta.json in `folder`, if it has one, is complete and lists the shards."""
     meta = read_meta(folder)
-    listed = meta["shards"]
-    if not meta["complete"] or meta["tokens"] not in (0, sum(listed.values())):
+    listed = meta.shards
+    if not meta.complete or meta.tokens not in (0, sum(listed.values())):
         raise UserError(
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
         )
@@ -238,12 +238,58 @@ def check_meta(folder, shards):
 # ----- What the shards of a folder are made from --------------------------------------------------------
 
 
+@dataclass
+class Meta:
+    """What meta.json says of a folder of shards; one made by hand may only have a tokenizer."""
+
+    dataset: str = ""
+    tokenizer: str | None = None
+    vocab_size: int = 0
+    documents: int = 0
+    tokens: int = 0
+    shards: dict[str, int] = field(default_factory=dict)  # the length of each
+    complete: bool = True
+    # the settings that were given, and as "sources" the name, size and digest of each file
+    made_from: dict[str, Any] = field(default_factory=dict)
+    ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
+    asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
+    validation_every: int = 0  # the ValidationSample of fineweb.py
+    targets: int = 0  # tokens that a mask marks
+    conversations: dict[str, int] = field(default_factory=dict)  # how many were read, cut and left out
+
+    def lengths(self, split: str) -> list[int]:
+        return [length for name, length in self.shards.items() if split_of(name) == split]
+
+
+def read_meta(folder: Name) -> Meta:
+    """The meta.json in `folder`; without one there is no tokenizer."""
+    path, remedy = Path(folder, "meta.json"), "Make the shards again in another folder."
+    for earlier in Path(folder).glob("meta.part-*.json"):
+        raise UserError(f"{earlier} is of shards made in parts, which are no longer read. {remedy}")
+    if not path.exists():
+        return Meta()
+    kinds, read = vars(Meta(tokenizer="")), read_json(path, remedy)
+    found: dict[str, Any] = {"tokenizer": None} | {key: read[key] for key in kinds if key in read}
+    for key, value in found.items():
+        entries = value.values() if key == "shards" and isinstance(value, dict) else []
+        if type(value) is not type(kinds[key]) or any(type(length) is not int for length in entries):
+            raise UserError(f"{path} is damaged: its {key} cannot be {program.plain(repr(value), 60)}. {remedy}")
+    return Meta(**found)
+
+
+def origin(folder: Name) -> str:
+    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
+    meta = read_meta(folder)
+    words = [meta.dataset, *(meta.made_from.get(key) for key in ("config", "split", "revision"))]
+    return ", ".join(filter(None, words))
+
+
 class Plan(NamedTuple):
-    """Which shards a command makes."""
+    """Which shards a command makes: where, of which files, and what meta.json will say of them at first."""
 
     folder: str
-    found: sources.Found  # its files
-    made_from: dict[str, Any]  # what meta.json says of these files and the settings
+    sources: list[sources.Source]
+    meta: Meta
 
 
 def plan(
@@ -258,128 +304,53 @@ def plan(
         found = sources.find(options, types)
         default = sources.folder_name(options.input[0], found.sources)
     folder = options.out_dir or default or os.path.basename(options.dataset)
-    old = read_meta(folder)
-    again = sources.find_again(old, options)
-    if again:
-        return Plan(folder, again, old["made_from"] | settings)
-    found = found or sources.find(options)
-    made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
-    made_from["sources"] = [source.recorded() for source in found.sources]
-    return Plan(folder, found, made_from)
-
-
-# the kinds of what meta.json holds, as `fits` takes them. sources: name, size and digest of each file; ends: the
-# Position at the end of each shard; asked: what was typed for a data set of the hub
-META: dict[str, Any] = dict(
-    dataset=str, tokenizer=str, vocab_size=int, documents=int, tokens=int, shards={"*": int}, complete=bool
-)
-META |= dict(made_from={"sources": [(str, int, str)]}, ends={"*": (int,) * 5})
-OPTIONAL = dict(asked={}, validation_every=int)
-
-
-def fits(value, kind):
-    """Whether a value of JSON is of a kind: an int is a count, a dict has the kinds of its keys, "*" of all keys."""
-    if isinstance(kind, dict):
-        return type(value) is dict and all(
-            fits(value[key], kind.get(key, kind.get("*", type(value[key])))) for key in value
-        )
-    if isinstance(kind, list):
-        return type(value) is list and all(fits(entry, kind[0]) for entry in value)
-    if isinstance(kind, tuple):
-        return type(value) is list and len(value) == len(kind) and all(map(fits, value, kind))
-    return type(value) is kind and (kind is not int or value >= 0)
-
-
-def empty_meta():
-    return {key: {} if isinstance(kind, dict) else kind() for key, kind in META.items()}
-
-
-def new_meta(enc: Any, options: Any, found: sources.Found, made_from: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a new meta.json. Raises UserError if shards cannot hold the ids of the tokenizer `enc`."""
-    if enc.n_vocab > 2**16:
-        raise UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
-        )
-    meta = empty_meta() | dict(dataset=found.dataset, tokenizer=enc.name, vocab_size=enc.n_vocab)
-    meta["made_from"] = made_from
+    found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
+    meta = Meta(found.dataset, complete=False)
+    meta.made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
+    meta.made_from["sources"] = [source.recorded() for source in found.sources]
     if found.commit:
-        meta["asked"] = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
-    return meta
-
-
-def read_meta(folder: Name) -> dict[str, Any]:
-    """The meta.json in `folder`: one made by hand may only have a tokenizer, and without one there is no tokenizer."""
-    path, remedy = Path(folder, "meta.json"), "Make the shards again in another folder."
-    for earlier in Path(folder).glob("meta.part-*.json"):
-        raise UserError(f"{earlier} is of shards made in parts, which are no longer read. {remedy}")
-    if not path.exists():
-        return empty_meta() | {"complete": True}
-    meta = empty_meta() | {"tokenizer": None, "complete": True} | read_json(path, remedy)
-    for key, value in meta.items():
-        if not fits({key: value}, META | OPTIONAL):
-            raise UserError(f"{path} is damaged: its {key} cannot be {program.plain(repr(value), 60)}. {remedy}")
-    return meta
-
-
-def origin(folder: Name) -> str:
-    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
-    meta = read_meta(folder)
-    words = [meta["dataset"], *(meta["made_from"].get(key) for key in ("config", "split", "revision"))]
-    return ", ".join(filter(None, words))
-
-
-def split_lengths(meta):
-    """{"train": lengths of the shards, "val": lengths of the shards} of a meta.json."""
-    lengths: dict[Any, list[int]] = {"train": [], "val": []}
-    for name, length in meta["shards"].items():
-        lengths[split_of(name)].append(length)
-    return lengths
+        meta.asked = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
+    return Plan(folder, found.sources, meta)
 
 
 def continue_meta(folder, meta):
     """The meta.json of `folder` if it continues `meta`, else `meta` itself; refuses one of a different data set."""
-    old, is_new = read_meta(folder), not Path(folder, "meta.json").exists()
-    has_shards = any(split_of(file.name) for file in Path(folder).glob("*"))
-    if has_shards if is_new else "sources" not in old["made_from"]:
-        raise UserError(
-            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
-        )
-    if is_new:
+    old, names = read_meta(folder), [file.name for file in Path(folder).glob("*")]
+    if "sources" not in old.made_from:
+        if "meta.json" in names or any(map(split_of, names)):
+            raise UserError(
+                f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
+            )
         return meta
-    was, now = request(old), request(meta)
-    name = "the input (name, bytes, hash)"
-    was[name], now[name] = next(changed_sources(old, meta), ("", ""))
-    for key in was | now:
-        before, after = was.get(key, ""), now.get(key, "")
+    was, now = settings_of(old), settings_of(meta)
+    pairs = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
+    pairs += [("the input (name, bytes, hash)", *pair) for pair in pairs_of_files(old, meta)]
+    for key, before, after in pairs:
         if before != after:
             raise UserError(
                 f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
                 f"{program.plain(repr(after))}. Move it away, or make the new ones elsewhere."
             )
-    return old | {"made_from": meta["made_from"]}  # with the present sizes of mended files
+    return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
 
 
-def request(meta):
-    """One record of what was asked for: where a run continues, it is the same."""
-    settings = {key: value for key, value in meta["made_from"].items() if key != "sources" and value != ""}
-    return {key: meta[key] for key in ("dataset", "tokenizer")} | settings
+def settings_of(meta):
+    """What was asked for, but for the files."""
+    settings = {key: value for key, value in meta.made_from.items() if key != "sources" and value != ""}
+    return {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | settings
 
 
-def changed_sources(old, new):
-    """(before, after) of each file, [name, size, digest], that is another one as far as it counts.
-
-    Where the shards end, a file may be mended further on, so then its start counts; of later files only the name.
-    """
-    num_files = len(old["made_from"]["sources"])
-    num_read = num_files if old["complete"] else max([end[0] for end in old["ends"].values()], default=-1)
-    pairs = itertools.zip_longest(old["made_from"]["sources"], new["made_from"]["sources"], fillvalue=[])
-    for number, (was, now) in enumerate(pairs):
+def pairs_of_files(old, new):
+    """What must be the same of each file then and now: while there is more to read, the last one may be mended."""
+    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=-1)
+    files = (meta.made_from["sources"] for meta in (old, new))
+    for number, (was, now) in enumerate(itertools.zip_longest(*files, fillvalue=["", 0, ""])):
         if number > num_read:
             was, now = was[:1], now[:1]
-        elif number == num_read < num_files and was[1:2] != now[1:2]:
-            was, now = ([*source[:1], *(digest[:8] for digest in source[2:])] for source in (was, now))
-        if was != now:
-            yield was, now
+        elif number == num_read and was[1] != now[1]:
+            # behind its start, as nothing else is known of its contents
+            was, now = ([name, digest[:8]] for name, _, digest in (was, now))
+        yield was, now
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -410,8 +381,13 @@ class Position(NamedTuple):
 class ShardWriter:
     """Writes the shards of a folder and their meta.json; continues or refuses those that are there."""
 
-    def __init__(self, folder, meta, enc, prefix=""):
-        self.folder, self.eot_token, self.new_meta = folder, enc.eot_token, meta
+    def __init__(self, folder: str, meta: Meta, enc: Any, prefix: str = ""):
+        if enc.n_vocab > 2**16:
+            raise UserError(
+                f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
+            )
+        self.folder, self.eot_token = folder, enc.eot_token
+        self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab)
         self.title = program.plain(folder)  # to be printed
         name = os.path.basename(os.path.abspath(folder))
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
@@ -419,10 +395,10 @@ class ShardWriter:
 
     def load(self):
         self.meta = continue_meta(self.folder, self.new_meta)
-        for file in self.meta["shards"]:  # the folder may have had another name when they were begun
+        for file in self.meta.shards:  # the folder may have had another name when they were begun
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
         # sampled from all of the input, it grows with every training shard
-        self.validation_file = shard_name(self.prefix, 0) if self.meta.get("validation_every") else None
+        self.validation_file = shard_name(self.prefix, 0) if self.meta.validation_every else None
 
     def make_once(self, make: Callable[..., None], *args: Any) -> None:
         """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
@@ -432,15 +408,15 @@ class ShardWriter:
                 if not self.is_complete():
                     make(self, *args)
                     return
-        print(f"{self.title} is complete: {self.meta['tokens']:,} tokens in {len(self.meta['shards'])} shards")
+        print(f"{self.title} is complete: {self.meta.tokens:,} tokens in {len(self.meta.shards)} shards")
 
     def is_complete(self):
-        shards = self.meta["shards"]
-        return self.meta["complete"] and shards and all(self.is_whole(file) for file in shards)
+        shards = self.meta.shards
+        return self.meta.complete and shards and all(self.is_whole(file) for file in shards)
 
     def is_whole(self, file):
         """Whether a shard can be read and has as many tokens as meta.json says."""
-        return self.count_tokens(file) == self.meta["shards"].get(file)
+        return self.count_tokens(file) == self.meta.shards.get(file)
 
     def count_tokens(self, file):
         """The number of tokens in a shard; 0 if it is missing or damaged."""
@@ -452,44 +428,43 @@ class ShardWriter:
     def resume(self) -> Position:
         """Keep the shards before the first damaged one; return the position in the input at which they end."""
         meta, kept, end = self.meta, {}, Position()
-        for file, recorded in meta["ends"].items():
+        for file, recorded in meta.ends.items():
             if not self.is_whole(file):
                 break
-            kept[file], end = meta["shards"][file], Position(*recorded)
-        if self.validation_file in meta["shards"]:
+            kept[file], end = meta.shards[file], Position(*recorded)
+        if self.validation_file in meta.shards:
             if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
                 kept, end = {}, Position()
             kept = {self.validation_file: end.sampled} | kept
-        meta |= {"shards": kept, "tokens": sum(kept.values()), "documents": end.documents, "complete": False}
+        meta.shards, meta.tokens, meta.documents = kept, sum(kept.values()), end.documents
+        meta.complete = False
         return end
 
     def path(self, file):
         return os.path.join(self.folder, file)
 
     def next_name(self):
-        return shard_name(self.prefix, len(self.meta["shards"]))
+        return shard_name(self.prefix, len(self.meta.shards))
 
     def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Write a shard, and before it its mask: without one, every token would count as a target."""
         if mask is not None:
             write_shard(self.path(file.replace(".npy", ".mask")), mask)
         write_shard(self.path(file), tokens)
-        self.meta["shards"][file] = len(tokens)
+        self.meta.shards[file] = len(tokens)
 
     def count_documents(self, tokens):
         return int(np.count_nonzero(tokens == self.eot_token))
 
     def save(self):
-        self.meta["tokens"] = sum(self.meta["shards"].values())
+        self.meta.tokens = sum(self.meta.shards.values())
         with atomic_write(self.path("meta.json"), "w", encoding="utf-8") as file:
-            json.dump(self.meta, file, indent=1)
+            json.dump(vars(self.meta), file, indent=1)
 
     def finish(self, noun="document"):
-        self.meta["complete"] = True
+        self.meta.complete = True
         self.save()
-        lengths = split_lengths(self.meta)
-        print(
-            f"{self.title}: {sum(lengths['train']):,} tokens to train on, {sum(lengths['val']):,} to validate on"
-        )
-        num_shards = program.count(len(self.meta["shards"]), "shard")
-        print(f"in {num_shards}, from {program.count(self.meta['documents'], noun)}")
+        train, val = (sum(self.meta.lengths(split)) for split in ("train", "val"))
+        print(f"{self.title}: {train:,} tokens to train on, {val:,} to validate on")
+        num_shards = program.count(len(self.meta.shards), "shard")
+        print(f"in {num_shards}, from {program.count(self.meta.documents, noun)}")

@@ -4,7 +4,6 @@ The shards here count: token i of the whole split is the number i, so that a bat
 """
 
 import itertools
-import os
 import random
 import tracemalloc
 
@@ -77,23 +76,15 @@ def test_shuffled_steps_hold_the_same_windows_for_every_layout_and_each_epoch_ea
     for case, (lengths, T, S, layouts) in enumerate(random_cases(8, seed=1)):
         folder = counting_shards(tmp_path / str(case), lengths)
         starts = windows_by_hand(lengths, T)
-        steps = 3 * len(starts) // S + 1
-        streams = []
-        for B, world_size in layouts:
-            read = list(read_steps(folder, T, S, B, world_size, steps, shuffle=True, seed=case))
-            streams.append(read)
-            stream = sum(read, [])
-            for epoch in range(3):
-                assert sorted(stream[epoch * len(starts) : (epoch + 1) * len(starts)]) == starts
+        options = dict(steps=3 * len(starts) // S + 1, shuffle=True)
+        streams = [list(read_steps(folder, T, S, *layout, seed=case, **options)) for layout in layouts]
         assert streams[0] == streams[1] == streams[2]
-
-
-def test_the_order_differs_between_epochs_and_seeds(tmp_path):
-    folder, orders = counting_shards(tmp_path, [500, 300]), set()
-    n = len(windows_by_hand([500, 300], 4))
-    for seed in (1, 2):
-        orders |= {tuple(epoch) for epoch in read_steps(folder, 4, n, n, 1, 2, shuffle=True, seed=seed)}
-    assert len(orders) == 4
+        stream = sum(streams[0], [])
+        epochs = [stream[number * len(starts) :][: len(starts)] for number in range(3)]
+        assert all(sorted(epoch) == starts for epoch in epochs)
+        # the order differs between epochs and seeds
+        other = sum(read_steps(folder, T, S, S, 1, seed=99, **options), [])[: len(starts)]
+        assert len(starts) < 8 or len(set(map(tuple, [*epochs, other]))) == 4
 
 
 def keys(seed):
@@ -151,14 +142,10 @@ def test_masked_targets_are_ignored(tmp_path):
         assert y.tolist() == expected[number : number + 4]
 
 
-def test_masks_that_are_damaged_or_missing_and_shards_shorter_than_a_window_are_refused(tmp_path):
+def test_a_mask_that_is_missing_and_shards_shorter_than_a_window_are_refused(tmp_path):
     folder = make_shards(tmp_path / "masks", lengths=(100, 90, 70), masks=True)
-    mask = folder / "tiny_train_000001.mask"
-    os.truncate(mask, mask.stat().st_size - 5)
-    with pytest.raises(UserError, match=f"{mask.name} is missing or damaged"):
-        DataLoaderLite(folder, "train", 2, 4)
-    mask.unlink()
-    with pytest.raises(UserError, match=f"{mask.name} is missing"):
+    (folder / "tiny_train_000001.mask").unlink()
+    with pytest.raises(UserError, match="tiny_train_000001.mask is missing"):
         DataLoaderLite(folder, "train", 2, 4)
     with pytest.raises(UserError, match="only 0 tokens in whole sequences of 4, but 4 are needed"):
         DataLoaderLite(counting_shards(tmp_path / "short", [4]), "train", 2, 4)
