@@ -31,33 +31,16 @@ def describe(config_class: type) -> Code:
     return {"name": path.name, "copy": copy, "hash": hash_of(source)}
 
 
-def hash_of(source: bytes) -> str:
-    """The same for two files that differ in comments, docstrings and settings alone."""
-    code = "\n".join(map(ast.unparse, parse(source)))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
-
-
 class WithoutDocstrings(ast.NodeTransformer):
     def visit_Expr(self, node):
         return None if isinstance(node.value, ast.Constant) else node
 
 
-def parse(source: bytes) -> list[ast.stmt]:
-    """The file's statements as a syntax tree, without comments, docstrings and settings."""
-    tree = WithoutDocstrings().visit(ast.parse(source))
-    return [node for node in tree.body if not is_settings(node)]
-
-
-def is_settings(node):
-    """Whether a statement of the file is a dataclass or PRESETS."""
-    decorators = map(ast.unparse, getattr(node, "decorator_list", []))
-    return "PRESETS" in names_of(node) or any("dataclass" in decorator for decorator in decorators)
-
-
-def names_of(node: Any) -> set[Any]:
-    """The names that a statement of the file defines."""
-    targets = getattr(node, "targets", [])
-    return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)} - {None}
+def hash_of(source: bytes) -> str:
+    """The same for two files that differ in comments, docstrings and settings alone."""
+    statements = map(ast.unparse, WithoutDocstrings().visit(ast.parse(source)).body)
+    code = "\n".join(each for each in statements if not each.startswith(("@dataclasses.dataclass", "PRESETS")))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def keep_copy(config: Any) -> None:
@@ -75,7 +58,7 @@ def keep_copy(config: Any) -> None:
 def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -> None:
     """Say so if the code that is to use what is in `source` is not that which trained it; {} is not known.
 
-    may_be_a_copy: whether the file may have another name; if not, that is a UserError.
+    may_be_a_copy: whether a run goes on, which a file of another name may do; else that is a UserError.
     """
     own = describe(config_class)
     if saved.get("hash", own["hash"]) == own["hash"]:
@@ -89,7 +72,7 @@ def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -
     print(
         f"note: {own['name']} has changed since {source} was trained by {saved['name']}, so the results may differ. "
         f"{copy} To use that, save it beside {own['name']}.",
-        file=sys.stderr,
+        file=sys.stdout if may_be_a_copy else sys.stderr,  # what sample.py writes to stdout are samples
         flush=True,
     )
 
