@@ -46,13 +46,14 @@ SECONDS_PER_LINE = 0.5  # of the console, about steps
 # ----- What a run begins with ---------------------------------------------------------------------------
 
 
+Weights = tuple[dict[str, Any], dict[str, torch.Tensor]]  # a model's settings and its state dict
+
+
 class Start(NamedTuple):
     """What a run begins with: a checkpoint, initial weights or, if both are None, nothing."""
 
     checkpoint: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = (
-        None  # settings and weights of --init-from's model
-    )
+    initial: Weights | None = None  # those of --init-from's model
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     finished: bool = False  # nothing is left to do
 
@@ -61,7 +62,7 @@ class Start(NamedTuple):
         return self.checkpoint["step"] if self.checkpoint else 0
 
     @property
-    def model(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    def model(self) -> Weights | None:
         """(settings, weights) of the model to begin with: GPTConfig's fields and a state dict. None: a new one."""
         if self.checkpoint:
             return checkpoints.model_settings(self.checkpoint), self.checkpoint["model"]
@@ -228,15 +229,7 @@ def install_signal_handlers() -> list[int]:
 
 
 def diverged(
-    config: Any,
-    step: int,
-    loss: float,
-    norm: float,
-    *,
-    loader: Any,
-    start: int,
-    B: int,
-    batch_losses: list[list[float]],
+    config: Any, step: int, loss: float, norm: float, *, loader: Any, start: int, B: int, batch_losses: list[Any]
 ) -> UserError:
     """The error for a loss or gradient norm that is not finite, in a step whose windows begin at `start`.
 
@@ -248,14 +241,12 @@ def diverged(
     places = loader.locate(np.array(windows))
     where = ", ".join(f"{loader.shards[i].path.name} token {offset}" for i, offset in places)
     rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
-    remedy = f"Start again at a lower rate: --no-resume {rates}."
     # from the checkpoint of this very step, no step has succeeded
     good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
-    if good:
-        remedy = f"Continue from a checkpoint at a lower rate: --branch-from {good[-1]} {rates} --out-dir NEW."
+    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
     return UserError(
         f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
-        f"sequences at {where}. {remedy}"
+        f"sequences at {where}. Train at a lower rate: {remedy}."
     )
 
 

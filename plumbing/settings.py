@@ -51,7 +51,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield str(error)
     if T > 0 and total > 0 and total % smallest:
         ranks = f"Start a number of ranks that divides {total // T}, or try" if total % T == 0 else "Try"
-        nearest = ["--total-batch-size", str(nearest_multiple(total, smallest))]
+        nearest = ["--total-batch-size", str(max(1, round(total / smallest)) * smallest)]
         yield (
             f"--total-batch-size {total} is not a multiple of {smallest} (--sequence-length {T} x {world.size} "
             f"ranks). {ranks} {' '.join(nearest)}: {' '.join(map(quote, [*journal.command(), *nearest]))}"
@@ -61,8 +61,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
             f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
             "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
         )
-    if not c.out_dir:
-        yield "--out-dir is empty. Give the folder in which the run is to be kept."
     if c.val_tokens < T:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
@@ -71,10 +69,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
         yield "--wandb needs the package wandb. Install it with: pip install wandb"
-
-
-def nearest_multiple(value: int, unit: int) -> int:
-    return max(unit, (value + (unit - 1) // 2) // unit * unit)
 
 
 # ----- What another run or model gives ------------------------------------------------------------------
