@@ -106,7 +106,9 @@ def load_checkpoint(path: Name) -> Checkpoint:
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         content = in_our_form(unpickle(path), path)
-        missing = [f"no {name}" for name in ("model", "config", "tokenizer_file") if name not in content]
+        kinds = {"model": dict, "config": dict, "model_fields": list, "tokenizer_file": str}
+        kinds |= {"optimizer": list} if "optimizer" in content else {}
+        missing = [f"no {name}" for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
         if missing:
             raise UserError(
                 f"{path} is not a checkpoint of train_gpt2.py: it has {', '.join(missing)}. {READABLE}"
