@@ -261,7 +261,7 @@ def print_next_commands(config: Any, enc: Any) -> None:
 
 def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
     """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
-    flags: list[Any] = [("--model", source)]
+    flags: list[Any] = [("-m", source)]
     if code and code.name != trainer.NAME:
         flags += [("--code", os.path.relpath(code))]
     if has_chat_tokens(enc):
