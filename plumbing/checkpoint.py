@@ -2,22 +2,21 @@
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import math
-import os
 import pickle
 import re
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import tiktoken
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_map
 
 import tokenizer
 from plumbing import huggingface, trainer
@@ -90,8 +89,7 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
         except FileNotFoundError:  # a run in progress has deleted it meanwhile, and written newer ones
             return newest_checkpoint(source)
         except UserError as error:
-            problem = str(error).removesuffix(f" {READABLE}")
-            print(f"warning: {problem} Skipping it and trying the one before.", flush=True)
+            print(f"warning: {error} Now the one before it is tried.", flush=True)
     if paths:
         raise UserError(
             f"None of the checkpoints in {source} can be read. Restore one from a backup. To start the training over, "
@@ -158,8 +156,8 @@ def in_our_form(content: Any, path: Name) -> Any:
         "model": weights,
         "config": settings,
         "model_fields": list(settings),
-        "tokenizer_file": "",
-    }  # GPT-2's
+        "tokenizer_file": "",  # GPT-2's
+    }
 
 
 def peek_settings(*sources: Name) -> tuple[dict[str, Any], list[str]]:
@@ -207,21 +205,15 @@ def load_saved_model(source: str, config_class: type | None = None) -> SavedMode
     if checkpoint:
         code = checkpoint.get("code", {})
         if config_class:
-            trainer.check_model(code, config_class, source)
+            trainer.compare(code, config_class, source, may_be_a_copy=False)
         return SavedModel(model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint), code)
-    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
+    runs = ", ".join(sorted(str(run.parent) for run in path.glob("*/run.txt")))
     if runs:
-        names = ", ".join(str(run.parent) for run in runs)
-        raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
-    if not path.exists():
-        raise UserError(
-            f"There is no file or folder {source}, and no GPT-2 of that name. "
-            f"{suggest(str(source), [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])} To train a model "
-            "first: python train_gpt2.py --preset quickstart"
-        )
+        raise UserError(f"{source} holds runs, not a model. Name one of them: {runs}.")
+    nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
         f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
-        f"format, or a GPT-2: {', '.join(OPENAI_MODELS)}."
+        f"format, or a GPT-2. {nearest} To train a model first: python train_gpt2.py --preset quickstart"
     )
 
 
@@ -241,12 +233,11 @@ def model_tokenizer(checkpoint: Checkpoint) -> tiktoken.Encoding:
 
 def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
     """A GPTConfig from a saved model's settings: an unknown one is a UserError, a missing one takes its default."""
-    defaults: Any = config_class()
-    types, problems = {field.name: field.type for field in dataclasses.fields(defaults)}, []
+    defaults, problems = vars(config_class()), []
     for name, value in settings.items():
-        if name not in types:
+        if name not in defaults:
             problems.append(f"{name}, which {config_class.__name__} does not have")
-        elif not is_like(value, getattr(defaults, name), types[name]):
+        elif None not in (value, defaults[name]) and is_number(value) != is_number(defaults[name]):
             problems.append(f"a {name} of {value!r:.60}")
     if problems:
         raise UserError(
@@ -255,10 +246,8 @@ def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
     return config_class(**settings)
 
 
-def is_like(value: Any, default: Any, kind: Any) -> bool:
-    """Whether a field of this type and default can have this value: 1 is like 0.5, and anything is like None."""
-    kinds = {type(default), kind, *get_args(kind)}
-    return None in (value, default) or type(value) in kinds | ({int} if float in kinds else set())
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class SkipInit(TorchFunctionMode):
@@ -404,21 +393,28 @@ def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states:
 
     Learning rates, weight decay and the like stay those of this run, which a branch may have changed.
     """
-    expected = optimizer_states(model, optimizers)
-    problem = next(filter(None, map(find_difference, states, expected)), "")
-    if len(states) != len(expected):
-        problem = f"{len(states)} optimizers and not {len(expected)}"
-    for optimizer, state in zip(optimizers, states) if not problem else ():
+    is_named = all("class" in state for state in states)  # not so in the first version
+    then, now = (places(each, is_named) for each in (states, optimizer_states(model, optimizers)))
+    pairs = itertools.zip_longest(then, now, fillvalue="nothing")
+    problems = [f"{before} in the place of {after}" for before, after in pairs if before != after]
+    for optimizer, state in zip(optimizers, states) if not problems else ():
+        is_torchs = type(optimizer).__module__.startswith("torch.")  # another's state may be of any shape
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state["state"].items():
-            shapes = {name: values[name].shape for name in ELEMENTWISE if name in values}
-            is_torchs = type(optimizer).__module__.startswith("torch.")  # another's may be of any shape
-            if is_torchs and not set(shapes.values()) <= {parameters[number].shape}:
-                problem = f"{shapes} for a parameter of shape {tuple(parameters[number].shape)}"
-    if problem:
+            own = parameters[number]
+            for name, value in values.items():
+                if getattr(value, "shape", None) == own.shape:
+                    # a fused kernel reads memory in order, so what lies transposed in it must do so here, too
+                    layout = torch.empty_like(own, dtype=value.dtype, device=value.device)
+                    values[name] = value if value.stride() == layout.stride() else layout.copy_(value)
+                elif is_torchs and name in ELEMENTWISE:
+                    problems.append(
+                        f"{name} of shape {tuple(value.shape)} for a parameter of {tuple(own.shape)}"
+                    )
+    if problems:
         raise UserError(
-            f"The optimizers of this run are not those of the checkpoint, which has {problem}. Continue with the file "
-            "that trained it, or begin a new run with its weights: --init-from RUN --out-dir NEW."
+            f"The optimizers of this run are not those of the checkpoint, which has {problems[0]}. Continue with the "
+            "file that trained it, or begin a new run with its weights: --init-from RUN --out-dir NEW."
         )
     for optimizer, state in zip(optimizers, states):
         groups = optimizer.state_dict()["param_groups"]
@@ -426,31 +422,18 @@ def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states:
             # such as a count of steps, which the optimizer keeps there itself
             added = saved.keys() - group.keys() - {"param_names", "initial_lr"}
             group.update((name, saved[name]) for name in added)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, values in state["state"].items():
-            for name, value in values.items():
-                # a fused kernel reads memory in order, so what lies transposed in it must do so here, too
-                if getattr(value, "shape", None) == parameters[number].shape:
-                    layout = torch.empty_like(parameters[number], dtype=value.dtype, device=value.device)
-                    values[name] = value if value.stride() == layout.stride() else layout.copy_(value)
         optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
 
 
-def find_difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    """What a saved optimizer has that this run's does not have; "" if they are for the same parameters."""
-    if saved.get("class", own["class"]) != own["class"]:
-        return f"{saved['class']} and not {own['class']}"
-    groups, own_groups = saved["param_groups"], own["param_groups"]
-    if len(groups) != len(own_groups):
-        return f"{len(groups)} groups of parameters in {own['class']} and not {len(own_groups)}"
-    for group, own_group in zip(groups, own_groups):
-        if len(group["params"]) != len(own_group["params"]):
-            return f"{len(group['params'])} parameters in a group of {own['class']} and not {len(own_group['params'])}"
-        # until November 23, 2026, names were not saved
-        for name, own_name in zip(group.get("param_names", own_group["param_names"]), own_group["param_names"]):
-            if name != own_name:
-                return f"{name} in the place of {own_name} in {own['class']}"
-    return ""
+def places(states: list[dict[str, Any]], is_named: bool) -> list[str]:
+    """A text for each group and each parameter in it, in the order of the optimizers."""
+    texts = []
+    for number, state in enumerate(states):
+        for group_number, group in enumerate(state["param_groups"]):
+            place = f"group {group_number} of {state['class'] if is_named else f'optimizer {number}'}"
+            names = group["param_names"] if is_named else [f"parameter {i}" for i in group["params"]]
+            texts += [place, *(f"{name} in {place}" for name in names)]
+    return texts
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -465,7 +448,6 @@ class CheckpointWriter:
         self.executor = ThreadPoolExecutor(1)
         self.pending: list[Future[None]] = []
         self.has_written = False  # since `delete_old` was called
-        self.buffers: dict[Any, Tensor] = {}
 
     def write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint["step"]
@@ -476,25 +458,18 @@ class CheckpointWriter:
     def submit(self, name: str, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
         self.wait()
-        copied = tree_map_with_path(functools.partial(self.copy, {}), checkpoint)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
+        copies: dict[Any, Tensor] = {}
 
-    def copy(self, copies, place, value):
-        """Copy a tensor, unless it is in `copies`, to a buffer that is kept for the next checkpoint's in its place."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        memory = memory_of(value)
-        if memory not in copies:  # tied weights are copied once, and tied in the file
-            key = place, value.shape, value.dtype  # a branch first writes its parent's state
-            if key not in self.buffers:
-                try:  # the GPU copies to pinned memory several times as fast
-                    self.buffers[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-                except RuntimeError:  # such memory is scarce, and torch rounds it up to powers of two
-                    self.buffers[key] = torch.empty_like(value, device="cpu")
-            copies[memory] = self.buffers[key].copy_(value, non_blocking=value.is_cuda)
-        return copies[memory]
+        def copy(value):
+            if not isinstance(value, Tensor):
+                return value
+            memory = memory_of(value)
+            if memory not in copies:  # tied weights are copied once, and tied in the file
+                copies[memory] = value.to("cpu", copy=True)
+            return copies[memory]
+
+        copied = tree_map(copy, checkpoint)
+        self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
 
     def write_file(self, path, checkpoint):
         self.lock.check()

@@ -131,12 +131,7 @@ def is_restart(out_dir: Path) -> bool:
 
 def launch() -> str:
     """An identifier of the torchrun that started this process, which is the same after a restart."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        return run_id
-    # torchrun without a rendezvous: <its own temporary folder>/attempt_<n>/<rank>/error.json
-    parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
-    return parts[-4] if len(parts) > 3 else f"process {os.getppid()}"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')} of process {os.getppid()}"
 
 
 def launcher() -> list[str]:

@@ -19,7 +19,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing import journal, machine, settings, shards, trainer
 from plumbing.checkpoint import Checkpoint
 from plumbing.distributed import World
-from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, lock_folder, open_regular
+from plumbing.files import FolderLock, atomic_write, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import make_card
@@ -47,13 +47,14 @@ SECONDS_PER_LINE = 0.5  # of the console, about steps
 # ----- What a run begins with ---------------------------------------------------------------------------
 
 
+Weights = tuple[dict[str, Any], dict[str, torch.Tensor]]  # a model's settings and its state dict
+
+
 class Start(NamedTuple):
     """What a run begins with: a checkpoint, initial weights or, if both are None, nothing."""
 
     checkpoint: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = (
-        None  # settings and weights of --init-from's model
-    )
+    initial: Weights | None = None  # those of --init-from's model
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     finished: bool = False  # nothing is left to do
 
@@ -62,7 +63,7 @@ class Start(NamedTuple):
         return self.checkpoint["step"] if self.checkpoint else 0
 
     @property
-    def model(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    def model(self) -> Weights | None:
         """(settings, weights) of the model to begin with: GPTConfig's fields and a state dict. None: a new one."""
         if self.checkpoint:
             return checkpoints.model_settings(self.checkpoint), self.checkpoint["model"]
@@ -91,7 +92,7 @@ def find_start(config: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
     if not saved and config.init_from:
         model = checkpoints.load_saved_model(config.init_from)
         checkpoints.check_tokenizer(model.enc, enc, config.data)
-        trainer.note_changes(model.code, type(config), config.init_from)
+        trainer.compare(model.code, type(config), config.init_from, may_be_a_copy=True)
         return Start(initial=(model.settings, model.weights))
     if not saved:
         return Start()
@@ -116,7 +117,8 @@ def find_start(config: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
         print("To train again, name another --out-dir, or add --no-resume to move it aside.")
         print_next_commands(config, enc)
         return Start(finished=True)
-    trainer.note_changes(saved.get("code", {}), type(config), config.branch_from if branched else config.out_dir)
+    source = config.branch_from if branched else config.out_dir
+    trainer.compare(saved.get("code", {}), type(config), source, may_be_a_copy=True)
     return Start(saved, branched=branched)
 
 
@@ -125,20 +127,20 @@ def refuse_other_settings(config: Any, saved: Checkpoint) -> None:
     different = settings.changes(config, saved["config"])
     if not different:
         return
-    branch_off = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
+    advice = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
     if config.max_steps == 0:
-        branch_off = f"evaluate it: add --init-from {config.out_dir} --out-dir NEW"
-    elif settings.fixed_in_a_branch(config, different):
-        branch_off = "begin a new run with another --out-dir"
+        advice = f"evaluate it: add --init-from {config.out_dir} --out-dir NEW"
+    elif settings.changes(config, saved["config"], fixed=True):
+        advice = "begin a new run with another --out-dir"
     elif different.keys() == {"max_steps"}:
         # a run that is to be shorter than what it has done still needs some steps in which its rate decays
         max_steps = max(config.max_steps, math.ceil(1.1 * saved["step"]))
         done = "" if max_steps == config.max_steps else f" (it has done {saved['step']} already)"
         words = " ".join(map(quote_group, longer_command(config, max_steps)))
-        branch_off = f"train it for {max_steps} steps{done} as a branch: {words}"
+        advice = f"train it for {max_steps} steps{done} as a branch: {words}"
     raise UserError(
         f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Repeat its command "
-        f"(in run.txt) to continue it, add --no-resume to move it aside, or {branch_off}"
+        f"(in run.txt) to continue it, add --no-resume to move it aside, or {advice}"
     )
 
 
@@ -163,20 +165,16 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
         )
     changed = settings.changes(config, saved["config"])
     changed.pop("branch_from", None)
-    fixed = {name: changed[name] for name in settings.fixed_in_a_branch(config, changed)}
+    fixed = settings.changes(config, saved["config"], fixed=True)
     if fixed:
         raise UserError(
             f"A branch of {parent} cannot change these settings: {settings.in_words(fixed)}. Leave their flags out, or "
             f"begin a new run, with --init-from {parent} unless the model's shape changes."
         )
     if saved["step"] >= config.max_steps:
-        more = (
-            "Give more steps."
-            if config.max_steps
-            else "To evaluate it, use --init-from in place of --branch-from."
-        )
         raise UserError(
-            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. {more}"
+            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. Give more steps "
+            "or, to evaluate it, --init-from in place of --branch-from."
         )
     # the parent's best weights and its other checkpoints are not in the branch's folder
     saved["best_val_loss"], saved["temporary"] = math.inf, []
@@ -238,15 +236,7 @@ def install_signal_handlers() -> list[int]:
 
 
 def diverged(
-    config: Any,
-    step: int,
-    loss: float,
-    norm: float,
-    *,
-    loader: Any,
-    start: int,
-    B: int,
-    batch_losses: list[list[float]],
+    config: Any, step: int, loss: float, norm: float, *, loader: Any, start: int, B: int, batch_losses: list[Any]
 ) -> UserError:
     """The error for a loss or gradient norm that is not finite, in a step whose windows begin at `start`.
 
@@ -258,14 +248,12 @@ def diverged(
     places = loader.locate(np.array(windows))
     where = ", ".join(f"{loader.shards[i].path.name} token {offset}" for i, offset in places)
     rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
-    remedy = f"Start again at a lower rate: --no-resume {rates}."
     # from the checkpoint of this very step, no step has succeeded
     good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
-    if good:
-        remedy = f"Continue from a checkpoint at a lower rate: --branch-from {good[-1]} {rates} --out-dir NEW."
+    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
     return UserError(
         f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
-        f"sequences at {where}. {remedy}"
+        f"sequences at {where}. Train at a lower rate: {remedy}."
     )
 
 
@@ -284,22 +272,21 @@ def longer_command(config: Any, max_steps: int) -> list[Any]:
 
 def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
     """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
-    flags: list[Any] = [("--code", os.path.relpath(code))] if code and code.name != trainer.NAME else []
+    flags: list[Any] = [("-m", source)]
+    if code and code.name != trainer.NAME:
+        flags += [("--code", os.path.relpath(code))]
     if has_chat_tokens(enc):
-        return ["python", "sample.py", "--chat", ("--model", source), *flags]
-    prompt = prompt or "The "
-    if prompt.startswith("-"):  # not a flag
-        return ["python", "sample.py", ("--model", source), *flags, "--", prompt]
-    return ["python", "sample.py", prompt, ("--model" if str(source).startswith("-") else "-m", source), *flags]
+        return ["python", "sample.py", "--chat", *flags]
+    return ["python", "sample.py", prompt if prompt and not prompt.startswith("-") else "The ", *flags]
 
 
 def keep_samples_before(path: Path, step: int) -> None:
     """Leave out of samples.txt what a run that was killed wrote at `step` or later, and will write again."""
-    if path.exists() and step:
+    if path.exists():
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-            lines = file.readlines()
+            lines = [line for line in file if int(f"0{line.split(' ')[0]}") < step]
         with atomic_write(path, "w", encoding="utf-8") as file:
-            file.writelines(line for line in lines if int(f"0{line.split(' ')[0]}") < step)
+            file.writelines(lines)
 
 
 UNUSED = (
@@ -348,7 +335,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
         c, saved = self.config, start.checkpoint
         prepare_folder(c, start, {name: value for name, value in fit._asdict().items() if name != "model"})
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
-        check_replaceable(self.out_dir / "samples.txt")  # opening a pipe would wait for ever
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
         deletable = saved["temporary"] if saved else []

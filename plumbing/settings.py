@@ -51,7 +51,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield str(error)
     if T > 0 and total > 0 and total % smallest:
         ranks = f"Start a number of ranks that divides {total // T}, or try" if total % T == 0 else "Try"
-        nearest = ["--total-batch-size", str(nearest_multiple(total, smallest))]
+        nearest = ["--total-batch-size", str(max(1, round(total / smallest)) * smallest)]
         yield (
             f"--total-batch-size {total} is not a multiple of {smallest} (--sequence-length {T} x {world.size} "
             f"ranks). {ranks} {' '.join(nearest)}: {' '.join(map(quote, [*journal.command(), *nearest]))}"
@@ -61,8 +61,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
             f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
             "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
         )
-    if not c.out_dir:
-        yield "--out-dir is empty. Give the folder in which the run is to be kept."
     if c.val_tokens < T:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
@@ -71,10 +69,6 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
     if c.wandb and not mirror.is_installed():
         yield "--wandb needs the package wandb. Install it with: pip install wandb"
-
-
-def nearest_multiple(value: int, unit: int) -> int:
-    return max(unit, (value + (unit - 1) // 2) // unit * unit)
 
 
 # ----- What another run or model gives ------------------------------------------------------------------
@@ -100,21 +94,16 @@ def inherit(config: Any) -> dict[str, Any]:
 
 
 def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
-    """Say which settings of the run are inherited and not those of its preset, and which have no effect."""
-    if config.keep_best > preset.keep_best and not config.val_every:
-        print0("note: --keep-best has no effect, because --val-every is 0.")
+    """Say which settings of the run are inherited and not those of its preset, and if its warmup is too long."""
     if config.warmup_steps > config.max_steps > 0 and not config.passes:
         print0(f"note: The run ends in its warmup: --warmup-steps {config.warmup_steps} is above --max-steps.")
-    if config.min_lr > config.max_lr and config.schedule == "cosine":
-        print0(f"note: The learning rate grows at the end: --min-lr {config.min_lr} is above --max-lr.")
     taken = [
         f"{name} {value}"
         for name, value in inherited.items()
         if value == getattr(config, name) != getattr(preset, name) and name not in OWN_IN_A_BRANCH
     ]
     if taken:
-        source = config.branch_from or config.init_from
-        text = f"Settings taken over from {source}: {', '.join(taken)}."
+        text = f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}."
         print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
 
 
@@ -122,30 +111,24 @@ def with_passes(config: Any, num_windows: int) -> Any:
     """The settings with --max-steps computed from --passes over this many training sequences, if --passes is given."""
     if not config.passes:
         return config
-    if config.passes > 4:
-        print0("note: Beyond four passes over a text, further ones add little (Muennighoff et al. 2023).")
     max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
     warmup_steps = min(config.warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
     return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
 
 
-def changes(config: Any, then: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run."""
+def changes(config: Any, then: dict[str, Any], fixed: bool = False) -> dict[str, tuple[Any, Any]]:
+    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run.
+
+    fixed: only those that a branch, too, must share with its parent.
+    """
     # a setting that did not exist yet counts as TrainConfig's default
     now, then = dataclasses.asdict(config), dataclasses.asdict(type(config)()) | then
     free = MAY_CHANGE_ON_RESUME | {name for name, value in AS_THE_RUN_HAS_IT.items() if now[name] == value}
-    different = {}
-    for name, before in then.items():
-        after = now.get(name, "unknown")
-        if name not in free and str(before).rstrip("/") != str(after).rstrip("/"):  # "log/" is the folder "log"
-            different[name] = (before, after)
-    return different
-
-
-def fixed_in_a_branch(config: Any, different: Iterable[str]) -> list[str]:
-    """Those of the settings called `different` that a branch must share with its parent."""
-    fixed = {*SAME_IN_A_BRANCH, *checkpoints.model_fields(config)}
-    return [name for name in different if name in fixed]
+    if fixed:
+        free |= then.keys() - {*SAME_IN_A_BRANCH, *checkpoints.model_fields(config)}
+    both = {name: (then[name], now.get(name, "unknown")) for name in then if name not in free}
+    # "log/" is the folder "log"
+    return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
 
 
 def in_words(different: dict[str, tuple[Any, Any]]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import journal, settings
+from plumbing import journal
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
@@ -151,11 +151,8 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "vocab_size was 320, now 384."),
-        (dict(shuffle=False, seed=7), "seed was 1337, now 7, shuffle was True, now False."),
-        (dict(sequence_length=32, batch_size=2), "sequence_length was 16, now 32."),
-        (dict(init_from="gpt2"), "init_from was '', now 'gpt2'."),
+        (dict(sequence_length=32, batch_size=2, seed=7), "seed was 1337, now 7, sequence_length was 16, now 32."),
         (dict(n_layer=3, optimizer="muon", max_lr=1e-2), "n_layer was 2, now 3, optimizer was 'adamw', now 'muon'."),
-        (dict(max_steps=7), "--max-steps is 7"),
         (dict(max_steps=8), "8 steps already"),
     ],
 )
@@ -225,14 +222,11 @@ def muon_parent(folder):
     [
         # the optimizer, what changes, and what the parameter groups have in step 8
         ("adamw", dict(max_lr=1e-2, schedule="wsd"), {"lr": [1e-2 * 4 / 8.4] * 2}),  # decay over 70% of 12 steps
-        ("adamw", dict(max_steps=20, schedule="wsd", decay_fraction=0.8), {"lr": [3e-3 * 12 / 16] * 2}),
         ("adamw", dict(weight_decay=0.5, beta1=0.8), {"weight_decay": [0.5, 0.0], "betas": [(0.8, 0.95)] * 2}),
-        ("adamw", dict(grad_clip=0.01), {}),
-        ("adamw", dict(total_batch_size=256), {}),
+        ("adamw", dict(total_batch_size=256, grad_clip=0.01), {}),
         ("adamw", dict(dtype="float16"), {}),
         ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
-        ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
-        ("muon", dict(muon_weight_decay=0.3), {"weight_decay": [0.3] * 4 + [0.1, 0.0]}),
+        ("muon", dict(muon_momentum=0.9, muon_weight_decay=0.3), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
     ],
 )
 def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
@@ -291,9 +285,6 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path, capsy
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
     said = " ".join(capsys.readouterr().out.split())
     assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
-    own = "preset passes out_dir resume dry_run branch_from device compile"
-    inherited = settings.inherit(train_gpt2.TrainConfig(branch_from=str(tmp_path / "short")))
-    assert vars(train_gpt2.TrainConfig()).keys() - inherited.keys() == set(own.split())
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
     assert "max_steps was 12, now 24" in line and shlex.split(line.partition("as a branch: ")[2])[2:] == words

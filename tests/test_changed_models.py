@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     different = "lm_head.weight and transformer.wte.weight differ, but are one tensor here"
     assert different in refusal("new", init_from=tmp_path / "untied") and different in refusal("untied")
     line = refusal("a group of its own")
-    assert "which has 3 groups of parameters in AdamW and not 2" in line and "--init-from RUN --out-dir NEW" in line
+    assert "in the place of transformer.wte.weight in group 0 of AdamW" in line and "--init-from RUN --out" in line
     assert "dropout was 0.1, now 'unknown', window was -1, now 'unknown'" in refusal("a field and dropout")
     line = refusal("new", init_from=tmp_path / "a field and dropout")
     assert "dropout, which GPTConfig does not have; window, which" in line
@@ -221,25 +221,24 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert train(data, tmp_path / "relu squared") == 0, "a run may go on with other code, which is said"
     copy = load_checkpoint(tmp_path / "relu squared" / "model_00008.pt")["code"]["copy"]
     said = capsys.readouterr().out
-    assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py, its model, too" in said
+    assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py" in said
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 
 
-def test_every_change_of_the_models_code_is_noticed_but_that_of_a_comment_or_docstring():
+def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_or_a_setting():
     """Whatever statement it is: most of an initialization is calls whose result nobody takes."""
     source = Path(train_gpt2.__file__).read_bytes()
-
-    def code(*edits):
-        changed = source
-        for before, after in edits:
-            assert changed.count(before) == 1, before
-            changed = changed.replace(before, after)
-        return trainer_code.hash_of(trainer_code.parse(changed))
-
-    assert code((b"nn.init.normal_(parameter, std=0.02)", b"nn.init.normal_(parameter, std=0.5)")) != code()
-    assert code((b"nn.init.zeros_(parameter)", b"nn.init.ones_(parameter)")) != code()
-    assert code((b"world.share_buffers(model)", b"pass")) != code()
-    assert code((b'"""Pre-norm residual block', b'"""A block'), (b"  # weight tying", b"  # as GPT-2")) == code()
+    edits = {
+        (b"nn.init.zeros_(parameter)", b"nn.init.ones_(parameter)"): False,
+        (b"world.share_buffers(model)", b"pass"): False,
+        (b'"""Pre-norm residual block', b'"""A block'): True,
+        (b"  # weight tying", b"  # as GPT-2"): True,
+        (b"n_embd: int = 768", b"n_embd: int = 512"): True,
+    }
+    for (before, after), is_same in edits.items():
+        assert source.count(before) == 1, before
+        changed = trainer_code.hash_of(source.replace(before, after))
+        assert (changed == trainer_code.hash_of(source)) == is_same, before
 
 
 @dataclasses.dataclass

@@ -213,10 +213,10 @@ def test_passes_count_the_steps(data, tmp_path, capsys):
     options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
     assert train(data, tmp_path / "out", passes=2, **options) == 0
     said = capsys.readouterr().out
-    assert len(losses(tmp_path / "out")) == 73 and "Beyond four" not in said
+    assert len(losses(tmp_path / "out")) == 73
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert len(losses(tmp_path / "out-longer")) == 146
     assert train(data, tmp_path / "branch", passes=5, **options | {"branch_from": tmp_path / "out"}) == 0
-    assert len(losses(tmp_path / "branch")) == 183 and "Beyond four passes" in capsys.readouterr().out
+    assert len(losses(tmp_path / "branch")) == 183
     [start] = read_starts(tmp_path / "out" / "run.txt")
     assert (start["config"]["max_steps"], start["config"]["warmup_steps"]) == (73, 7)

@@ -42,9 +42,9 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_m
     assert {"optimizer", "val_loss"} <= set(checkpoint)
     train_gpt2.load_model(str(path))
     assert not capsys.readouterr().err
-    change_checkpoint(path, lambda content: content["code"].update(model="another"))
+    change_checkpoint(path, lambda content: content["code"].update(hash="another"))
     train_gpt2.load_model(str(path))
-    assert "was trained by train_gpt2.py before its model was changed" in capsys.readouterr().err
+    assert "train_gpt2.py has changed since" in capsys.readouterr().err
     change_checkpoint(path, lambda content: content["code"].update(name="train_relu2.py"))
     assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
 
