@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import pickle
 import re
 import zipfile
@@ -207,9 +208,10 @@ def load_saved_model(source: str, config_class: type | None = None) -> SavedMode
         if config_class:
             trainer.compare(code, config_class, source, may_be_a_copy=False)
         return SavedModel(model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint), code)
-    runs = ", ".join(sorted(str(run.parent) for run in path.glob("*/run.txt")))
+    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
     if runs:
-        raise UserError(f"{source} holds runs, not a model. Name one of them: {runs}.")
+        names = ", ".join(str(run.parent) for run in runs)
+        raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
     nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
         f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "

@@ -113,8 +113,9 @@ def make_parser(config_class, default):
             raise TypeError(f"{name} cannot be a flag: use int, float, str, bool, Literal, or a tuple of these")
         if "positional" in notes:
             arguments.append(name.upper())
-            nargs = "*" if "nargs" in options else "?"
-            options |= dict(nargs=nargs, metavar=arguments[-1], default=value)
+            # of one value that is not typed, argparse would read the mark that it is missing
+            options |= {"nargs": "*"} if is_several else {"nargs": "?", "default": value}
+            options["metavar"] = arguments[-1]
             parser.add_argument(name, **options)
         else:
             synonyms = [note for note in notes if note.startswith("-")]

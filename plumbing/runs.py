@@ -174,7 +174,7 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
     if saved["step"] >= config.max_steps:
         raise UserError(
             f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. Give more steps "
-            "or, to evaluate it, --init-from in place of --branch-from."
+            "or, to evaluate it, use --init-from in place of --branch-from."
         )
     # the parent's best weights and its other checkpoints are not in the branch's folder
     saved["best_val_loss"], saved["temporary"] = math.inf, []
