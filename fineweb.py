@@ -2,7 +2,7 @@
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
-    python fineweb.py --dataset python-docs  a few MB without a network
+    python fineweb.py --dataset python-docs --tokenizer bytes  offline
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py books/*.txt --out-dir books
 
@@ -28,7 +28,7 @@ from plumbing import flags, program
 @dataclass
 class Options:
     # The text
-    dataset: str = "fineweb-edu"  # OWNER/NAME on the hub, fineweb-edu, or python-docs, which needs no network
+    dataset: str = "fineweb-edu"  # OWNER/NAME on the hub, fineweb-edu, or python-docs, which Python has
     config: str = ""  # which of the data set's configs, if it has several
     split: str = "train"  # which of its splits
     revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
@@ -225,7 +225,7 @@ class ValidationSample:
         """If the input had few pieces, take what is missing from the end of the last shard. Returns the rest of it."""
         wanted = min(len(self.buffer), self.num_seen // self.every)
         missing = max(1, wanted) - self.num_tokens
-        if missing <= self.num_tokens:
+        if missing <= self.num_tokens:  # half of what is wanted is enough
             return last
         cut = max(0, len(last) - missing)
         self.add(last[cut:])
@@ -275,6 +275,13 @@ def prepare(options):
     writer = shards.ShardWriter(folder, meta, enc, prefix if not options.input else "")
     writer.make_once(make_shards, options, enc, found)
     return folder
+
+
+def make_python_docs(folder):
+    """Make the data of preset quickstart, Python's documentation as bytes, unless there are complete shards."""
+    meta = shards.read_meta(folder)
+    if not (meta.complete and meta.shards):
+        prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=folder))
 
 
 def make_shards(writer, options, enc, found):
@@ -364,6 +371,7 @@ def fetch_pretokenized(options):
     with lock_folder(folder):
         meta = shards.Meta(READY_REPO, complete=False, made_from={"sources": []})
         writer = shards.ShardWriter(folder, meta, enc)
+        writer.meta.complete = False  # which fewer shards may have been
         missing = [
             sources.Source(file, repo=READY_REPO, commit="main") for file in files if not writer.is_whole(file)
         ]

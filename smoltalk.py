@@ -273,7 +273,7 @@ def prepare(options):
         from plumbing.checkpoint import load_saved_model  # imports torch
 
         model = load_saved_model(options.init_from)
-        longest, enc = model.settings["block_size"], model.enc
+        longest, enc = model.settings.get("block_size", 1024), model.enc
         is_large = sum(weight.numel() for weight in model.weights.values()) > 100_000_000
     else:
         enc = tokenizer.get_encoding(options.tokenizer or "gpt2")

@@ -106,7 +106,7 @@ class TrainConfig(GPTConfig):
     milestone_every: int = 0  # steps between checkpoints that are kept for good
     keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
     wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project in which to mirror the log
-    # the model; these settings cannot change once it has weights
+    # the model; what has weights can only be fine-tuned with a larger --vocab-size or a smaller --block-size
     vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
 
 
@@ -323,7 +323,7 @@ class GPT(nn.Module):
         max_len = min(block_size, idx.size(1) + max_new_tokens)
         cache = kernels.KVCache(max_len)
         for _ in range(max_new_tokens):
-            with machine.disable_cudnn_attention():  # the number of keys grows with every token
+            with machine.without_cudnn_attention():  # the number of keys grows with every token
                 if idx.size(1) <= block_size and kernels.uses_cache(self, idx, max_len):
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
                 else:  # past block_size every token has a new position: nothing cached is valid
@@ -551,7 +551,7 @@ def configure_optimizers(model, config):
     muon_groups = {}  # by shape: matrices that are updated together
     for p in model.transformer.h.parameters() if config.optimizer == "muon" else ():
         if p.dim() == 2:
-            parts = getattr(p, "parts", [])
+            parts = getattr(p, "parts", [])  # they are not those of a matrix whose shape was changed
             split = len(parts) if {len(p)} == {len(parts) * rows for rows in parts} else 1
             muon_groups.setdefault((p.shape, split), {"params": [], "split": split})["params"].append(p)
     if muon_groups:
@@ -610,7 +610,7 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
 
 def evaluate_hellaswag(raw_model, examples, enc, *, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
-    with world.autocast(), machine.disable_cudnn_attention():
+    with world.autocast(), machine.without_cudnn_attention():
         share, progress = examples[world.rank :: world.size], world.shows_progress
         counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals, progress=progress)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
@@ -700,10 +700,9 @@ def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, 
 def load_data(config, world):
     """Load and check a run's (train_loader, val_loader, tokenizer)."""
     if config.data == PRESETS["quickstart"].data and not config.dry_run:
-        import fineweb  # only these data are made here; existing shards are reused
+        import fineweb  # only these data are made here, if there are none
 
-        corpus = fineweb.Options(dataset="python-docs", tokenizer="bytes", out_dir=config.data)
-        world.broadcast_from_master(fineweb.prepare, corpus)
+        world.broadcast_from_master(fineweb.make_python_docs, config.data)
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
     order = dict(shuffle=config.shuffle, device=world.device)
     train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, seed=config.seed, **order)
@@ -726,7 +725,7 @@ def load_or_make_model(config, start, world):
         if given > has or (given < has and name != "block_size"):
             raise UserError(f"{flags.flag_of(name)} is {given}, but {config.init_from} has {has}. Leave it out.")
     # fine-tuning may take more ids, and shorter sequences
-    rows = {then.vocab_size: config.vocab_size, then.block_size: config.block_size}
+    rows = [(then.vocab_size, config.vocab_size), (then.block_size, config.block_size)]
     return GPT.from_state(config, checkpoint.resize(weights, lambda: GPT(config), rows))
 
 
@@ -753,8 +752,9 @@ def train(config, world, lock):
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
     # load and check everything: no file of the run is touched before the `with` below
     loader, val_loader, enc = load_data(config, world)
-    padded = checkpoint.padded_size(enc)  # what is fine-tuned may have more ids than that, or fewer
-    vocab_size = max(config.vocab_size, padded) if config.init_from else config.vocab_size or padded
+    vocab_size = config.vocab_size or checkpoint.padded_size(enc)
+    if config.init_from:  # it may have fewer ids, or more
+        vocab_size = max(vocab_size, checkpoint.padded_size(enc))
     config = dataclasses.replace(settings.with_passes(config, loader.num_windows), vocab_size=vocab_size)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
@@ -799,21 +799,21 @@ def train(config, world, lock):
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
     with runs.Run(config, world, lock, start=start, metadata=metadata, fit=fit) as run:
         signals, start, saved = run.signals, None, None  # dropping the checkpoint frees gigabytes
-        ranks = dict(signals=signals, world=world)
-        update = dict(config=config, optimizers=optimizers, scaler=scaler, **ranks)
+        extra = dict(signals=signals, world=world)
+        update = dict(config=config, optimizers=optimizers, scaler=scaler, **extra)
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
         # the loop runs max_steps + 1 times: evaluations at step N see the weights after N updates, the last one, too
         for step in range(run.start_step, max_steps + 1):
             raw_model.eval()
             if not stopping and is_due(step, config.val_every, max_steps):
-                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes=bytes_of, **ranks)
+                losses = evaluate_val_loss(unwrapped, val_loader, num_val_windows, token_bytes=bytes_of, **extra)
                 stopping = losses is None
                 run.log_val_loss(step, losses)
                 if config.keep_best and losses:
                     run.keep_best(step, losses[0], raw_model)
             if not stopping and is_due(step, config.hellaswag_every, max_steps):
-                counts = evaluate_hellaswag(raw_model, examples, enc, **ranks)
+                counts = evaluate_hellaswag(raw_model, examples, enc, **extra)
                 stopping = counts is None
                 run.log_hellaswag(step, counts)
             has_learned = step > 0 or max_steps == 0  # a new model's samples would be noise
@@ -832,7 +832,7 @@ def train(config, world, lock):
             scalars = {}  # what a line of one's own in train_step adds to the log
             loss, norm, stopping = train_step(model, loader, num_windows, step=step, scalars=scalars, **update)
             seconds = time.perf_counter() - began
-            run.log_step(step, loss, lr=lr, norm=norm, tokens=num_windows * T, seconds=seconds, **scalars)
+            run.log_step(step, loss, lr=lr, norm=norm, tokens=num_windows * T, seconds=seconds, scalars=scalars)
         return run.finish(step, stopping, raw_model, enc=enc)  # exports the model, unless the run was stopped
 
 
@@ -840,9 +840,9 @@ def main(args=None):
     """Parse the flags, set up the ranks, train, and exit with train's status."""
     config = parse_args(args)
     world = distributed.setup_distributed(config.device)
-    # rank 0 reads the parent of a branch, which may be on its own disk
+    # rank 0 reads what they come from, which may be on its own disk
     inherited = world.broadcast_from_master(settings.inherit, config)
-    if config.init_from and "block_size" in inherited:
+    if "block_size" in inherited and not config.branch_from:
         inherited["sequence_length"] = min(inherited["block_size"], config.sequence_length)
     config = parse_args(args, **inherited)
     settings.check_config(config, world, complaints(config), ["n_layer", "n_head", "n_embd", "block_size"])

@@ -20,7 +20,7 @@ from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
 from plumbing import documents
 from plumbing.huggingface import transposed
-from plumbing.machine import disable_cudnn_attention
+from plumbing.machine import without_cudnn_attention
 from train_gpt2 import GPT
 
 
@@ -88,7 +88,7 @@ def score(options):
         "hellaswag.py": lambda: score_by(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
-    with world.autocast(), disable_cudnn_attention():
+    with world.autocast(), without_cudnn_attention():
         numbers, endings = measure(sides, options.rounds, dict.fromkeys(sides, len(examples)), "examples")
     by_sum, by_mean = (endings["hellaswag.py"] == endings["four rows"]).sum(0).tolist()
     print(f"{len(examples)} examples, {world.dtype}: same ending by sum {by_sum}, by mean {by_mean}")
@@ -122,7 +122,7 @@ def sample(options):
         "without a cache": lambda: generate_without_cache(model, prompt, n)[:, -n:],
         "transformers": lambda: theirs.generate(prompt, **limits)[:, -n:],
     }
-    with disable_cudnn_attention():
+    with without_cudnn_attention():
         numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), "tok")
     same = {name: torch.equal(ids[name], ids["sample.py"]) for name in ids}
     print(f"{n} tokens, sequences at a time: {B}, {world.dtype}, greedy; the same tokens: {same}")

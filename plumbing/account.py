@@ -66,7 +66,7 @@ def print_account(
         print0("note: That is long. Use --preset quickstart or a smaller model here, or a GPU.")
     if c.dry_run and world.is_master:
         print("Nothing was written, because of --dry-run. The command without it begins the run.")
-        print_next([word for word in journal.command() if word.replace("_", "-") != "--dry-run"])
+        print_next(journal.command(without="dry-run"))
 
 
 def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
@@ -76,7 +76,8 @@ def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
         for group in optimizer.param_groups:
             key = type(optimizer).__name__, group["lr"]
             sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in group["params"])
-    flag_with = {value: flag_of(name) for name, value in vars(config).items() if name.endswith("_lr")}
+    rates = {name: value for name, value in vars(config).items() if name.endswith("_lr") and name != "min_lr"}
+    flag_with = {value: flag_of(name) for name, value in rates.items()}
     return [
         f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
     ]

@@ -35,7 +35,7 @@ READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or a checkpoint o
 class Checkpoint(TypedDict):
     """What a model_<step>.pt holds: plain data and tensors. model_best.pt has no state to continue from.
 
-    A checkpoint of nanoGPT or build-nanogpt is given this form, with `model`, `config` and `tokenizer_file` alone.
+    A checkpoint of nanoGPT or build-nanogpt is given the first four of these, without a name of the tokenizer.
     """
 
     model: dict[str, Tensor]  # the model's state dict, without prefixes of DDP or torch.compile
@@ -286,7 +286,9 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict(weights)
 
 
-def resize(weights: dict[str, Tensor], make_model: Callable[[], Any], rows: dict[int, int]) -> dict[str, Tensor]:
+def resize(
+    weights: dict[str, Tensor], make_model: Callable[[], Any], rows: list[tuple[int, int]]
+) -> dict[str, Tensor]:
     """The state dict `weights`, fitted to the model that make_model() makes: `rows` says from how many to how many.
 
     New rows get the mean of the others: zeros would give an id logit 0, far above what a trained model gives to most.
@@ -295,7 +297,7 @@ def resize(weights: dict[str, Tensor], make_model: Callable[[], Any], rows: dict
         own, resized = make_model().state_dict(), dict(weights)
     for name, weight in weights.items():
         then, now = (len(tensor) if tensor.dim() else 0 for tensor in (weight, own.get(name, weight)))
-        if then != now and rows.get(then) == now:
+        if then != now and (then, now) in rows:
             new_rows = weight.mean(0).expand(max(0, now - then), *weight.shape[1:])
             resized[name] = torch.cat([weight[:now], new_rows])
     return resized

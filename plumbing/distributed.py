@@ -193,6 +193,10 @@ def setup_distributed(device: str) -> World:
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
     rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = choose_device(device)
+    if ":" in device and world_size > 1:
+        raise UserError(
+            f"--device is {device}, but each of several ranks has a GPU of its own. Use --device cuda."
+        )
     if device == "cuda":
         local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
         if local_ranks > gpus:

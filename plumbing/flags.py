@@ -59,14 +59,7 @@ def parse(
     for field in dataclasses.fields(default):
         if field.name in values and get_origin(kind_of(field)[0]) is tuple:
             values[field.name] = tuple(values[field.name])
-    return dataclasses.replace(default, **derived(default) | values)
-
-
-def derived(default):
-    """{field: its own default} of those fields that a __post_init__ has filled in: it is to do so again."""
-    names = {field.name: field.default for field in dataclasses.fields(default) if field.default is None}
-    again = dataclasses.replace(default, **names)
-    return {name: None for name in names if getattr(again, name) == getattr(default, name) is not None}
+    return dataclasses.replace(default, **values)
 
 
 def make_parser(config_class, default):

@@ -243,13 +243,13 @@ def check_export(model: Any, directory: Path) -> None:
 
     theirs, doubts = read_model(directory)
     if doubts:
-        raise UserError(f"It is no GPT-2 any more: transformers finds {doubts}.")
+        raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
     idx = torch.arange(min(64, model.config.block_size))[None]
     with torch.no_grad(), exact_matmuls():
         expected = theirs(idx).logits
         ours = model(idx.to(next(model.parameters()).device))[0].cpu()[..., : theirs.config.vocab_size]
     if not (ours - expected).abs().max() <= 1e-3 * expected.std():
-        raise UserError("It is no GPT-2 any more: transformers computes other logits from its weights.")
+        raise UserError("The model is no GPT-2 any more: transformers computes other logits from its weights.")
 
 
 def describe(weights: dict[str, Any], step: int) -> dict[str, str]:
@@ -278,7 +278,7 @@ def export_files(shape, enc):
     """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
     missing = [name for name in FIELDS if name not in shape]
     if missing:
-        raise UserError(f"It is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
+        raise UserError(f"The model is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}

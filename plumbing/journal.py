@@ -146,9 +146,15 @@ def launcher() -> list[str]:
     return ["torchrun", *nodes, f"--nproc_per_node={local_ranks}"]
 
 
-def command() -> list[str]:
-    """The words of the command that started this process."""
-    return [*launcher(), *sys.argv]
+def command(without: str = "") -> list[str]:
+    """The words of the command that started this process, without the switch of this name in any form."""
+    words = [*launcher(), *sys.argv]
+    if not without:
+        return words
+    switch = rf"--(no-)?{without}"
+    values = {i + 1 for i, word in enumerate(words) if re.fullmatch(switch, word.replace("_", "-"))}
+    kept = [word for i, word in enumerate(words) if not (i in values and word.lower() in ("true", "false"))]
+    return [word for word in kept if not re.match(rf"{switch}(=|$)", word.replace("_", "-"))]
 
 
 # ----- A run, as its folder describes it ----------------------------------------------------------------

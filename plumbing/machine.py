@@ -183,7 +183,7 @@ def exact_matmuls() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def disable_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
+def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     """Context without cuDNN's attention, for inputs of many shapes: it would build a kernel for each of them."""
     others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
     return sdpa_kernel([*others, SDPBackend.MATH])

@@ -146,7 +146,7 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     except Exception as error:
         if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # the second one is torch's, of a GPU
             advice = (
-                "Close what else uses it, or take a smaller batch; a run then continues with the same command."
+                "Close what else uses it and run the same command again; a run may take a lower --batch-size."
             )
             fail(f"There is not enough memory. {first_line(error)}. {advice}")
         if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):

@@ -191,10 +191,9 @@ def prepare_folder(config: Any, start: Start, ran: dict[str, Any]) -> None:
         found = checkpoints.list_checkpoints(out_dir)
         stale = [path for path in found if checkpoints.step_of(path) > start.step]
     else:
-        stale = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
-        results = [path for path in stale if path.name != "run.txt" and not SOURCE_COPY.fullmatch(path.name)]
-        if not any(path.is_dir() or path.stat().st_size for path in results):
-            stale = []  # that run has none
+        ours = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
+        results = [path for path in ours if path.name != "run.txt" and not SOURCE_COPY.fullmatch(path.name)]
+        stale = ours if any(path.is_dir() or path.stat().st_size for path in results) else []
     if stale:
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
@@ -217,6 +216,8 @@ def move_aside(paths: list[Path], out_dir: Path) -> Path:
         except OSError as caught:  # out_dir is a mount point, or its parent belongs to someone else
             error = caught
             with contextlib.suppress(OSError):
+                for path in aside.iterdir():
+                    path.rename(out_dir / path.name)
                 aside.rmdir()
     raise error
 
@@ -230,7 +231,9 @@ def install_signal_handlers() -> list[int]:
             os._exit(128 + number)
         received.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):  # no HUP on Windows
+    hang_up = getattr(signal, "SIGHUP", signal.SIGINT)  # Windows has none
+    is_ignored = signal.getsignal(hang_up) == signal.SIG_IGN  # under nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [hang_up])):
         signal.signal(number, record)
     return received
 
@@ -284,7 +287,8 @@ def keep_samples_before(path: Path, step: int) -> None:
     """Leave out of samples.txt what a run that was killed wrote at `step` or later, and will write again."""
     if path.exists():
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-            lines = [line for line in file if int(f"0{line.split(' ')[0]}") < step]
+            # a line of the user's own has no number
+            lines = [line for line in file if int((re.match(r"\d+ ", line) or ["0"])[0]) < step]
         with atomic_write(path, "w", encoding="utf-8") as file:
             file.writelines(lines)
 
@@ -405,7 +409,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
 
     def log_step(
-        self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float, **scalars: float
+        self, step: int, loss: float, *, lr: float, norm: float, tokens: int, seconds: float, scalars: Any = None
     ) -> None:
         """Report the update of `step`, which took `seconds` for `tokens` tokens over all ranks; log `scalars`, too."""
         now = time.perf_counter()
@@ -426,7 +430,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         # log.txt has every step; on the console, faster lines could not be read
         is_shown = now - self.step_printed >= SECONDS_PER_LINE
         self.step_printed = now if is_shown else self.step_printed
-        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate, **scalars}
+        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate} | (scalars or {})
         self.report(step, text if is_shown else "", streams)
         if self.world.is_master:
             self.writer.delete_old()  # this step was finite, so what it began from is a good checkpoint
@@ -472,7 +476,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if stopped:
             again = "The same command" if self.config.resume else "The same command without --no-resume"
             print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
-            print_next([word for word in journal.command() if word.replace("_", "-") != "--no-resume"])
+            print_next(journal.command(without="resume"))
             return status
         if self.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):

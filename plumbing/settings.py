@@ -1,7 +1,6 @@
 """The settings of a run: what they may be, and what may change on resuming, in a branch, and between ranks."""
 
 import dataclasses
-import hashlib
 import itertools
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -61,7 +60,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
             f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
             "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
         )
-    if c.val_tokens < T:
+    if c.val_every and c.val_tokens < T:
         yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
@@ -79,7 +78,9 @@ def inherit(config: Any) -> dict[str, Any]:
     source = config.branch_from or config.init_from
     if not source:
         return {}
-    own = [config.out_dir] if config.resume else []  # it has the settings, too, in case the other model is gone
+    # a run that continues has the settings, too, in case the other model is gone; an evaluation is never continued
+    continues = config.resume and (config.branch_from or config.max_steps)
+    own = [config.out_dir] if continues else []
     then, of_the_model = checkpoints.peek_settings(*own, source)
     if not config.branch_from:
         # an evaluation has a folder of its own, unless a flag names one: it is often that of the model's run
@@ -95,6 +96,8 @@ def inherit(config: Any) -> dict[str, Any]:
 
 def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
     """Say which settings of the run are inherited and not those of its preset, and if its warmup is too long."""
+    if config.branch_from and config.preset != type(config)().preset:
+        print0(f"note: A branch has its parent's settings, and not those of --preset {config.preset}.")
     if config.warmup_steps > config.max_steps > 0 and not config.passes:
         print0(f"note: The run ends in its warmup: --warmup-steps {config.warmup_steps} is above --max-steps.")
     taken = [
@@ -139,7 +142,7 @@ def in_words(different: dict[str, tuple[Any, Any]]) -> str:
 def facts_for_all_ranks(config: Any) -> dict[str, Any]:
     """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
     facts = {name: value for name, value in vars(config).items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    path = trainer.file_of(type(config))
-    facts[f"the version of {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    code = trainer.describe(type(config))
+    facts[f"the version of {code['name']}"] = code["copy"]
     facts["the version of torch"] = str(torch.__version__)
     return facts

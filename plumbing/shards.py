@@ -124,8 +124,8 @@ def find_shards(folder, split):
     if not paths:
         command = command_for(folder)
         raise UserError(
-            f"There are no {split} shards in {folder}. Make them with {command.split()[1]}, name another folder with "
-            f"--data, or try --preset quickstart, which makes its own. To make them: {command}"
+            f"There are no {split} shards in {folder}. Name another folder with --data, try --preset quickstart, which "
+            f"makes its own, or make them: {command}"
         )
     return sorted(paths)
 

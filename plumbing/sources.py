@@ -337,8 +337,8 @@ def list_cache(client, dataset, revision, folder):
         cached = client.snapshot_download(**place, local_files_only=True)
     except (OSError, ValueError):
         raise UserError(
-            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --dataset python-docs or "
-            "--input."
+            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --input or "
+            "--dataset python-docs --tokenizer bytes."
         ) from None
     print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
     commit, files = os.path.basename(cached), {}
@@ -396,7 +396,8 @@ def ask(dataset, revision, function, file=""):
             )
         raise UserError(wrong)
 
-    advice = "Check the network and repeat the command. Without one, use --dataset python-docs or --input."
+    advice = "Check the network and repeat the command. Without one, use --input, or python-docs as bytes: "
+    advice += "--dataset python-docs --tokenizer bytes."
     return retry(f"{file} of {dataset}" if file else dataset, advice, call)
 
 

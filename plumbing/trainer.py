@@ -23,10 +23,15 @@ def file_of(config_class: type) -> Path:
 
 
 @functools.cache
+def source_of(config_class: type) -> bytes:
+    """That file as it is when this is first called: it may be edited while the run goes on."""
+    return file_of(config_class).read_bytes()
+
+
+@functools.cache
 def describe(config_class: type) -> Code:
     """What a checkpoint says of the file that trained it."""
-    path = file_of(config_class)
-    source = path.read_bytes()
+    path, source = file_of(config_class), source_of(config_class)
     copy = f"{path.stem}-{hashlib.sha256(source).hexdigest()[:8]}.py"
     return {"name": path.name, "copy": copy, "hash": hash_of(source)}
 
@@ -50,7 +55,7 @@ def keep_copy(config: Any) -> None:
         return
     try:
         with atomic_write(path) as file:
-            file.write(file_of(type(config)).read_bytes())
+            file.write(source_of(type(config)))
     except UserError as error:  # the run itself may need less room
         print(f"note: {error} The run goes on, but keeps no copy of its source.", flush=True)
 
@@ -71,7 +76,7 @@ def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -
         )
     print(
         f"note: {own['name']} has changed since {source} was trained by {saved['name']}, so the results may differ. "
-        f"{copy} To use that, save it beside {own['name']}.",
+        f"{copy} To use that, copy it beside {own['name']} and run it, or name it with --code.",
         file=sys.stdout if may_be_a_copy else sys.stderr,  # what sample.py writes to stdout are samples
         flush=True,
     )

@@ -281,9 +281,10 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path, capsy
     assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
     python, script, *words = printed_commands(capsys.readouterr().out)[-1]
     assert (python, script) == ("python", "train_gpt2.py")
-    assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
+    assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--preset", "speedrun"]) == 0
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
     said = " ".join(capsys.readouterr().out.split())
+    assert "A branch has its parent's settings, and not those of --preset speedrun." in said
     assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))

@@ -18,6 +18,7 @@ from plumbing.checkpoint import load_checkpoint, make_config
 from plumbing.program import UserError
 
 from harness import (
+    ROOT,
     error_in,
     examples_file,
     listing,
@@ -192,7 +193,7 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     succeed(live, path, tmp_path, data, examples, output=tmp_path / "output")
     is_gpt2 = name in ("a field and dropout", "a group of its own", "an optimizer of its own", "a shared block")
     said = (tmp_path / "output").read_text(encoding="utf-8")
-    assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("It is no GPT-2 any more" not in said)
+    assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
 
 
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path, capsys):
@@ -223,6 +224,16 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     said = capsys.readouterr().out
     assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py" in said
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
+
+
+def test_the_copy_is_of_the_file_as_it_was_when_the_run_began(tmp_path):
+    source, path = (ROOT / "train_gpt2.py").read_bytes(), tmp_path / "train_mine.py"
+    path.write_bytes(source)
+    config_class = trainer_code.load(str(path)).TrainConfig
+    name = trainer_code.describe(config_class)["copy"]
+    path.write_text("the next idea")
+    trainer_code.keep_copy(config_class(out_dir=str(tmp_path)))
+    assert (tmp_path / name).read_bytes() == source
 
 
 def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_or_a_setting():

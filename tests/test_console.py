@@ -42,7 +42,7 @@ def test_the_account_of_a_run(capsys):
     optimizers = [torch.optim.SGD(groups, lr=6e-4), torch.optim.Adagrad([torch.zeros(7)], lr=0.02)]
     loaders = SimpleNamespace(num_windows=500), SimpleNamespace(num_windows=60)
     config = TrainConfig(
-        sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300
+        sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300, min_lr=6e-4
     )
     enc = SimpleNamespace(name="bytes")
     for seconds in (67, 135):  # a step

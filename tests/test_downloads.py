@@ -220,7 +220,8 @@ def prepare_and_die(url, folder, renames):
 def test_killed_and_without_a_network_it_continues_with_the_files_on_disk(hub, tmp_path):
     add_stories(hub, random_texts(30))
     prepare(shard_size=3000, out_dir="whole/out")
-    assert run(prepare_and_die, hub.url, tmp_path, 9, output=tmp_path / "output") == [-signal.SIGKILL]
+    died = run(prepare_and_die, hub.url, tmp_path, 9, output=tmp_path / "output")
+    assert died == [-signal.SIGKILL], (tmp_path / "output").read_text()
     downloads = {path.name for path in Path("out").glob(".download*/data/*.parquet")}
     hub.asked.clear()
     prepare(shard_size=3000)
@@ -354,6 +355,11 @@ def test_ready_made_shards_come_whole_or_again(hub):
     # one more shard than there is: said, and what is there stays
     assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == files
+    # nor is it whole while more are fetched
+    hub.add("kjj0/finewebedu10B-gpt2", {"finewebedu_train_000003.bin": files["finewebedu_train_000001.bin"]})
+    with patched(fineweb.shutil, "copyfileobj", full_disk), pytest.raises(UserError, match="No space left"):
+        prepare("fineweb-edu", tokenizer="gpt2", pretokenized=3, out_dir=None)
+    assert not read_meta(folder)["complete"]
 
 
 def test_a_download_is_whole_or_not_there(tmp_path, hub):

@@ -101,6 +101,11 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     assert [line.partition(" ")[2] for line in samples[0]] == [line.partition(" ")[2] for line in samples[1]]
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == before
+    # another model, of which the folder's own run says nothing
+    assert train(data, "wide", n_embd=48, max_steps=1) == 0
+    shape = {name: value for name, value in TINY.items() if name != "n_embd"}
+    other = flags(**shape | {"data": data, "init_from": "wide", "max_steps": 0})
+    assert status_of(train_gpt2.main, other) == 0 and found.exists()
     assert "evaluate it: add --init-from log" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
     branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
     assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
@@ -109,7 +114,7 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
 def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path, capsys, monkeypatch):
     before = listing(tmp_path)
     args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args, "--dry_run"])
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args, "--dry_run", "TRUE", "--dry-run=true"])
     assert status_of(train_gpt2.main) == 0 and listing(tmp_path) == before
     printed = capsys.readouterr().out
     assert "the run reads 3,072: 0.66 passes" in printed and "step     0" not in printed

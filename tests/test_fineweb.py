@@ -260,6 +260,14 @@ def test_importing_runs_nothing(tmp_path):
 
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
+def test_the_quick_start_takes_the_shards_that_are_there(tmp_path):
+    """Made with another tokenizer, by another Python."""
+    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", random_texts(9)), name="python_docs")
+    before = listing(folder)
+    fineweb.make_python_docs(str(folder))
+    assert listing(folder) == before
+
+
 def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     usage = types.SimpleNamespace(free=10**8)
     with patched(shutil, "disk_usage", lambda folder: usage):

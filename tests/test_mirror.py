@@ -103,9 +103,11 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     place, line = re.search(r"    # .*: (scalars\[.*)\n", source).group(0, 1)
     changed = tmp_path / "train_own.py"
-    changed.write_text(source.replace(place, f"{place}    {line}\n"), encoding="utf-8")
+    others = line.replace("wte", "seconds")  # any name may be taken
+    changed.write_text(source.replace(place, f"{place}    {line}\n    {others}\n"), encoding="utf-8")
     assert status_of(trainer.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
     ours = read_log(tmp_path / "run", "wte")
+    assert read_log(tmp_path / "run", "seconds") == ours
     assert len(ours) == 12 and "wte" not in capsys.readouterr().out
     mirrored = logged(wandb)
     assert {step: mirrored[step, "wte"] for step in range(12)} == ours

@@ -59,6 +59,13 @@ def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_ranks_do_not_share_a_gpu(monkeypatch):
+    set_rank(monkeypatch)
+    monkeypatch.setattr(distributed, "choose_device", lambda name: name)
+    with pytest.raises(UserError, match="--device is cuda:1, but each of several ranks has a GPU of its own"):
+        distributed.setup_distributed("cuda:1")
+
+
 def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
     """Where nobody listens at all, and where torchrun's store has the port of a rank 0 that is gone."""
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)

@@ -220,9 +220,21 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
     assert sorted(read_log(tmp_path / "out")) == list(range(6))
     assert newest_checkpoint(tmp_path / "out")["step"] == 6
     [words] = printed_commands(output.read_text())
+    with open(tmp_path / "out" / "samples.txt", "a") as file:
+        file.write("a note of the user's\n")
     succeed(train_gpt2.main, words[2:], output=output)
+    assert "a note of the user's\n" in (tmp_path / "out" / "samples.txt").read_text()
     assert ", from step 6 to " in output.read_text()  # it does not start over
     assert_same_run(tmp_path / "out", straight)
+
+
+@needs("SIGHUP")
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = runs.install_signal_handlers()
+    os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert signals == []
 
 
 def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path):
