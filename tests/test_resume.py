@@ -19,7 +19,7 @@ import tokenizer
 import torch
 import train_gpt2
 from plumbing import checkpoint as checkpoints
-from plumbing import machine
+from plumbing import machine, runs
 from plumbing.checkpoint import newest_checkpoint
 from plumbing.huggingface import export_huggingface
 from plumbing.runs import Run
