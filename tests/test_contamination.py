@@ -81,10 +81,14 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         assert words in refused(contamination.main, "--data", folder, "--eval", tmp_path / name)
 
 
-def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys):
-    for name, text in {"x_val_000000": b"the same fou", "x_train_000001": b"rteen letters"}.items():
-        np.save(tmp_path / f"{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
+def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(contamination, "BLOCK", 4)
+    texts = {"val_000000": b"It is the same fou", "train_000001": b"rteen letters", "train_000002": b"the same four"}
+    for name, text in texts.items():
+        np.save(tmp_path / f"x_{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
     assert contamination.report(tmp_path, evaluation) == {1: 18}
-    assert "note: 13 bytes in a row are often the same by chance" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "note: 13 bytes in a row are often the same by chance" in said
+    assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said

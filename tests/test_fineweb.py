@@ -93,6 +93,10 @@ def test_no_more_than_a_shard_validates_and_max_tokens_may_end_in_a_document(tmp
     assert is_split(folder, [texts], [path], shard_size=1000) and len(read(folder, "*_val_*")) <= 1000
     folder = make(tmp_path, path, name="limited", shard_size=1000, max_tokens=2345)
     assert is_split(folder, [texts], [path], shard_size=1000, limit=2345) and len(read(folder)) == 2345
+    texts = ["once upon a time"] * 1000  # its tenth is more than a shard, though its file is small
+    path = write_jsonl(tmp_path / "b.jsonl.gz", texts)
+    folder = make(tmp_path, path, name="packed", shard_size=1000)
+    assert is_split(folder, [texts], [path], shard_size=1000) and 900 < len(read(folder, "*_val_*")) <= 1000
 
 
 @pytest.mark.parametrize(
@@ -113,13 +117,18 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length
         assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
 
 
+SMALL = [("--preset", "quickstart"), ("--out-dir", "log/x")]
+
+
 @pytest.mark.parametrize(
     "gpu, lengths, words",
     [
-        (None, [10**8], [("--preset", "quickstart"), ("--out-dir", "log/x")]),  # it was that of a GPT-2 of 124M
-        ("here", [10**6], [("--preset", "quickstart"), ("--out-dir", "log/x")]),
+        (None, [10**8], SMALL),  # it was that of a GPT-2 of 124M
+        ("here", [10**6], SMALL),
         ("here", [10**8] * 10, [("--max-steps", 1907), ("--warmup-steps", 70)]),
         ("here", [10**8] * 99, []),
+        # 128 tokens and their targets are cut from each of these shards
+        (None, [200] * 11, [*SMALL, ("--sequence-length", 128), ("--total-batch-size", 128 * 11)]),
     ],
 )
 def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, words):

@@ -14,7 +14,7 @@ from plumbing.journal import read_starts
 from plumbing.program import UserError
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
-from harness import losses, printed_commands, status_of, tiny_model, train
+from harness import log_lines, losses, printed_commands, status_of, tiny_model, train
 
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
@@ -64,6 +64,14 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     sizes = [get_batch_size(tokens, config) for tokens in seen]
     assert sizes == [2**15, 4 * 2**15, 8 * 2**15, 12 * 2**15, 15 * 2**15, 2**19, 2**19]
     assert get_batch_size(0, TrainConfig()) == 2**19
+
+
+def test_a_limit_that_no_gradient_reaches_and_recomputing_change_no_loss_and_recomputing_keeps_less(data, tmp_path):
+    kept = []
+    for name, limit in (("plain", 0), ("other", 9999)):
+        assert train(data, tmp_path / name, grad_clip=limit, activation_checkpointing=limit > 0) == 0
+        kept.append(read_starts(tmp_path / name / "run.txt")[0]["ran"]["kept_bytes"])
+    assert log_lines(tmp_path / "plain") == log_lines(tmp_path / "other") and kept[1] < kept[0]
 
 
 def test_apply_schedules_moves_every_group_in_proportion():
@@ -216,7 +224,8 @@ def test_passes_count_the_steps(data, tmp_path, capsys):
     assert len(losses(tmp_path / "out")) == 73
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert len(losses(tmp_path / "out-longer")) == 146
-    assert train(data, tmp_path / "branch", passes=5, **options | {"branch_from": tmp_path / "out"}) == 0
+    options |= dict(branch_from=tmp_path / "out", warmup_steps=5)
+    assert train(data, tmp_path / "branch", passes=5, **options) == 0
     assert len(losses(tmp_path / "branch")) == 183
-    [start] = read_starts(tmp_path / "out" / "run.txt")
-    assert (start["config"]["max_steps"], start["config"]["warmup_steps"]) == (73, 7)
+    starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
+    assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(73, 7), (183, 5)]
