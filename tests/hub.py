@@ -144,6 +144,7 @@ class Server(http.server.ThreadingHTTPServer):
         values |= dict(HF_HUB_CACHE=str(folder / "hub"), HF_TOKEN_PATH=str(folder / "token"), HF_HUB_DISABLE_XET=True)
         for name, value in values.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
 
     def stop(self):
         self.stopping.set()

@@ -46,7 +46,6 @@ def hub(monkeypatch, tmp_path):
     """What this process takes for the hub, in whose place it works."""
     monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
     monkeypatch.setattr(sources, "TIMEOUT", 0.3)
-    monkeypatch.setenv("HF_TOKEN", "hf_right")
     monkeypatch.chdir(tmp_path)
     server = Server()
     server.configure(monkeypatch, tmp_path / ".hf")

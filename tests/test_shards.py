@@ -224,5 +224,5 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
     ]:
         with pytest.raises(UserError) as caught:
             find_shards(folder, "train")
-        assert str(caught.value).startswith(f"There are no train shards in {folder}. Make them with "), folder
+        assert str(caught.value).startswith(f"There are no train shards in {folder}. Name another folder "), folder
         assert str(caught.value).endswith(words)
