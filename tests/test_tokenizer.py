@@ -184,7 +184,7 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
     cases = {
         "--input a.txt --out new.tiktoken --vocab-size 256": "must be from 257",
         "--input a.txt --out new.tiktoken --vocab-size 65537": "to 65536",
-        "--input none.txt --out new.tiktoken": "none.txt",
+        "--input none.txt --out new.tiktoken": "A data set of the hub is for fineweb.py",
         "--input empty.txt --out new.tiktoken": "There is no text in",
         "": "--input is missing. Give the files to learn from. --out is ''",
         "--input a.txt --out old.tiktoken": "exists already",
