@@ -286,11 +286,15 @@ def train(texts, vocab_size, name="tokenizer"):
 
 
 def read_texts(patterns, text_column):
-    """Yield the texts of all inputs that match `patterns`, but for empty ones."""
+    """Yield the texts of all inputs that match `patterns`, but for empty ones. Raises UserError if all are."""
+    is_empty = True
     for source in sources.list_inputs(patterns):
         for piece in documents.read_pieces(source, text_column):
             if piece.text:
+                is_empty = False
                 yield whole_characters(piece.text)
+    if is_empty:
+        raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
 
 
 def check_options(options):
@@ -317,8 +321,6 @@ def main(args=None):
     column = options.text_column
     texts = tqdm(read_texts(options.input, column), unit=" texts", desc="learning", delay=0.5)
     enc = train(texts, options.vocab_size, Path(options.out).stem)
-    if not texts.n:
-        raise UserError(f"There is no text in {', '.join(options.input)}. Check the files and --text-column.")
     write_encoding(enc, options.out)
     print(f"{options.out}: {enc.name}, {enc.n_vocab:,} ids")
     inputs = (f"./{name}" if name[0] == "-" else name for name in options.input)

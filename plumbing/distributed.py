@@ -151,6 +151,7 @@ def create_store(rank: int) -> Any:
         # (pytorch issue 135712; a prefix would not help, as nodes count restarts differently). So rank 0 makes another
         # store on each start, always at the port of the first one, to which the others can connect
         shared = store
+        shared.set_timeout(TIMEOUT)  # torchrun has started rank 0, which may import for longer than `connect`
         port = int(shared.get("port")) if rank or shared.check(["port"]) else 0
         # torch's builds for Windows lack libuv
         options: dict[str, Any] = dict(

@@ -83,7 +83,7 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
     Nothing but a regular file is replaced, and no link is followed.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.part")
+    part, file = path.with_name(f".{path.name}.part"), None
     check_replaceable(path)
     try:
         part.unlink(missing_ok=True)  # left by a killed process; a link is removed, not what it points to
@@ -91,6 +91,10 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if os.fstat(file.fileno()).st_nlink == 0:  # another process has deleted it, to begin its own
+                raise UserError(
+                    f"Another process is writing {path}, too. Wait until it has ended, and try again."
+                )
         os.replace(part, path)
         flush_folder(path.parent)
     except OSError as error:
@@ -99,8 +103,9 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
             f"Could not write {path}: {reason}. Check its folder and the free space on its disk."
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # renamed, or on a file system that is now read-only
-            part.unlink()
+        if file and os.path.lexists(part):  # else it was renamed, or is another process's
+            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
+                part.unlink()
 
 
 def flush_folder(path: Name) -> None:

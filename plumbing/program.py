@@ -129,7 +129,7 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("PYTHON_COLORS", "0")  # from Python 3.13 on: Console would show colors as characters
+    os.environ.setdefault("PYTHON_COLORS", "0")  # from Python 3.13 on: SafeText would show colors as characters
     # the hub's client prints two lines for each request that it repeats; sources.retry says in the end what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
@@ -224,53 +224,52 @@ def fail(message):
     leave(2)
 
 
-# what a terminal obeys: all control characters but tabs and line ends, and those that turn the direction of writing
-CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-
-
-class Console(io.TextIOWrapper):
-    """Stdout or stderr: a terminal shows whatever a model or a file says, and never obeys it.
-
-    Characters that the stream cannot encode are replaced. Failed output is dropped or, if it is the program's product,
-    an error.
-    """
+class Console(io.RawIOBase):
+    """The raw stream under stdout or stderr: failed output is dropped or, if it is the program's product, an error."""
 
     output_is_product = False
 
     def __init__(self, stream, name):
-        buffer = open(stream.fileno(), "wb", closefd=False)
+        self.stream, self.name = stream, name  # kept, because deleting the stream would close the file
+        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+        self.writable, self.fileno, self.isatty = self.raw.writable, self.raw.fileno, self.raw.isatty
+
+    def write(self, data):
+        try:
+            written = self.raw.write(data)
+        except OSError as error:
+            written = None
+            if Console.output_is_product and self.name == "stdout":
+                Console.output_is_product = False  # say so once, and drop what is still buffered
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
+                raise UserError(f"Could not write the output: {error.strerror}.") from None
+        return len(data) if written is None else written  # it is also None if writing would block
+
+
+# what a terminal obeys: all control characters but tabs and line ends, and those that turn the direction of writing
+CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+
+
+class SafeText(io.TextIOWrapper):
+    """The text stream on a Console: whatever a model or a file says is shown by a terminal, and never obeyed."""
+
+    def __init__(self, stream, name):
+        buffer = io.BufferedWriter(Console(stream, name))
         super().__init__(buffer, stream.encoding, "replace", line_buffering=True)
-        self.stream = stream  # deleting it would close the file
         # progress bars return to the start of their line, and go up to the one above
         self.control = re.compile(CONTROL if name == "stdout" else rf"(?!\r|\x1b\[A){CONTROL}")
 
     def write(self, text):
-        self.attempt(super().write, self.control.sub(lambda match: repr(match[0])[1:-1], text))
-        return len(text)
-
-    def flush(self):
-        self.attempt(super().flush)
-
-    def attempt(self, function, *args):
-        try:
-            function(*args)
-        except BlockingIOError:
-            return  # its reader is slow: what is still buffered comes with the next line
-        except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # what comes, and what is buffered, goes there
-            if Console.output_is_product and self is sys.stdout:
-                if isinstance(error, BrokenPipeError):
-                    sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
-                raise UserError(f"Could not write the output: {error.strerror}.") from None
+        return super().write(self.control.sub(lambda match: repr(match[0])[1:-1], text))
 
 
 def protect_console():
-    """Make sys.stdout and sys.stderr a Console each."""
+    """Make sys.stdout and sys.stderr a SafeText each; characters that they cannot encode are replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the program began
             stream = open(os.devnull, "w", encoding="utf-8")
         elif stream is not getattr(sys, f"__{name}__"):  # protected already, or a test captures it
             continue
-        setattr(sys, name, Console(stream, name))
+        setattr(sys, name, SafeText(stream, name))

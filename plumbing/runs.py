@@ -19,7 +19,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing import journal, machine, settings, shards, trainer
 from plumbing.checkpoint import Checkpoint
 from plumbing.distributed import World
-from plumbing.files import FolderLock, atomic_write, free_name, lock_folder, open_regular
+from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, lock_folder, open_regular
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import make_card
@@ -340,6 +340,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         prepare_folder(c, start, {name: value for name, value in fit._asdict().items() if name != "model"})
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         self.log = journal.open_log(self.out_dir, parent, self.start_step)
+        check_replaceable(self.out_dir / "samples.txt")  # a link would be followed
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
         deletable = saved["temporary"] if saved else []
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)

@@ -127,7 +127,8 @@ def list_names(pattern, types):
         wrong = f"{left_out[0]} is not of a type that is read here" if names else f"No file matches {address}"
         if re.match(r"\w[\w+.-]+:/", pattern):
             wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {address}"
-        raise UserError(f"{wrong}. Give {what_is_read(types)}. A data set of the hub is --dataset OWNER/NAME.")
+        advice = "A data set of the hub is for fineweb.py and smoltalk.py: --dataset OWNER/NAME."
+        raise UserError(f"{wrong}. Give {what_is_read(types)}. {advice}")
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out, such as {left_out[0]}.")
     return kept
@@ -279,10 +280,9 @@ def check_name(name: str) -> None:
     """Raise UserError unless `name` can be that of a data set of the hub."""
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if not is_name or os.path.isfile(name) or (file_type(name) and "/" not in name):
-        address = plain_address(name)
         raise UserError(
-            f"{address!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset OWNER/NAME. "
-            f"Your own files are given with --input {address}."
+            f"{plain_address(name)!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset "
+            f"OWNER/NAME. Your own files are given with --input {'FILES' if '://' in name else program.quote(name)}."
         )
 
 

@@ -66,9 +66,10 @@ def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -
     may_be_a_copy: whether a run goes on, which a file of another name may do; else that is a UserError.
     """
     own = describe(config_class)
-    if saved.get("hash", own["hash"]) == own["hash"]:
+    if not saved or saved.get("hash") == own["hash"]:  # without a hash, it is an earlier version's
         return
     copy = f"The run's folder has a copy of what trained it: {saved['copy']}."
+    remedy = f"save it beside {own['name']}" if may_be_a_copy else "give it with --code"
     if saved["name"] != own["name"] and not may_be_a_copy:
         raise UserError(
             f"The model in {source} was trained by {saved['name']}, whose code is not that of {own['name']}. Add "
@@ -76,7 +77,7 @@ def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -
         )
     print(
         f"note: {own['name']} has changed since {source} was trained by {saved['name']}, so the results may differ. "
-        f"{copy} To use that, copy it beside {own['name']} and run it, or name it with --code.",
+        f"{copy} To use that, {remedy}.",
         file=sys.stdout if may_be_a_copy else sys.stderr,  # what sample.py writes to stdout are samples
         flush=True,
     )

@@ -128,3 +128,12 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_then_the_folder_is(tmp_pat
     with patched(os, "fsync", note), atomic_write(tmp_path / "x") as file:
         file.write(b"newer")
     assert flushed == [(5, b"old"), ("folder", b"newer")][: 1 if os.name == "nt" else 2]
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path):
+    with pytest.raises(UserError, match="Another process is writing"):
+        with atomic_write(tmp_path / "x") as first:
+            first.write(b"half")
+            with atomic_write(tmp_path / "x") as second:
+                second.write(b"whole")
+    assert (tmp_path / "x").read_bytes() == b"whole"

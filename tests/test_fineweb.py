@@ -314,7 +314,7 @@ BAD_INPUTS = {
     "--input http://me:secret@host/a.txt?key=secret": "Addresses are not read here & curl -LO http://host/a.txt",
     "--input OWNER/NAME": "--dataset OWNER/NAME",
     "--dataset ./good.jsonl": "--input ./good.jsonl",
-    "--dataset hf://datasets/OWNER/NAME": "--dataset OWNER/NAME",
+    "--dataset hf://datasets/OWNER/NAME": "--dataset OWNER/NAME & --input FILES",
     "--input good.jsonl --config en": "good.jsonl is no data set with splits",
     "--dataset python-docs --split test": "neither configs nor splits",
 }

@@ -78,6 +78,7 @@ def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *args, **options: iter([(stale, 1, 2)]))
     with pytest.raises(UserError, match="Start all ranks within a minute"):
         distributed.setup_distributed("cpu")
+    assert stale.timeout == distributed.TIMEOUT, "torchrun has started rank 0, but its port may come later"
 
 
 def test_ranks_on_gpus_meet_by_nccl_with_our_time_out(monkeypatch):

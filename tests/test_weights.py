@@ -47,6 +47,8 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_m
     assert "train_gpt2.py has changed since" in capsys.readouterr().err
     change_checkpoint(path, lambda content: content["code"].update(name="train_relu2.py"))
     assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
+    change_checkpoint(path, lambda content: content["code"].pop("hash"))  # as earlier versions wrote it
+    assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
 
 
 @pytest.mark.gpt2
