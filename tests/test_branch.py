@@ -224,10 +224,12 @@ def muon_parent(folder):
         # the optimizer, what changes, and what the parameter groups have in step 8
         ("adamw", dict(max_lr=1e-2, schedule="wsd"), {"lr": [1e-2 * 4 / 8.4] * 2}),  # decay over 70% of 12 steps
         ("adamw", dict(weight_decay=0.5, beta1=0.8), {"weight_decay": [0.5, 0.0], "betas": [(0.8, 0.95)] * 2}),
-        ("adamw", dict(total_batch_size=256, grad_clip=0.01), {}),
+        ("adamw", dict(grad_clip=0.01), {}),
+        ("adamw", dict(total_batch_size=256), {}),
         ("adamw", dict(dtype="float16"), {}),
         ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
-        ("muon", dict(muon_momentum=0.9, muon_weight_decay=0.3), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
+        ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
+        ("muon", dict(muon_weight_decay=0.3), {"weight_decay": [0.3] * 4 + [0.1, 0.0]}),
     ],
 )
 def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
