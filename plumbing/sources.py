@@ -200,7 +200,7 @@ def list_saved(folder, split):
         reason = program.first_line(error)
         raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
     if not isinstance(saved, dict):  # a single split, which may be asked for by its name
-        saved = {str(saved.split): saved, "train": saved}
+        saved = {str(saved.split or "train"): saved, "train": saved}
     check_split(folder, split, list(saved))
     return [file["filename"] for file in saved[split].cache_files]
 

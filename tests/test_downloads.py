@@ -304,6 +304,8 @@ def test_a_folder_of_save_to_disk_is_read_by_its_split(tmp_path):
         assert sorted(read(folder)) == sorted(as_bytes(expected))
     with pytest.raises(UserError, match="no split 'dev'. Choose from train, test"):
         make(tmp_path, str(tmp_path / "two"), name="four", split="dev")
+    with pytest.raises(UserError, match="no split 'dev'. Choose from train. "):  # it was saved without a name
+        make(tmp_path, str(tmp_path / "one"), name="four", split="dev")
 
 
 def test_conversations_of_the_hub_and_of_save_to_disk(hub):
