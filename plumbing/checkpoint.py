@@ -243,7 +243,8 @@ def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
             problems.append(f"a {name} of {value!r:.60}")
     if problems:
         raise UserError(
-            f"The saved model has {'; '.join(problems)}. Use it with the file that trained it, or use another model."
+            f"The saved model has {'; '.join(problems)}. Use it with the file that trained it (--code), or use another "
+            "model."
         )
     return config_class(**settings)
 

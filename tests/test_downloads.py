@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -116,7 +117,8 @@ def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_pat
     monkeypatch.setattr(sys, "argv", ["fineweb.py", *args])
     line = refused(fineweb.main, *args)
     assert "several configs. Choose from en, de. For example: " in line
-    assert line.endswith("fineweb.py --dataset OWNER/two --tokenizer bytes --config en")
+    python, script, *rest = shlex.split(line.split("For example: ")[1])
+    assert [python, Path(script).name, *rest] == ["python", "fineweb.py", *args, "--config", "en"]
     cases = {
         "--config fr": "no config 'fr'. Choose from en, de",
         "--config en --split dev": "no split 'dev'. Choose from train.",
