@@ -245,24 +245,34 @@ def draw(points):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    N, D, L = arrays(points)
-    law = fit(N, D, L) if is_enough(points) else None
-    figure, axes = plt.subplots(1, 2 if law else 1, figsize=(11 if law else 5.5, 4.3), layout="constrained", squeeze=False)
-    left, right = axes[0, 0], axes[0, -1]  # without a law the losses alone
-    line = np.geomspace(min(map(tokens, GRID)), max(map(tokens, GRID)), 50)
-    for size, color in COLORS.items():
-        own = N == parameters(size)
-        if own.any():
-            left.plot(D[own] / 1e6, L[own], "o", color=color, markersize=4, label=f"{size}, N = {parameters(size) / 1e6:.2f}M")
-            if law:
-                left.plot(line / 1e6, loss(law, parameters(size), line), color=color, linewidth=1)
-                right.plot(D[own] / 1e6, L[own] - loss(law, N[own], D[own]), "o", color=color, markersize=4)
-    if law:
-        right.axhline(0, color="#999999", linewidth=1)
-        right.set(ylabel="loss minus fit")
+    copying = [point for point in points if point[0] in COPYING]
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained", width_ratios=[1.5, 1, 1])
+    left, *right = axes
+    line = np.geomspace(tokens("2M"), tokens("48M"), 50)
+    for some, ax, title in zip((points, copying), right, ("all five sizes", "the three that copy early")):
+        N, D, L = arrays(some)
+        law = fit(N, D, L) if is_enough(some) else None
+        ax.axhline(0, color="#999999", linewidth=1)
+        ax.set(title=f"residuals: {title}", ylim=(-0.055, 0.055))
+        for size, color in COLORS.items():
+            own = N == parameters(size)
+            if some is points:
+                left.plot(D[own] / 1e6, L[own], "o", color=color, markersize=4, label=f"{size}, N = {parameters(size) / 1e6:.2f}M")
+            if law and own.any():
+                ax.plot(D[own] / 1e6, L[own] - loss(law, N[own], D[own]), "o", color=color, markersize=4)
+                if (some is copying) == (size in COPYING):
+                    left.plot(line / 1e6, loss(law, parameters(size), line), color=color, linewidth=1)
+    size, color = PREDICTED[0].split("-")[0], COLORS[PREDICTED[0].split("-")[0]]
+    if (said := HERE / "prediction.txt").exists():
+        value, low, high = (float(x.strip("[],")) for x in said.read_text().split("\n")[0].split()[2:5])
+        bars = [[value - low], [high - value]]
+        left.errorbar(tokens("48M") / 1e6, value, yerr=bars, color=color, capsize=3, linewidth=1, label="predicted")
+    if (measured := kept_val(*PREDICTED)) is not None:
+        left.plot(tokens("48M") / 1e6, measured, "*", color=color, markersize=9, label="measured afterwards")
     left.set(ylabel="validation loss (nats per byte)")
-    for ax in axes[0]:
-        ax.set(xlabel="training tokens (millions)", xscale="log", xticks=[2, 4, 8, 16, 32], xticklabels=[2, 4, 8, 16, 32])
+    for ax in axes:
+        ticks = [2, 4, 8, 16, 32] + [48] * (ax is left)
+        ax.set(xlabel="training tokens (millions)", xscale="log", xticks=ticks, xticklabels=ticks)
         ax.minorticks_off()
         ax.grid(alpha=0.25)
     left.legend(frameon=False, fontsize=9)
