@@ -6,8 +6,8 @@
 N has no embeddings: 12 L d^2, the blocks' matrices. This was declared before the first fit. With embeddings (wte, tied
 to the output, and wpe) it is fitted as well, to be compared.
 
-The fit takes the mean of the seeds where there are two. For given a and b the law is linear in E, A and B, so these follow from least squares, and only a and b are searched:
-on a grid, which is then narrowed five times around the best cell.
+The fit takes the mean of the seeds where there are two. For given a and b the law is linear in E, A and B, so these follow
+from least squares, and only a and b are searched: on a grid, which is then narrowed five times around the best cell.
 """
 
 import argparse
