@@ -12,7 +12,7 @@ import pytest
 import smoltalk
 import tokenizer
 import train_gpt2
-from plumbing import shards, sources
+from plumbing import sources
 from plumbing.program import UserError
 from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
@@ -229,12 +229,10 @@ def test_tables_of_conversations_are_read_too_and_what_is_no_conversation_of_the
         prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),)))
 
 
-def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
+def test_all_of_a_corpus_is_sampled_for_validation(tmp_path):
     """It may be ordered by source, and the first shard would be of the first one."""
     options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
-    found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
-    writer = shards.ShardWriter(str(tmp_path / "out"), shards.Meta(complete=False, made_from={"sources": []}), ENC)
-    writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
+    prepare(options)
     files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
     lengths = read_meta(options.out_dir)["shards"]
     assert lengths == {path.name: len(np.load(path)) for path in files} and len(files) > 3
