@@ -133,7 +133,7 @@ def test_mistakes_are_one_line(tmp_path):
         "There is no model.py in": ["train", "--peer", tmp_path],
         "quickstart": ["train", "--settings", "preset=quickstar"],
         "There is no flag called --plain": ["train", "--variants", "plain_atention=True"],
-        "is not a multiple of 48": ["train", "--settings", "batch_size=3,sequence_length=16"],
+        "Only 2 of 3 sequences fit in memory and divide a step": ["train", "--settings", f"{TINY},batch_size=3"],
         "there is no 'trian'. Did you mean train?": ["trian"],
     }
     for part, args in mistakes.items():
