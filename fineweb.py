@@ -341,7 +341,7 @@ def write_shard(writer, enc, tokens, end, sample):
     if writer.validation_file:
         writer.write(writer.validation_file, sample.tokens())
     if len(tokens):
-        file = writer.next_name()
+        file = shards.shard_name(writer.prefix, len(meta.shards))
         writer.write(file, tokens)
         meta.documents += writer.count_documents(tokens)
         if end:

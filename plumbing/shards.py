@@ -304,7 +304,9 @@ def plan(
     found = None
     if options.input:
         found = sources.find(options, types)
-        default = sources.folder_name(options.input[0], found.sources)
+        default = os.path.basename(found.sources[0].name).lstrip(".").split(".")[0]  # of books.jsonl.gz: books
+        if os.path.isdir(options.input[0]):
+            default = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = options.out_dir or default or os.path.basename(options.dataset)
     found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
     meta = Meta(found.dataset, complete=False)
@@ -444,9 +446,6 @@ class ShardWriter:
 
     def path(self, file):
         return os.path.join(self.folder, file)
-
-    def next_name(self):
-        return shard_name(self.prefix, len(self.meta.shards))
 
     def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Write a shard, and before it its mask: without one, every token would count as a target."""

@@ -151,13 +151,6 @@ def local_source(name):
     return Source(name, size, digest, path=name)
 
 
-def folder_name(pattern: str, found: Sequence[Source]) -> str:
-    """The default folder of the shards: "texts" -> "texts_shards", "texts/*.jsonl.gz" -> "books" by its first file."""
-    if os.path.isdir(pattern):
-        return os.path.basename(os.path.abspath(pattern)) + "_shards"
-    return os.path.basename(found[0].name).lstrip(".").split(".")[0]
-
-
 # ----- Data sets on this machine: a clone of one of the hub's, or a folder of save_to_disk --------------
 
 
