@@ -191,16 +191,16 @@ def list_saved(folder, split):
         raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
     if not isinstance(saved, dict):  # a single split, which may be asked for by its name
         saved = {str(saved.split or "train"): saved, "train": saved}
-    check_split(folder, split, list(saved))
+    check_choice(folder, "split", split, list(saved))
     return [file["filename"] for file in saved[split].cache_files]
 
 
-def check_split(name, split, splits):
-    if split not in splits:
-        known = ", ".join(splits) or "none"
-        raise UserError(
-            f"{name} has no split {split!r}. Choose from {known}. {example('--split', next(iter(splits), split))}"
-        )
+def check_choice(dataset, noun, value, known):
+    """Raise UserError unless `value` is one of the `known` configs or splits."""
+    if value not in known:
+        wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
+        first = example(f"--{noun}", next(iter(known), value))
+        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known) or 'none'}. {first}")
 
 
 # ----- Which files a split has --------------------------------------------------------------------------
@@ -227,16 +227,12 @@ def choose_files(
             builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them
             raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
-        if not is_known:
-            wrong = f"no config {config!r}" if config else "several configs"
-            raise UserError(
-                f"{dataset} has {wrong}. Choose from {', '.join(known)}. {example('--config', known[0])}"
-            )
+        check_choice(dataset, "config", chosen, known)
         found = builder.config.data_files or {}
         by_split = {
             str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
         }
-    check_split(dataset, split, list(by_split))
+    check_choice(dataset, "split", split, list(by_split))
     if not all(map(file_type, by_split[split])) or not by_split[split]:
         raise nothing_is_read(dataset, names)
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
