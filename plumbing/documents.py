@@ -73,15 +73,14 @@ def explain_errors(name):
 
 
 def read_texts(source, text_column):
-    """The text of each row of a table, or of each object of JSON, in these columns."""
+    """The text of each row of a table, or of each object of JSON, in these columns, such as "title,doc.text"."""
+    columns = text_column.split(",")
     if file_type(source.name) == ".jsonl":
         for number, place, record in read_records(source.path, source.name):
-            columns = split_columns(text_column, record)
             check_columns(place, record, columns, record, number)
             yield join(record, columns)
         return
     with open_rows(source) as (fields, read_columns):
-        columns = split_columns(text_column, fields)
         if not all(isinstance(find(fields, column), str) for column in columns):
             check_columns(source.name, fields, columns, next(read_columns(text_columns(fields)), {}))
         for row in read_columns(columns):
@@ -143,11 +142,6 @@ def shape_of(kind):
     if str(kind).startswith("struct<"):
         return {field.name: shape_of(field.type) for field in kind}
     return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
-
-
-def split_columns(text_column, fields):
-    """The columns of "title,doc.text", unless one is called so itself: ["title", "doc.text"]."""
-    return [text_column] if text_column in fields else text_column.split(",")
 
 
 def find(row, column):
