@@ -326,10 +326,7 @@ def continue_meta(folder, meta):
                 f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
             )
         return meta
-    was, now = settings_of(old), settings_of(meta)
-    pairs = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
-    pairs += [("the input (name, bytes, hash)", *pair) for pair in pairs_of_files(old, meta)]
-    for key, before, after in pairs:
+    for key, before, after in pairs_of(old, meta):
         if before != after:
             raise UserError(
                 f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
@@ -338,23 +335,21 @@ def continue_meta(folder, meta):
     return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
 
 
-def settings_of(meta):
-    """What was asked for, but for the files."""
-    settings = {key: value for key, value in meta.made_from.items() if key != "sources" and value != ""}
-    return {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | settings
-
-
-def pairs_of_files(old, new):
-    """What must be the same of each file then and now: while there is more to read, the last one may be mended."""
+def pairs_of(old, new):
+    """(its name, then, now) of all that must be the same; while there is more to read, the last file may be mended."""
+    was, now = ({"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from for meta in (old, new))
+    for key in was | now:
+        if key != "sources":
+            yield key, was.get(key, ""), now.get(key, "")
     num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=-1)
-    files = (meta.made_from["sources"] for meta in (old, new))
-    for number, (was, now) in enumerate(itertools.zip_longest(*files, fillvalue=["", 0, ""])):
+    files = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["", 0, ""])
+    for number, (before, after) in enumerate(files):
         if number > num_read:
-            was, now = was[:1], now[:1]
-        elif number == num_read and was[1] != now[1]:
+            before, after = before[:1], after[:1]
+        elif number == num_read and before[1] != after[1]:
             # behind its start, as nothing else is known of its contents
-            was, now = ([name, digest[:8]] for name, _, digest in (was, now))
-        yield was, now
+            before, after = ([name, digest[:8]] for name, _, digest in (before, after))
+        yield "the input (name, bytes, hash)", before, after
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
