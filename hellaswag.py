@@ -40,15 +40,8 @@ class Options:
     code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
 
 
-def parse_args(args=None):
-    """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = flags.parse(Options, args)
-    flags.check(options)
-    return options
-
-
 if __name__ == "__main__":
-    program.run(parse_args)  # before importing torch, which takes seconds
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import numpy as np
 import torch
@@ -330,7 +323,8 @@ CONVENTIONS = [
 
 def main(args=None):
     """Score the model in both conventions; the last line is build-nanogpt's."""
-    options = parse_args(args)
+    options = flags.parse(Options, args)
+    flags.check(options)
     if options.predictions:
         check_new_output(options.predictions)
     device = choose_device(options.device)
