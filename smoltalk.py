@@ -178,8 +178,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
         if re.fullmatch(pattern, file):
             os.remove(writer.path(file))
     conversations = read_conversations(sources.Downloads(found, os.path.join(writer.folder, ".download")))
-    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
-    meta.targets, meta.conversations = 0, counts
+    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0, "targets": 0}
     pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
 
     def render():
@@ -188,7 +187,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
-            meta.targets += sum(mask[:stop])
+            counts["targets"] += sum(mask[:stop])
             if stop:
                 yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
@@ -222,8 +221,8 @@ def make_shards(writer, found, enc, shard_size, max_length):
     write(0, sample)
     meta.shards = dict(sorted(meta.shards.items(), key=lambda shard: shard[0][-10:]))  # by their numbers
     writer.finish("conversation")
-    read, cut, left_out = counts.values()
-    print(f"{meta.targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
+    read, cut, left_out, targets = counts.values()
+    print(f"{targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
     print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
 
 

@@ -254,8 +254,6 @@ class Meta:
     ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
     validation_every: int = 0  # the ValidationSample of fineweb.py
-    targets: int = 0  # tokens that a mask marks
-    conversations: dict[str, int] = field(default_factory=dict)  # how many were read, cut and left out
 
     def lengths(self, split: str) -> list[int]:
         return [length for name, length in self.shards.items() if split_of(name) == split]
