@@ -66,10 +66,7 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 
 def read_examples(path, limit=0):
-    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded.
-
-    Raises UserError naming the line that is wrong.
-    """
+    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
     if not os.path.exists(path):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
@@ -245,11 +242,8 @@ def row_length(row):
 
 
 def can_pack(model, row, n_vocab):
-    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones.
-
-    Compares the scores of one example, `row`, in float32.
-    """
-    context, endings = row
+    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones."""
+    context, endings = row  # the example whose scores are compared, in float32
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False), exact_matmuls():
         rows = [(context, [ending]) for ending in endings]

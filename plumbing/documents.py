@@ -200,10 +200,7 @@ def check_columns(place, fields, columns, row, number=0):
 
 
 def read_records(path, name=None, kinds=(dict,)):
-    """Yield (number, place, record) for each line of a file of JSON lines, or entry of a .json file with an array.
-
-    `place` names it in messages; blank lines are skipped.
-    """
+    """Yield (number, its place in words, record) for each line with JSON, or entry of a .json file with an array."""
     name = name or path
     with explain_errors(name), open_text(path) as file:
         start = file.read(BLOCK_CHARS)

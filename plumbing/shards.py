@@ -184,10 +184,7 @@ def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: 
 
 
 def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
-    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks.
-
-    There must also be as many tokens to train on as a step takes.
-    """
+    """UserError unless the shards are those in meta.json, enough for a step, with ids of `enc` and valid masks."""
     check_size(folder, "train", train_loader.T, num_windows=train_loader.num_windows, at_least=step_tokens)
     shards = train_loader.shards + val_loader.shards
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
