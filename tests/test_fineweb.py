@@ -307,7 +307,7 @@ BAD_INPUTS = {
     "--dataset python-docs --out-dir taken": "input & python-docs",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99, the shards there are",
-    "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
+    "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "--dataset python-doc": "Did you mean python-docs?",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
