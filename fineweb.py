@@ -4,7 +4,7 @@
     python fineweb.py --pretokenized 10      1B of them, ready-made
     python fineweb.py --dataset python-docs --tokenizer bytes  offline
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
-    python fineweb.py books/*.txt --out-dir books
+    python fineweb.py --input books/*.txt --out-dir books
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
 as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
@@ -18,7 +18,6 @@ whenever it was killed and on any number of cores. A data set of the hub stays a
 at first.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -33,7 +32,7 @@ class Options:
     split: str = "train"  # which of its splits
     revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
     # your own files, folders or globs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz or
-    # .zst; a clone of a data set, or a folder of save_to_disk; words before the first flag are inputs, too
+    # .zst; a clone of a data set, or a folder of save_to_disk
     input: tuple[str, ...] = ()
     # the column or key of the text: title,body joins two by a blank line, doc.text is the text in an object doc
     text_column: str = "text"
@@ -51,18 +50,8 @@ class Options:
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed
 
 
-def parse(args=None):
-    """The Options of a command line; the words before all flags are --input."""
-    words = list(sys.argv[1:] if args is None else args)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--input")
-    # what a word after the flags may be meant as
-    inputs = {f"--input {word}": word for word in words if not word.startswith("-")}
-    return flags.parse(Options, words, synonyms=inputs)
-
-
 if __name__ == "__main__":
-    program.run(parse)  # --help and a mistyped flag need not wait for the imports
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import collections
 import contextlib
@@ -70,6 +59,7 @@ import itertools
 import math
 import os
 import shutil
+import sys
 import threading
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -341,7 +331,7 @@ def write_shard(writer, enc, tokens, end, sample):
     if writer.validation_file:
         writer.write(writer.validation_file, sample.tokens())
     if len(tokens):
-        file = writer.next_name()
+        file = shards.shard_name(writer.prefix, len(meta.shards))
         writer.write(file, tokens)
         meta.documents += writer.count_documents(tokens)
         if end:
@@ -397,7 +387,7 @@ def fetch_pretokenized(options):
 
 def main(args=None):
     """Make shards of documents, and print the command that trains on them."""
-    folder = prepare(parse(args))
+    folder = prepare(flags.parse(Options, args))
     meta = shards.read_meta(folder)
     command = training_command(folder, meta.lengths("train"), meta.lengths("val"))
     if command:

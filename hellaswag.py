@@ -40,15 +40,8 @@ class Options:
     code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
 
 
-def parse_args(args=None):
-    """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = flags.parse(Options, args)
-    flags.check(options)
-    return options
-
-
 if __name__ == "__main__":
-    program.run(parse_args)  # before importing torch, which takes seconds
+    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import numpy as np
 import torch
@@ -73,10 +66,7 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 
 
 def read_examples(path, limit=0):
-    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded.
-
-    Raises UserError naming the line that is wrong.
-    """
+    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
     if not os.path.exists(path):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
@@ -252,11 +242,8 @@ def row_length(row):
 
 
 def can_pack(model, row, n_vocab):
-    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones.
-
-    Compares the scores of one example, `row`, in float32.
-    """
-    context, endings = row
+    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones."""
+    context, endings = row  # the example whose scores are compared, in float32
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False), exact_matmuls():
         rows = [(context, [ending]) for ending in endings]
@@ -330,7 +317,8 @@ CONVENTIONS = [
 
 def main(args=None):
     """Score the model in both conventions; the last line is build-nanogpt's."""
-    options = parse_args(args)
+    options = flags.parse(Options, args)
+    flags.check(options)
     if options.predictions:
         check_new_output(options.predictions)
     device = choose_device(options.device)

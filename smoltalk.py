@@ -178,8 +178,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
         if re.fullmatch(pattern, file):
             os.remove(writer.path(file))
     conversations = read_conversations(sources.Downloads(found, os.path.join(writer.folder, ".download")))
-    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0}
-    meta.targets, meta.conversations = 0, counts
+    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0, "targets": 0}
     pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
 
     def render():
@@ -188,7 +187,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
-            meta.targets += sum(mask[:stop])
+            counts["targets"] += sum(mask[:stop])
             if stop:
                 yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
 
@@ -201,34 +200,29 @@ def make_shards(writer, found, enc, shard_size, max_length):
         writer.write(shards.shard_name(writer.prefix, number), tokens, mask.astype(np.uint8))
         meta.documents += writer.count_documents(tokens)
 
-    # the first shard is for validation; but a data set of the hub may be ordered by source, so there it is a sample
+    # every tenth block is for validation, fewer of a large corpus, which may be ordered by source
+    every = max(10, math.ceil(sum(source.size for source in found) / shard_size))
     blocks, sample, per_shard = [], [], max(1, shard_size // max_length)
-    every = max(10, math.ceil(sum(source.size for source in found) / shard_size)) if found[0].repo else 0
-    number = 1 if every else 0
     for i, block in enumerate(pack(render(), max_length, pad)):
-        # a full shard is written only once another block follows, so that there is something left to train on
+        if i % every == 0 and len(sample) < per_shard:
+            sample.append(block)
+            continue
         if len(blocks) == per_shard:
-            write(number, blocks)
-            number, blocks = number + 1, []
-        is_sampled = every and i % every == 0 and len(sample) < per_shard
-        (sample if is_sampled else blocks).append(block)
-    num_blocks = len(sample) + len(blocks)
-    if not meta.shards and num_blocks < 2:
+            write(len(meta.shards) + 1, blocks)
+            blocks = []
+        blocks.append(block)
+    if not blocks:
         raise UserError(
             f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-            f"{num_blocks} of the two blocks of {max_length} tokens needed. Add conversations, or lower --max-length; "
+            f"{len(sample)} of the two blocks of {max_length} tokens needed. Add conversations, or lower --max-length; "
             "raise it if the answers do not fit."
         )
-    if not meta.shards and not sample:  # a corpus smaller than a shard: every tenth block is for validation
-        sample = blocks[::10]
-        del blocks[::10]
-    if sample:
-        write(0, sample)
-    write(max(number, 1), blocks)
+    write(len(meta.shards) + 1, blocks)
+    write(0, sample)
     meta.shards = dict(sorted(meta.shards.items(), key=lambda shard: shard[0][-10:]))  # by their numbers
     writer.finish("conversation")
-    read, cut, left_out = counts.values()
-    print(f"{meta.targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
+    read, cut, left_out, targets = counts.values()
+    print(f"{targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
     print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
 
 

@@ -52,12 +52,6 @@ def configure(options, changes="", defaults=""):
     if config.compile is None:
         config.compile = cuda
     check_config(config, World(device=options.device), train_gpt2.complaints(config))
-    micro_batch = config.batch_size * config.sequence_length
-    if config.total_batch_size % micro_batch:
-        raise UserError(
-            f"total_batch_size {config.total_batch_size} is not a multiple of {micro_batch}, which is batch_size x "
-            "sequence_length. Change one of the three in --settings or --variants."
-        )
     return config
 
 
@@ -140,8 +134,8 @@ class Ours(Side):
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
         if fit.B < config.batch_size:
             raise UserError(
-                f"Only {fit.B} of {config.batch_size} sequences fit in memory. Lower batch_size in --settings or "
-                "--variants."
+                f"Only {fit.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
+                "sequence_length or total_batch_size in --settings or --variants."
             )
         self.optimizers = configure_optimizers(self.raw_model, config)
         self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)

@@ -73,15 +73,14 @@ def explain_errors(name):
 
 
 def read_texts(source, text_column):
-    """The text of each row of a table, or of each object of JSON, in these columns."""
+    """The text of each row of a table, or of each object of JSON, in these columns, such as "title,doc.text"."""
+    columns = text_column.split(",")
     if file_type(source.name) == ".jsonl":
         for number, place, record in read_records(source.path, source.name):
-            columns = split_columns(text_column, record)
             check_columns(place, record, columns, record, number)
             yield join(record, columns)
         return
     with open_rows(source) as (fields, read_columns):
-        columns = split_columns(text_column, fields)
         if not all(isinstance(find(fields, column), str) for column in columns):
             check_columns(source.name, fields, columns, next(read_columns(text_columns(fields)), {}))
         for row in read_columns(columns):
@@ -145,11 +144,6 @@ def shape_of(kind):
     return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
 
 
-def split_columns(text_column, fields):
-    """The columns of "title,doc.text", unless one is called so itself: ["title", "doc.text"]."""
-    return [text_column] if text_column in fields else text_column.split(",")
-
-
 def find(row, column):
     """What is in a row under the name of a column, or under text in its object doc for "doc.text"; None if nothing."""
     if column in row:
@@ -206,10 +200,7 @@ def check_columns(place, fields, columns, row, number=0):
 
 
 def read_records(path, name=None, kinds=(dict,)):
-    """Yield (number, place, record) for each line of a file of JSON lines, or entry of a .json file with an array.
-
-    `place` names it in messages; blank lines are skipped.
-    """
+    """Yield (number, its place in words, record) for each line with JSON, or entry of a .json file with an array."""
     name = name or path
     with explain_errors(name), open_text(path) as file:
         start = file.read(BLOCK_CHARS)

@@ -210,6 +210,8 @@ def explain(unknown, actions, synonyms, presets):
             for flag in mistakes
         )
     word = unknown[0]
+    if "input" in meanings:
+        meanings[word] = f"--input {word}"
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
     has_positional = any(not action.option_strings for action in actions)

@@ -130,8 +130,10 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("PYTHON_COLORS", "0")  # from Python 3.13 on: SafeText would show colors as characters
-    # the hub's client prints two lines for each request that it repeats; sources.retry says in the end what failed
+    # the hub's client prints two lines for each request that it repeats, and tries a download that hangs six times:
+    # sources.retry says within a minute what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")  # seconds
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
     protect_console()
     Console.output_is_product = output_is_product

@@ -184,10 +184,7 @@ def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: 
 
 
 def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
-    """Raise UserError unless the loaders' shards are those in meta.json, with ids of `enc` and valid masks.
-
-    There must also be as many tokens to train on as a step takes.
-    """
+    """UserError unless the shards are those in meta.json, enough for a step, with ids of `enc` and valid masks."""
     check_size(folder, "train", train_loader.T, num_windows=train_loader.num_windows, at_least=step_tokens)
     shards = train_loader.shards + val_loader.shards
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
@@ -254,8 +251,6 @@ class Meta:
     ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
     validation_every: int = 0  # the ValidationSample of fineweb.py
-    targets: int = 0  # tokens that a mask marks
-    conversations: dict[str, int] = field(default_factory=dict)  # how many were read, cut and left out
 
     def lengths(self, split: str) -> list[int]:
         return [length for name, length in self.shards.items() if split_of(name) == split]
@@ -304,7 +299,9 @@ def plan(
     found = None
     if options.input:
         found = sources.find(options, types)
-        default = sources.folder_name(options.input[0], found.sources)
+        default = os.path.basename(found.sources[0].name).lstrip(".").split(".")[0]  # of books.jsonl.gz: books
+        if os.path.isdir(options.input[0]):
+            default = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
     folder = options.out_dir or default or os.path.basename(options.dataset)
     found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
     meta = Meta(found.dataset, complete=False)
@@ -324,10 +321,7 @@ def continue_meta(folder, meta):
                 f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
             )
         return meta
-    was, now = settings_of(old), settings_of(meta)
-    pairs = [(key, was.get(key, ""), now.get(key, "")) for key in was | now]
-    pairs += [("the input (name, bytes, hash)", *pair) for pair in pairs_of_files(old, meta)]
-    for key, before, after in pairs:
+    for key, before, after in pairs_of(old, meta):
         if before != after:
             raise UserError(
                 f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
@@ -336,23 +330,21 @@ def continue_meta(folder, meta):
     return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
 
 
-def settings_of(meta):
-    """What was asked for, but for the files."""
-    settings = {key: value for key, value in meta.made_from.items() if key != "sources" and value != ""}
-    return {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | settings
-
-
-def pairs_of_files(old, new):
-    """What must be the same of each file then and now: while there is more to read, the last one may be mended."""
+def pairs_of(old, new):
+    """(its name, then, now) of all that must be the same; while there is more to read, the last file may be mended."""
+    was, now = ({"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from for meta in (old, new))
+    for key in was | now:
+        if key != "sources":
+            yield key, was.get(key, ""), now.get(key, "")
     num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=-1)
-    files = (meta.made_from["sources"] for meta in (old, new))
-    for number, (was, now) in enumerate(itertools.zip_longest(*files, fillvalue=["", 0, ""])):
+    files = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["", 0, ""])
+    for number, (before, after) in enumerate(files):
         if number > num_read:
-            was, now = was[:1], now[:1]
-        elif number == num_read and was[1] != now[1]:
+            before, after = before[:1], after[:1]
+        elif number == num_read and before[1] != after[1]:
             # behind its start, as nothing else is known of its contents
-            was, now = ([name, digest[:8]] for name, _, digest in (was, now))
-        yield was, now
+            before, after = ([name, digest[:8]] for name, _, digest in (before, after))
+        yield "the input (name, bytes, hash)", before, after
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -444,9 +436,6 @@ class ShardWriter:
 
     def path(self, file):
         return os.path.join(self.folder, file)
-
-    def next_name(self):
-        return shard_name(self.prefix, len(self.meta.shards))
 
     def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Write a shard, and before it its mask: without one, every token would count as a target."""

@@ -147,18 +147,8 @@ def local_source(name):
         contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
     if start.startswith(b"version https://git-lfs.github.com/spec/"):
         raise UserError(f"{name} only says where Git LFS keeps the file. Fetch it: git lfs pull, in that clone.")
-    return Source(name, size, digest=short_hash(start) + short_hash(contents), path=name)
-
-
-def short_hash(content):
-    return hashlib.sha256(content).hexdigest()[:8]
-
-
-def folder_name(pattern: str, found: Sequence[Source]) -> str:
-    """The default folder of the shards: "texts" -> "texts_shards", "texts/*.jsonl.gz" -> "books" by its first file."""
-    if os.path.isdir(pattern):
-        return os.path.basename(os.path.abspath(pattern)) + "_shards"
-    return os.path.basename(found[0].name).lstrip(".").split(".")[0]
+    digest = "".join(hashlib.sha256(part).hexdigest()[:8] for part in (start, contents))
+    return Source(name, size, digest, path=name)
 
 
 # ----- Data sets on this machine: a clone of one of the hub's, or a folder of save_to_disk --------------
@@ -201,16 +191,16 @@ def list_saved(folder, split):
         raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
     if not isinstance(saved, dict):  # a single split, which may be asked for by its name
         saved = {str(saved.split or "train"): saved, "train": saved}
-    check_split(folder, split, list(saved))
+    check_choice(folder, "split", split, list(saved))
     return [file["filename"] for file in saved[split].cache_files]
 
 
-def check_split(name, split, splits):
-    if split not in splits:
-        known = ", ".join(splits) or "none"
-        raise UserError(
-            f"{name} has no split {split!r}. Choose from {known}. {example('--split', next(iter(splits), split))}"
-        )
+def check_choice(dataset, noun, value, known):
+    """Raise UserError unless `value` is one of the `known` configs or splits."""
+    if value not in known:
+        wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
+        first = example(f"--{noun}", next(iter(known), value))
+        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known) or 'none'}. {first}")
 
 
 # ----- Which files a split has --------------------------------------------------------------------------
@@ -237,16 +227,12 @@ def choose_files(
             builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them
             raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
-        if not is_known:
-            wrong = f"no config {config!r}" if config else "several configs"
-            raise UserError(
-                f"{dataset} has {wrong}. Choose from {', '.join(known)}. {example('--config', known[0])}"
-            )
+        check_choice(dataset, "config", chosen, known)
         found = builder.config.data_files or {}
         by_split = {
             str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
         }
-    check_split(dataset, split, list(by_split))
+    check_choice(dataset, "split", split, list(by_split))
     if not all(map(file_type, by_split[split])) or not by_split[split]:
         raise nothing_is_read(dataset, names)
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
@@ -266,14 +252,6 @@ def nothing_is_read(dataset, names, reason=""):
 
 
 # ----- The hub ------------------------------------------------------------------------------------------
-
-
-def hub_client() -> Any:
-    """The hub's client, with a time-out after which a download that hangs, tried six times, ends within a minute."""
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")
-    import huggingface_hub  # slow to import
-
-    return huggingface_hub
 
 
 def check_name(name: str) -> None:
@@ -296,9 +274,10 @@ def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
     dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
     check_name(dataset)
-    client = hub_client()
-    list_files = list_cache if client.is_offline_mode() else list_hub
-    name, commit, files = list_files(client, dataset, revision, folder)
+    import huggingface_hub  # slow to import
+
+    list_files = list_cache if huggingface_hub.is_offline_mode() else list_hub
+    name, commit, files = list_files(huggingface_hub, dataset, revision, folder)
     card = converted_card(files) if revision == CONVERTED else ""
     if "README.md" in files:
         with tempfile.TemporaryDirectory() as temporary:
@@ -425,14 +404,11 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
             time.sleep(RETRY_SECONDS)
 
 
-def is_whole(path, size, digest):
-    """Whether a file has this size and this digest, sha256 or git's sha1, where they are known."""
-    found = os.path.getsize(path) if os.path.isfile(path) else None
-    if found is None or size not in (0, found):
-        return False
-    if len(digest) not in (40, 64):
-        return True
-    begun = hashlib.sha1(b"blob %d\0" % found) if len(digest) == 40 else hashlib.sha256()
+def is_whole(path, digest):
+    """Whether a file is there and has this digest, sha256 or git's sha1, if it is known."""
+    if not os.path.isfile(path) or len(digest) not in (40, 64):
+        return os.path.isfile(path)
+    begun = hashlib.sha1(b"blob %d\0" % os.path.getsize(path)) if len(digest) == 40 else hashlib.sha256()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: begun).hexdigest() == digest
 
@@ -441,18 +417,19 @@ def fetch(source: Source, folder: str) -> str:
     """The path of a source's file: one of this machine, of the user's cache of the hub, or fetched into `folder`."""
     if source.path or not source.repo:
         return source.path
-    huggingface_hub = hub_client()
+    import huggingface_hub
+
     place: Any = dict(repo_id=source.repo, filename=source.name, repo_type="dataset", revision=source.commit)
     cached: Any = huggingface_hub.try_to_load_from_cache(**place)
     for path in (cached, os.path.join(folder, source.name)):
-        if isinstance(path, str) and is_whole(path, source.size, source.digest):
+        if isinstance(path, str) and is_whole(path, source.digest):
             return path
 
     def load():
         # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=TIMEOUT)
         path = huggingface_hub.hf_hub_download(**place, local_dir=folder)
-        if not is_whole(path, source.size, source.digest):
+        if not is_whole(path, source.digest):
             os.remove(path)
             raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
         return path
@@ -498,7 +475,7 @@ def download(url: str, path: str, digest: str, advice: str) -> None:
             with atomic_write(path) as file:
                 shutil.copyfileobj(response, file)
                 file.flush()
-                if not is_whole(file.name, 0, digest):
+                if not is_whole(file.name, digest):
                     raise ConnectionError(f"the {file.tell():,} bytes that came are not those of the file")
 
     retry(url, advice, attempt)

@@ -12,7 +12,7 @@ from bench.__main__ import Options, main
 from plumbing import documents
 from plumbing.huggingface import transposed
 
-from harness import flags, refused, status_of
+from harness import examples_file, flags, refused, status_of
 
 SHAPE = "n_layer=1,n_head=2,n_embd=32"
 TINY = f"{SHAPE},dtype=float32,vocab_size=320,batch_size=2,sequence_length=16,total_batch_size=64"
@@ -35,11 +35,8 @@ def measure(tmp_path, monkeypatch):
     """A call of `python -m bench WHAT --json`, on a CPU, that returns the numbers; tmp_path is a peer's folder."""
     monkeypatch.setattr("bench.measure.ROWS_ON_CPU", 48)  # the peak itself is of no interest here
     (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
-    example = {"activity_label": "a", "endings": ["goes.", "stays on.", "sits.", "is"], "label": 1}
-    lines = [json.dumps(example | {"ctx": f"A man {i}."}) for i in range(12)]
-    (tmp_path / "h.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    file = tmp_path / "numbers.json"
-    common = dict(settings=TINY, device="cpu", rounds=1, json=file, tokenizer="bytes", hellaswag=tmp_path / "h.jsonl")
+    examples, file = examples_file(tmp_path, [f"A man stands {i}" for i in range(12)]), tmp_path / "numbers.json"
+    common = dict(settings=TINY, device="cpu", rounds=1, json=file, tokenizer="bytes", hellaswag=examples)
 
     def call(what, *args, **options):
         file.unlink(missing_ok=True)
@@ -133,7 +130,7 @@ def test_mistakes_are_one_line(tmp_path):
         "There is no model.py in": ["train", "--peer", tmp_path],
         "quickstart": ["train", "--settings", "preset=quickstar"],
         "There is no flag called --plain": ["train", "--variants", "plain_atention=True"],
-        "is not a multiple of 48": ["train", "--settings", "batch_size=3,sequence_length=16"],
+        "Only 2 of 3 sequences fit in memory and divide a step": ["train", "--settings", f"{TINY},batch_size=3"],
         "there is no 'trian'. Did you mean train?": ["trian"],
     }
     for part, args in mistakes.items():

@@ -323,7 +323,7 @@ def test_conversations_of_the_hub_and_of_save_to_disk(hub):
     Dataset.from_dict({"messages": chats[:100]}).save_to_disk("saved")
     smoltalk.main(["--input", "saved", "--max-length", "64", *BYTES])
     for folder in ("chats", "saved_shards"):
-        assert read_meta(folder)["conversations"]["read"] == 100
+        assert read_meta(folder)["documents"] == 100
 
 
 def test_fineweb_edu_comes_file_by_file_from_the_hub(hub):

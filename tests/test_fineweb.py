@@ -268,7 +268,6 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 def test_the_quick_start_takes_the_shards_that_are_there(tmp_path):
     """Made with another tokenizer, by another Python."""
     folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", random_texts(9)), name="python_docs")
@@ -284,6 +283,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     assert "need 0.4 GB" in line and "has 0.1 GB free" in line
 
 
+# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
     "--input p.parquet": "p.parquet has no text under 'text'. Choose text with --text-column: a.b, content",
     "--input empty.jsonl": "contains no text",
@@ -307,7 +307,7 @@ BAD_INPUTS = {
     "--dataset python-docs --out-dir taken": "input & python-docs",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99, the shards there are",
-    "good.jsonl --tokenizer bytes a.txt": "Use --input a.txt.",
+    "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "--dataset python-doc": "Did you mean python-docs?",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",

@@ -11,25 +11,16 @@ import pytest
 import tokenizer
 from plumbing import files, shards
 from plumbing.program import UserError
-from plumbing.shards import (
-    check_masks,
-    check_meta,
-    find_shards,
-    fingerprint,
-    open_masks,
-    open_shard,
-    read_meta,
-)
 
 from harness import make_shards, patched, refused
 
 
 def all_paths(folder):
-    return find_shards(folder, "val") + find_shards(folder, "train")
+    return shards.find_shards(folder, "val") + shards.find_shards(folder, "train")
 
 
 def all_shards(folder):
-    return [open_shard(path) for path in all_paths(folder)]
+    return [shards.open_shard(path) for path in all_paths(folder)]
 
 
 def open_mask(values, folder):
@@ -37,7 +28,7 @@ def open_mask(values, folder):
     np.save(folder / "x_train_000001.npy", np.arange(3, dtype=np.uint16))
     with open(folder / "x_train_000001.mask", "wb") as file:
         np.save(file, values)
-    return open_masks([open_shard(folder / "x_train_000001.npy")])
+    return shards.open_masks([shards.open_shard(folder / "x_train_000001.npy")])
 
 
 def write_bin(path, tokens, end=b"", **changes):
@@ -51,7 +42,7 @@ def test_a_shard_reads_like_its_array_and_one_that_is_cut_short_meanwhile_is_one
     tokens = np.arange(1000, dtype=np.uint16)
     np.save(tmp_path / "a_train_000001.npy", tokens)
     for path in (tmp_path / "a_train_000001.npy", write_bin(tmp_path / "b_train_000001.bin", tokens)):
-        shard = open_shard(path)
+        shard = shards.open_shard(path)
         assert len(shard) == 1000 and shard.read().tolist() == tokens.tolist()
         for start, count in ((0, 10), (5, 0), (990, 100), (1000, 5)):
             assert shard.read(start, count).tolist() == tokens[start : start + count].tolist()
@@ -98,7 +89,7 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
 
         readinto = seek
 
-    shard = open_shard(path, lambda path: Failing(io.FileIO(path)))
+    shard = shards.open_shard(path, lambda path: Failing(io.FileIO(path)))
     assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: shard.read())
 
 
@@ -106,8 +97,8 @@ def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_pat
     write_bin(tmp_path / "tiny_shakespeare_train.bin", range(2000))
     write_bin(tmp_path / "tiny_shakespeare_val.bin", range(30))
     for split, length in (("train", 2000), ("val", 30)):
-        (path,) = find_shards(tmp_path, split)
-        assert open_shard(path).read().tolist() == list(range(length))
+        (path,) = shards.find_shards(tmp_path, split)
+        assert shards.open_shard(path).read().tolist() == list(range(length))
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
         shards.open_shards(tmp_path, "train")
@@ -116,40 +107,40 @@ def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_pat
         with pytest.raises(
             UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"
         ):
-            open_shard(write_bin(tmp_path / "train.bin", range(1000), **change))
+            shards.open_shard(write_bin(tmp_path / "train.bin", range(1000), **change))
 
 
 def test_masks_that_mean_nothing_are_refused(tmp_path):
     for values in ([0, 255, 1], [0, 1, 2], [0, 0, 0]):
         with pytest.raises(UserError, match=f"in loss mask .*x_train_000001.mask is {max(values)}"):
-            check_masks(open_mask(np.array(values, np.uint8), tmp_path))
+            shards.check_masks(open_mask(np.array(values, np.uint8), tmp_path))
     for values in (np.ones(3, np.float32), np.ones(3, np.int64), np.ones(4, np.uint8), np.ones((3, 1), np.uint8)):
         with pytest.raises(UserError, match=r"holds .* not uint8 of shape \(3,\)"):
             open_mask(values, tmp_path)
-    check_masks(open_mask(np.array([0, 1, 1], np.uint8), tmp_path))
+    shards.check_masks(open_mask(np.array([0, 1, 1], np.uint8), tmp_path))
 
 
 def test_other_data_of_the_same_length_have_another_fingerprint(tmp_path):
     folder = make_shards(tmp_path / "a", masks=True)
-    expected = fingerprint(all_paths(folder))
-    assert fingerprint(all_paths(make_shards(tmp_path / "copy", masks=True))) == expected
-    assert fingerprint(all_paths(make_shards(tmp_path / "seed", masks=True, seed=1))) != expected
-    assert fingerprint(all_paths(make_shards(tmp_path / "plain"))) != expected
-    assert fingerprint(all_paths(make_shards(tmp_path / "size", (2000, 3001, 1700), masks=True))) != expected
-    assert fingerprint(all_paths(folder)[::-1]) != expected
+    expected = shards.fingerprint(all_paths(folder))
+    assert shards.fingerprint(all_paths(make_shards(tmp_path / "copy", masks=True))) == expected
+    assert shards.fingerprint(all_paths(make_shards(tmp_path / "seed", masks=True, seed=1))) != expected
+    assert shards.fingerprint(all_paths(make_shards(tmp_path / "plain"))) != expected
+    assert shards.fingerprint(all_paths(make_shards(tmp_path / "size", (2000, 3001, 1700), masks=True))) != expected
+    assert shards.fingerprint(all_paths(folder)[::-1]) != expected
 
 
 def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):
     path = tmp_path / "x_train_000001.npy"
     path.write_bytes(b"x" * 8192)
-    assert fingerprint([path]).startswith("3b15c9cf28b0")  # as in the checkpoints of runs to be resumed
+    assert shards.fingerprint([path]).startswith("3b15c9cf28b0")  # as in the checkpoints of runs to be resumed
     os.truncate(path, 200_000_128)  # most of it a hole in the file
-    first = fingerprint([path])
+    first = shards.fingerprint([path])
     assert len(files.file_sample(path)) < 2**15
     with open(path, "r+b") as file:
         file.seek(200_000_000)
         file.write(b"y")
-    assert fingerprint([path]) != first
+    assert shards.fingerprint([path]) != first
 
 
 @pytest.mark.parametrize(
@@ -163,14 +154,14 @@ def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):
 )
 def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, words):
     folder = make_shards(tmp_path / "data")
-    check_meta(folder, all_shards(folder))
+    shards.check_meta(folder, all_shards(folder))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     change(meta)
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     with pytest.raises(UserError, match=words):
-        check_meta(folder, all_shards(folder))
+        shards.check_meta(folder, all_shards(folder))
     (folder / "meta.json").unlink()  # as build-nanogpt's have none
-    check_meta(folder, all_shards(folder))
+    shards.check_meta(folder, all_shards(folder))
     # the parts that an earlier version made: a run trained on half of the data without a word
     (folder / "meta.part-0-of-2.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="meta.part-0-of-2.json is of shards made in parts.* another folder"):
@@ -181,7 +172,7 @@ def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path)
     path = tmp_path / "meta.json"
     (tmp_path / "meta.backup.json").write_text('{"tokenizer": 3}', encoding="utf-8")
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    assert read_meta(tmp_path).complete  # people write short ones by hand
+    assert shards.read_meta(tmp_path).complete  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
     wrong += [{"shards": {"x": value}} for value in ("3", None, True, [3])]
     wrong += [{"ends": {"x": value}} for value in (3, ["0"], [1.5])]
@@ -190,7 +181,7 @@ def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path)
     for content in [*texts, "", "[]", "null", "{}", '{"tokenizer": "byt', "[" * 100_000, "\x00" * 10]:
         path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="meta.json is damaged") as refusal:
-            read_meta(tmp_path)
+            shards.read_meta(tmp_path)
         assert "\n" not in str(refusal.value)
 
 
@@ -205,7 +196,7 @@ def test_a_damaged_shard_is_one_line(tmp_path, name):
     for content in (b"", whole[:50], whole[:-1], bytes(300), damaged_header, (tmp_path / "zip.npz").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
-            open_shard(path)
+            shards.open_shard(path)
 
 
 def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(tmp_path, monkeypatch):
@@ -224,6 +215,6 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
         ("python_docs", ": python fineweb.py --dataset python-docs --tokenizer bytes"),
     ]:
         with pytest.raises(UserError) as caught:
-            find_shards(folder, "train")
+            shards.find_shards(folder, "train")
         assert str(caught.value).startswith(f"There are no train shards in {folder}. Name another folder "), folder
         assert str(caught.value).endswith(words)

@@ -12,7 +12,7 @@ import pytest
 import smoltalk
 import tokenizer
 import train_gpt2
-from plumbing import shards, sources
+from plumbing import sources
 from plumbing.program import UserError
 from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
@@ -97,9 +97,11 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     folder = prepare(options_for(tmp_path, pairs))
     shards, meta = load(folder), read_meta(folder)
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
-    assert meta["documents"] == 101 and meta["conversations"] == {"read": 102, "cut": 1, "left out": 1}
+    assert meta["documents"] == 101
     said = capsys.readouterr().out
-    assert "of 102 conversations, 1 were cut" in said and "1 without one were left out" in said
+    num_targets = sum(int(mask.sum()) for _, mask in shards.values())
+    assert f"{num_targets:,} tokens are targets; of 102 conversations, 1 were cut" in said
+    assert "1 without one were left out" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizer.folder_encoding(folder).name == "bytes+chat"
@@ -110,7 +112,6 @@ def test_shards_masks_and_meta(tmp_path, capsys):
         assert (tokens[:-1:64] == ENC.eot_token).all()  # a conversation begins with each block
         answers += [a for a in ENC.decode(tokens[mask == 1].tolist()).split("<|end|>") if a]
     assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25 + ["b"])
-    assert meta["targets"] == sum(int(mask.sum()) for _, mask in shards.values())
     tokens, mask = shards["train"]
     x, y = DataLoaderLite(folder, "train", B=train // 64, T=64).next_batch()  # one epoch
     assert (x[:, 0] == ENC.eot_token).all()
@@ -229,12 +230,10 @@ def test_tables_of_conversations_are_read_too_and_what_is_no_conversation_of_the
         prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),)))
 
 
-def test_of_a_data_set_of_the_hub_all_of_it_is_sampled_for_validation(tmp_path):
+def test_all_of_a_corpus_is_sampled_for_validation(tmp_path):
     """It may be ordered by source, and the first shard would be of the first one."""
     options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
-    found = [sources.list_inputs(options.input)[0]._replace(repo="OWNER/NAME", size=0)]
-    writer = shards.ShardWriter(str(tmp_path / "out"), shards.Meta(complete=False, made_from={"sources": []}), ENC)
-    writer.make_once(smoltalk.make_shards, found, ENC, options.shard_size, 64)
+    prepare(options)
     files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
     lengths = read_meta(options.out_dir)["shards"]
     assert lengths == {path.name: len(np.load(path)) for path in files} and len(files) > 3
