@@ -148,10 +148,8 @@ def in_our_form(content: Any, path: Name) -> Any:
     else:
         # until November 23, 2026, every checkpoint was a GPT-2's
         return {"model_fields": list(huggingface.FIELDS)} | content
-    weights = {}
-    for name, weight in content["model"].items():
-        name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
-        weights[name] = weight
+    # without the prefixes of DDP and torch.compile
+    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): w for name, w in content["model"].items()}
     weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
     return {
         "model": weights,
