@@ -611,8 +611,8 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
 def evaluate_hellaswag(raw_model, examples, enc, *, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
     with world.autocast(), machine.without_cudnn_attention():
-        share, progress = examples[world.rank :: world.size], world.shows_progress
-        counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals, progress=progress)
+        share = examples[world.rank :: world.size]
+        counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 
