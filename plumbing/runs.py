@@ -23,16 +23,7 @@ from plumbing.files import FolderLock, atomic_write, check_replaceable, free_nam
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import make_card
-from plumbing.program import (
-    UserError,
-    count,
-    duration,
-    first_line,
-    print0,
-    print_next,
-    quote_group,
-    short,
-)
+from plumbing.program import UserError, count, duration, first_line, print0, print_next, quote_group, short
 from plumbing.trial import Fit, is_out_of_memory
 from tokenizer import has_chat_tokens
 
@@ -322,10 +313,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
-        is_cuda = world.device_type == "cuda"
-        self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
         self.flops_per_token = fit.flops_per_token
-        self.peak = machine.peak_flops(self.device_name)
+        device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+        self.peak = machine.peak_flops(device)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.mirror: Mirror | None = None
