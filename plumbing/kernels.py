@@ -104,11 +104,9 @@ def cross_entropy(logits, target, weight=None, *args, factors=None, **options):
     factors: x and weight, if the logits are their product, which is then computed in float8.
     """
     # the kernels sum the plain losses of rows of logits
-    is_plain = (
-        options.get("reduction") == "sum" and not options.get("label_smoothing") and weight is None and not args
-    )
+    is_plain = options.get("reduction") == "sum" and not options.get("label_smoothing")
     is_plain = is_plain and options.get("size_average") is None and options.get("reduce") is None
-    is_plain = is_plain and logits.dim() == 2 and not target.is_floating_point()
+    is_plain = is_plain and logits.dim() == 2 and not target.is_floating_point() and weight is None and not args
     ignore_index = options.get("ignore_index", -100)
     if is_plain and factors:
         return LinearCrossEntropy.apply(*factors, target, ignore_index)

@@ -284,12 +284,6 @@ def keep_samples_before(path: Path, step: int) -> None:
             file.writelines(lines)
 
 
-UNUSED = (
-    "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some batches use a "
-    "part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
-)
-
-
 # ----- A run in progress --------------------------------------------------------------------------------
 
 
@@ -353,7 +347,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
         if "Expected to have finished reduction in the prior iteration" in str(error):
-            raise UserError(UNUSED) from None
+            raise UserError(
+                "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some "
+                "batches use a part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
+            ) from None
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
