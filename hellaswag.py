@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from plumbing import flags, program, trainer
-from plumbing.program import UserError, print0
+from plumbing.program import UserError, is_rank_0, print0
 
 
 @dataclass
@@ -200,7 +200,7 @@ def attention_mask(segment):
 
 
 @torch.no_grad()
-def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
+def score(model, examples, n_vocab, batch_tokens=0, stop=()):
     """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
@@ -220,7 +220,8 @@ def score(model, examples, n_vocab, batch_tokens=0, progress=False, stop=()):
     longest = sys.maxsize if packs else model.config.block_size
     batches = packed_batches([rows[i] for i in order], batch_tokens, longest, device=device)
     log_probs = []
-    with tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=not progress) as bar:
+    disable = None if is_rank_0() else True  # None: only on a terminal, as a bar would fill a log file
+    with tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=disable) as bar:
         for batch in batches:  # a GPU computes while the next one is packed
             if stop:
                 return None
@@ -330,7 +331,7 @@ def main(args=None):
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
-        scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens, progress=True)
+        scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
         acc, acc_norm = (chosen == labels).mean(1)

@@ -433,15 +433,13 @@ class DataLoaderLite:
         indices = np.searchsorted(self.first_window, windows, side="right") - 1
         return zip(indices, (windows - self.first_window[indices]) * self.T)
 
-    def read_windows(self, arrays, positions):
-        """The T + 1 entries of each window at `positions`: (len(positions), T + 1)."""
-        return np.stack([arrays[i].read(offset, self.T + 1) for i, offset in self.locate(positions)])
-
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
-        positions = position + self.rank * B + np.arange(B)
-        sources = [self.shards, self.masks] if self.masks else [self.shards]
-        batch = [torch.from_numpy(self.read_windows(arrays, positions)) for arrays in sources]
+        windows = list(self.locate(position + self.rank * B + np.arange(B)))
+        batch = []
+        for arrays in [self.shards, self.masks] if self.masks else [self.shards]:
+            rows = [arrays[i].read(offset, self.T + 1) for i, offset in windows]
+            batch.append(torch.from_numpy(np.stack(rows)))
         if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
@@ -611,8 +609,8 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
 def evaluate_hellaswag(raw_model, examples, enc, *, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
     with world.autocast(), machine.without_cudnn_attention():
-        share, progress = examples[world.rank :: world.size], world.shows_progress
-        counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals, progress=progress)
+        share = examples[world.rank :: world.size]
+        counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
     return None if world.max_over_ranks(len(signals)) else hellaswag.Counts(*totals.tolist())
 

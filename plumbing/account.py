@@ -31,9 +31,8 @@ def print_account(
     N = sum(p.numel() for p in raw_model.parameters())
     there, val_there = (loader.num_windows * T for loader in loaders)
     left, read = (c.max_steps - start.step) * S, c.max_steps * S
-    seconds = (
-        left * fit.seconds_per_token if world.device_type == "cpu" else 0
-    )  # of a GPU, the trial has no time
+    # of a GPU, the trial has no time
+    seconds = left * fit.seconds_per_token if world.device_type == "cpu" else 0
     device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
     rows = [("model", f"{N:,} parameters on {world.size} x {device}, {c.dtype}")]
     rows += [("optimizer", text) for text in describe_groups(config, optimizers)]

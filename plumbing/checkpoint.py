@@ -23,7 +23,7 @@ import tokenizer
 from plumbing import huggingface, trainer
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
 from plumbing.flags import suggest
-from plumbing.program import UserError, first_line, print0
+from plumbing.program import UserError, first_line, plain, print0
 
 Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -148,10 +148,8 @@ def in_our_form(content: Any, path: Name) -> Any:
     else:
         # until November 23, 2026, every checkpoint was a GPT-2's
         return {"model_fields": list(huggingface.FIELDS)} | content
-    weights = {}
-    for name, weight in content["model"].items():
-        name = re.sub(r"^(module\.|_orig_mod\.)*", "", name)  # the prefixes of DDP and torch.compile
-        weights[name] = weight
+    # without the prefixes of DDP and torch.compile
+    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): w for name, w in content["model"].items()}
     weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
     return {
         "model": weights,
@@ -265,26 +263,20 @@ class SkipInit(TorchFunctionMode):
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
-    own = model.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in weights]
-    problems += [f"{name} is not known here" for name in weights if name not in own]
-    name_of = {}
-    for name, tensor in own.items():
+    problems, name_of = [], {}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # a line for missing names, one for unknown ones, one for each other shape
+        problems = [plain(line.strip(" \t.")) for line in str(error).splitlines()[1:]]
+    for name, tensor in model.state_dict().items() if not problems else ():
         same = name_of.setdefault(memory_of(tensor), name)
-        if name not in weights or same not in weights:
-            continue
-        there, first = weights[name], weights[same]
-        if there.shape != tensor.shape:
-            problems.append(f"{name} is {tuple(there.shape)} and not {tuple(tensor.shape)}")
-        elif memory_of(there) != memory_of(first) and not torch.equal(there, first):
+        if same != name and not torch.equal(weights[name], weights[same]):
             problems.append(f"{name} and {same} differ, but are one tensor here")
     if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"The saved weights are not those of this model: {'; '.join(problems[:3])}{more}. Use the file and the "
-            "settings that trained them, or use other weights."
+            f"The saved weights are not those of this model: {'; '.join(problems[:3])}. Use the file and the settings "
+            "that trained them, or use other weights."
         )
-    model.load_state_dict(weights)
 
 
 def resize(

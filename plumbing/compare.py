@@ -6,10 +6,7 @@ Runs that differ in nothing but their seed make a group. The other groups are co
 by the last validation loss of finished runs on the same data.
 """
 
-import ast
 import dataclasses
-import functools
-import hashlib
 import os
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -28,7 +25,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from plumbing import settings
+from plumbing import settings, trainer
 from plumbing.journal import Logged, find_runs
 
 # what changes neither what a run learns nor what its validation loss means
@@ -61,18 +58,13 @@ class Group:
         return float(np.mean(list(self.losses.values())))
 
 
-@functools.cache
-def version(source: bytes) -> str:
-    """A name for a file's code, without its comments."""
-    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:8]
-
-
 def traits_of(run: Logged) -> dict[str, Any]:
     traits = {name: value for name, value in run.config.items() if name not in IGNORED}
     if run.branch_step:
         traits["branched at"] = run.branch_step
     # the files that ran, one unless it was changed in between
-    copies = [f"{path.stem[:-9]} {version(path.read_bytes())}" for path in run.folder.glob("*-????????.py")]
+    paths = run.folder.glob("*-????????.py")
+    copies = [f"{path.stem[:-9]} {trainer.hash_of(path.read_bytes())[:8]}" for path in paths]
     # a record has the commit instead, perhaps with "-dirty" after its 40 digits
     script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
     commit = run.fact("commit", "?")

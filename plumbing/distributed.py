@@ -40,14 +40,10 @@ class World:
     def device_type(self) -> str:
         return self.device.split(":")[0]
 
-    @property
-    def shows_progress(self) -> bool:
-        """Whether this rank shows progress bars: only rank 0, and only on a terminal, as they would fill a log file."""
-        return self.is_master and sys.stderr.isatty()
-
     def progress_bar(self, steps: Iterable[int], description: str) -> Iterable[int]:
-        """Iterate over `steps`, with a progress bar if that takes more than a few seconds."""
-        return tqdm(steps, description, leave=False, delay=3, disable=not self.shows_progress)
+        """Iterate over `steps`, on rank 0 with a progress bar if that takes more than a few seconds."""
+        disable = None if self.is_master else True  # None: only on a terminal, as bars would fill a log file
+        return tqdm(steps, description, leave=False, delay=3, disable=disable)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which matmuls and attention are in the run's dtype."""

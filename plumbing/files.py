@@ -168,15 +168,15 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 folder.rmdir()
 
 
-def lock_folder(folder: Name, name: str = ".lock") -> FolderLock:
+def lock_folder(folder: Name) -> FolderLock:
     """Lock `folder`, creating it, so that two processes cannot write to it at once. UserError if another has it.
 
-    The system holds the lock on the file `name`, so it ends with the process. Some network file systems have no such
-    locks: then a note says so.
+    The system holds the lock on the file .lock in it, so it ends with the process. Some network file systems have no
+    such locks: then a note says so.
     """
     import filelock  # takes a while
 
-    path = Path(folder) / name
+    path = Path(folder) / ".lock"
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # filelock would lock a pipe
     # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process

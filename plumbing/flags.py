@@ -238,7 +238,6 @@ def closest(name, meanings):
 # the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
 OTHER_TRAINERS = {
     "--data": "dataset dataset-name data-dir data-path input-bin",
-    "--out-dir": "output-dir",
     "--init-from": "model model-name-or-path checkpoint",
     "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
     "--dtype": "bf16 fp16 fp32",
@@ -250,7 +249,6 @@ OTHER_TRAINERS = {
     "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
     "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
     "--passes": "num-train-epochs num-epochs epochs",
-    "--warmup-steps": "warmup-iters",
     "--max-lr": "learning-rate lr",
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
     "--val-tokens": "eval-iters",

@@ -139,16 +139,12 @@ def from_peer(weights, n_head, path):
 
 def shape_of(weights, n_head, source):
     """Return GPTConfig's fields for the GPT with this state dict; UserError if it cannot be one."""
-    import torch
-
     wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")
     n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2 or not n_layer:
         problem = "no embeddings or no blocks"
     elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than looking at each number
         problem = "weights that are not finite, as a training that diverged leaves them"
-    elif not torch.equal(weights.get("lm_head.weight", wte), wte):
-        problem = "an output layer (lm_head.weight) that is not its embedding (transformer.wte.weight)"
     elif type(n_head) is not int or n_head < 1 or wte.size(1) % n_head:
         problem = f"an n_head of {n_head!r:.60}, which does not divide its n_embd of {wte.size(1)}"
     else:

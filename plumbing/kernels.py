@@ -104,15 +104,12 @@ def cross_entropy(logits, target, weight=None, *args, factors=None, **options):
     factors: x and weight, if the logits are their product, which is then computed in float8.
     """
     # the kernels sum the plain losses of rows of logits
-    is_plain = (
-        options.get("reduction") == "sum" and not options.get("label_smoothing") and weight is None and not args
-    )
+    is_plain = options.get("reduction") == "sum" and not options.get("label_smoothing")
     is_plain = is_plain and options.get("size_average") is None and options.get("reduce") is None
-    is_plain = is_plain and logits.dim() == 2 and not target.is_floating_point()
+    is_plain = is_plain and logits.dim() == 2 and not target.is_floating_point() and weight is None and not args
     ignore_index = options.get("ignore_index", -100)
     if is_plain and factors:
-        x, matrix = factors
-        return linear_cross_entropy(x, matrix, target, ignore_index)
+        return LinearCrossEntropy.apply(*factors, target, ignore_index)
     # the compiler fuses F.cross_entropy itself, and would unroll the loops; few logits take little memory anyway
     is_large = not torch.compiler.is_compiling() and logits.numel() > CrossEntropyInChunks.size(logits)
     if is_plain and is_large:
@@ -174,7 +171,7 @@ def losses_and_gradient(logits, targets, ignore_index):
     return losses, (gradient * GRADIENT_SCALE).to(torch.float8_e5m2)
 
 
-def linear_cross_entropy(x, weight, targets, ignore_index=-100):
+class LinearCrossEntropy(torch.autograd.Function):
     """The sum of the cross-entropy losses of the logits x @ weight.T, in float32, with matmuls in float8.
 
     x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
@@ -182,19 +179,14 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-100):
     be multiples of 16, and Hopper multiplies only rows by rows, so the large gradient is also transposed, byte by byte.
     The forward pass computes the logits' gradient, softmax - one_hot, together with the loss.
     """
-    if any(size % 16 for size in (*x.shape, *weight.shape)):
-        raise UserError(
-            f"--dtype fp8 needs multiples of 16, but the output layer multiplies {tuple(x.shape)} by "
-            f"{tuple(weight.shape)}: tokens of a micro-batch, channels, ids. Change these, or leave --dtype out."
-        )
-    return LinearCrossEntropy.apply(x, weight, targets, ignore_index)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index):
+        if any(size % 16 for size in (*x.shape, *weight.shape)):
+            raise UserError(
+                f"--dtype fp8 needs multiples of 16, but the output layer multiplies {tuple(x.shape)} by "
+                f"{tuple(weight.shape)}: tokens of a micro-batch, channels, ids. Change these, or leave --dtype out."
+            )
         x, x_scale = to_float8(x)
         weight, weight_scale = to_float8(weight)
         # F.scaled_mm, the public name, gives the same bits, but before torch 2.13 Inductor had no lowering for it

@@ -31,14 +31,14 @@ def choose_device(name: str) -> str:
         if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
             print(
                 f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU "
-                "is used. README.md has a table of the builds of PyTorch.",
+                "is used. requirements.txt names the builds of PyTorch.",
                 file=sys.stderr,
             )
     if name not in known:
-        choices = f"Leave --device out, or choose from {', '.join(known)}."
-        if name.startswith("cuda") and "cuda" not in known:
-            choices = "Leave --device out; for a GPU, install another build of torch (README)."
-        raise UserError(f"PyTorch {torch.__version__} finds no device {name!r} on this machine. {choices}")
+        raise UserError(
+            f"PyTorch {torch.__version__} finds no device {name!r} on this machine. Leave --device out, or choose from "
+            f"{', '.join(known)}. requirements.txt names the builds of PyTorch for GPUs."
+        )
     if name.startswith("cuda"):
         check_kernels(name)
     return name
@@ -55,7 +55,7 @@ def check_kernels(device: str) -> None:
         raise UserError(
             f"PyTorch {torch.__version__} has kernels for {', '.join(built)}, but none for this machine's "
             f"{torch.cuda.get_device_name(device)}, which is sm_{major}{minor}. Install the build of PyTorch that "
-            "README.md names for it, or add --device cpu."
+            "requirements.txt names for it, or add --device cpu."
         )
 
 

@@ -23,16 +23,7 @@ from plumbing.files import FolderLock, atomic_write, check_replaceable, free_nam
 from plumbing.huggingface import export_huggingface, is_export_of
 from plumbing.mirror import Mirror
 from plumbing.modelcard import make_card
-from plumbing.program import (
-    UserError,
-    count,
-    duration,
-    first_line,
-    print0,
-    print_next,
-    quote_group,
-    short,
-)
+from plumbing.program import UserError, count, duration, first_line, print0, print_next, quote_group, short
 from plumbing.trial import Fit, is_out_of_memory
 from tokenizer import has_chat_tokens
 
@@ -293,12 +284,6 @@ def keep_samples_before(path: Path, step: int) -> None:
             file.writelines(lines)
 
 
-UNUSED = (
-    "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some batches use a "
-    "part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
-)
-
-
 # ----- A run in progress --------------------------------------------------------------------------------
 
 
@@ -322,10 +307,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
-        is_cuda = world.device_type == "cuda"
-        self.device_name = torch.cuda.get_device_name() if is_cuda else world.device
         self.flops_per_token = fit.flops_per_token
-        self.peak = machine.peak_flops(self.device_name)
+        device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
+        self.peak = machine.peak_flops(device)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.mirror: Mirror | None = None
@@ -363,7 +347,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
         if "Expected to have finished reduction in the prior iteration" in str(error):
-            raise UserError(UNUSED) from None
+            raise UserError(
+                "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some "
+                "batches use a part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
+            ) from None
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
@@ -394,11 +381,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
         self.sample = texts[-1]
+        options: Any = dict(width=80, drop_whitespace=False, break_on_hyphens=False)
+        options |= dict(initial_indent=f"step {step:5d} | sample | ", subsequent_indent=f"{'':10} | {'':6} | ")
         for text in texts:
-            first, *rest = textwrap.wrap(repr(text), 58, drop_whitespace=False, break_on_hyphens=False)
-            self.report(step, f"sample | {first}", {})
-            for line in rest:
-                print(f"{'':10} | {'':6} | {line}", flush=True)
+            print(textwrap.fill(repr(text), **options), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
             file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
 

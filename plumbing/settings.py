@@ -95,11 +95,9 @@ def inherit(config: Any) -> dict[str, Any]:
 
 
 def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
-    """Say which settings of the run are inherited and not those of its preset, and if its warmup is too long."""
+    """Say which settings of the run are inherited and not those of its preset."""
     if config.branch_from and config.preset != type(config)().preset:
         print0(f"note: A branch has its parent's settings, and not those of --preset {config.preset}.")
-    if config.warmup_steps > config.max_steps > 0 and not config.passes:
-        print0(f"note: The run ends in its warmup: --warmup-steps {config.warmup_steps} is above --max-steps.")
     taken = [
         f"{name} {value}"
         for name, value in inherited.items()

@@ -41,6 +41,7 @@ class WithoutDocstrings(ast.NodeTransformer):
         return None if isinstance(node.value, ast.Constant) else node
 
 
+@functools.cache
 def hash_of(source: bytes) -> str:
     """The same for two files that differ in comments, docstrings and settings alone."""
     statements = map(ast.unparse, WithoutDocstrings().visit(ast.parse(source)).body)

@@ -247,8 +247,8 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
         assert capsys.readouterr().err.count(f"PyTorch {torch.__version__} cannot use it") == lines
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides it
     assert machine.choose_device("auto") == "cpu" and not capsys.readouterr().err
-    for name in ("cuda", "gpu", "gpu:1"):
-        with pytest.raises(UserError, match=f"PyTorch .* finds no device '{name.replace('gpu', 'cuda')}'.*README"):
+    for name, device in (("cuda", "cuda"), ("gpu", "cuda"), ("gpu:1", "cuda:1")):
+        with pytest.raises(UserError, match=f"PyTorch .* finds no device '{device}'.* requirements.txt"):
             machine.choose_device(name)
 
 
@@ -267,7 +267,7 @@ def test_a_gpu_for_which_torch_has_no_kernels_is_refused(built, capability, runs
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: "Tesla X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: capability)
     for name in ("auto", "gpu", "cuda"):
-        refusal = pytest.raises(UserError, match=f"none for this machine's Tesla X.*sm_{capability[0]}.* README.md")
+        refusal = pytest.raises(UserError, match=f"for this machine's Tesla X.*sm_{capability[0]}.* requirements.txt")
         with contextlib.nullcontext() if runs else refusal:
             assert machine.choose_device(name) == "cuda"
 
