@@ -1,6 +1,5 @@
 """All ranks call the same collectives, with the same shapes, from the same lines, whatever happens in a run."""
 
-import contextlib
 import os
 import signal
 import traceback
@@ -8,11 +7,10 @@ from pathlib import Path
 
 import torch
 import train_gpt2
-from plumbing import machine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness import ROOT, error_in, examples_file, patched, run, succeed, tiny_flags
+from harness import ROOT, examples_file, patched, succeed, tiny_flags
 
 
 class Recorder(TorchDispatchMode):
@@ -118,18 +116,3 @@ def test_ranks_call_the_same_collectives_in_all_that_a_run_goes_through(folder, 
     assert "Out of memory" in said and "is finished" in said and "Stopped after" in said
     assert "FutureWarning" not in said
     assert len(found["finished"]) < 30, "a finished run does not send its checkpoint to the other ranks"
-
-
-def train_with_a_gpu_of_another_kind_on_rank_1(args):
-    other = contextlib.nullcontext()
-    if os.environ["RANK"] == "1":
-        other = patched(machine, "choose_dtype", lambda *rest, **options: (torch.float16, "float16"))
-    with other:
-        train_gpt2.main(args)
-
-
-def test_ranks_with_unlike_gpus_do_not_train_in_two_dtypes(folder, tmp_path):
-    """float16 scales its gradients, which bfloat16 does not: their mean would be wrong."""
-    args, output = tiny_flags(folder, tmp_path / "out"), tmp_path / "output"
-    assert run(train_with_a_gpu_of_another_kind_on_rank_1, args, output=output, ranks=2) == [2, 2]
-    assert "the dtype is float16 instead of float32" in error_in(output.read_text(encoding="utf-8"))

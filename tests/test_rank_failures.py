@@ -9,25 +9,31 @@ import threading
 import pytest
 import torch
 import train_gpt2
-from plumbing import distributed
+from plumbing import distributed, machine
 from plumbing.program import UserError
 
 from harness import error_in, flags, make_shards, patched, run, tiny_flags, torchrun
 
 
-def train_alone_otherwise(args, changes, version=torch.__version__):
-    """Train with other flags or another version of torch on rank 1."""
+def choose_float16(*args, **options):
+    return torch.float16, "float16"
+
+
+def train_alone_otherwise(args, changes, version=torch.__version__, choose_dtype=machine.choose_dtype):
+    """Train with other flags, another version of torch or a GPU of another kind on rank 1."""
     if os.environ["RANK"] == "1":
         args = [*args, *flags(**changes)]
-        torch.__version__ = version
+        torch.__version__, machine.choose_dtype = version, choose_dtype
     train_gpt2.main(args)
 
 
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
+    """In two dtypes, the mean of their gradients would be wrong: float16's are scaled."""
     args = tiny_flags(folder, tmp_path / "out", max_steps=6)
     other = make_shards(tmp_path / "other", seed=1)
     flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
     cases = [(({"max_lr": 0.01}, "2.0"), flags_differ), (({"data": other},), "with rank 0: training data is ")]
+    cases.append((({}, torch.__version__, choose_float16), "the dtype is float16 instead of float32"))
     for number, (otherwise, words) in enumerate(cases):
         output = tmp_path / f"output{number}"
         assert run(train_alone_otherwise, args, *otherwise, output=output, ranks=2) == [2, 2]
