@@ -113,36 +113,36 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
 
 def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path, capsys, monkeypatch):
     before = listing(tmp_path)
-    args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24)
+    # 3 does not divide a step's 8 sequences, and validation has at most all of its split's
+    args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24, val_tokens=10**6, batch_size=3)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args, "--dry_run", "TRUE", "--dry-run=true"])
     assert status_of(train_gpt2.main) == 0 and listing(tmp_path) == before
     printed = capsys.readouterr().out
-    assert "the run reads 3,072: 0.66 passes" in printed and "step     0" not in printed
+    assert "\ndata:       4,688 training tokens; the run reads 3,072: 0.66 passes\n" in printed
+    assert "\nvalidation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
+    assert "\nstep:       128 tokens = B 2 * T 16 *" in printed and "step     0" not in printed
     (command,) = printed_commands(printed)
     assert command[2:] == args
 
 
-def test_evaluation_leaves_the_training_losses_bit_for_bit_alone(data, tmp_path):
-    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
-    off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
-    on = dict(val_every=1, sample_every=2, hellaswag_every=2, hellaswag_data=hellaswag_data, checkpoint_every=3)
-    assert train(data, tmp_path / "off", **off) == 0
-    assert train(data, tmp_path / "on", **on) == 0
-    assert read_log(tmp_path / "off") == read_log(tmp_path / "on")
-    assert sorted(read_log(tmp_path / "on", "hella")) == [0, 2, 4, 6, 8, 10, 12]
-    assert sorted(read_log(tmp_path / "on", "val")) == list(range(13))  # the last update is evaluated too
-    assert sorted(read_log(tmp_path / "off", "val")) == []
+def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
+    """The losses bit for bit; and dropout would be on in every step."""
 
-
-def test_every_step_is_in_training_mode_after_an_evaluation_too(data, tmp_path):
     def step(model, *args, **options):
         seen.append(model.training)
         return train_step(model, *args, **options)
 
     seen = []
+    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
+    off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
+    on = dict(val_every=1, sample_every=2, hellaswag_every=5, hellaswag_data=hellaswag_data, checkpoint_every=3)
+    assert train(data, tmp_path / "off", **off) == 0
     with patched(train_gpt2, "train_step", step) as train_step:
-        assert train(data, tmp_path / "out", max_steps=7, val_every=3) == 0
-    assert seen == [True] * 7
+        assert train(data, tmp_path / "on", **on) == 0
+    assert seen == [True] * 12 and read_log(tmp_path / "off") == read_log(tmp_path / "on")
+    assert sorted(read_log(tmp_path / "on", "hella")) == [0, 5, 10, 12]  # the last update is evaluated too
+    assert sorted(read_log(tmp_path / "on", "val")) == list(range(13))
+    assert sorted(read_log(tmp_path / "off", "val")) == []
 
 
 def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):

@@ -88,12 +88,6 @@ def test_apply_schedules_moves_every_group_in_proportion():
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
-def test_is_due_counts_multiples_and_the_last_step():
-    due = [step for step in range(12) if train_gpt2.is_due(step, 4, 11)]
-    assert due == [0, 4, 8, 11]
-    assert not any(train_gpt2.is_due(step, 0, 11) for step in range(12))
-
-
 def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
     """Weights in matmuls: 3 blocks of 12 * 48^2, and the head's 320 * 48; 98,304 in all.
 
