@@ -1,6 +1,5 @@
 """Evaluation does not disturb training, nor does it depend on the batch size, the number of ranks or the compiler."""
 
-import functools
 import math
 import shutil
 import sys
@@ -11,7 +10,6 @@ import pytest
 import tokenizer
 import torch
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint
 from plumbing.distributed import World
 from plumbing.huggingface import export_huggingface
 from torch.nn import functional as F
@@ -162,28 +160,6 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     assert acc_norm not in (acc, *shares), "or this test could not tell them apart"
     for folder in ("one", "two"):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_run_compiles_nothing_anew(data, tmp_path, capsys, monkeypatch, backend):
-    """With validation, HellaSwag and samples on; a recompilation is an error. inductor takes half a minute more."""
-    import torch._dynamo
-
-    hellaswag_data = examples_file(tmp_path, ["ab " * n for n in (1, 3, 7)])
-    options = dict(val_every=4, sample_every=4, hellaswag_every=4, hellaswag_data=hellaswag_data)
-    assert train(data, tmp_path / "plain", **options) == 0
-    torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]
-    graphs.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert train(data, tmp_path / "compiled", compile=True, **options) == 0
-    assert graphs["unique_graphs"] == 1, "one for training and validation"
-    assert "without torch.compile" not in capsys.readouterr().out
-    assert np.allclose(losses(tmp_path / "plain"), losses(tmp_path / "compiled"), atol=1e-4)
-    assert np.allclose(losses(tmp_path / "plain", "val"), losses(tmp_path / "compiled", "val"), atol=1e-4)
-    names = load_checkpoint(tmp_path / "compiled" / "model_00012.pt")["model"]
-    assert not any("_orig_mod" in name or "module." in name for name in names)
 
 
 def test_samples_of_a_chat_model_are_answers_with_role_markers():
