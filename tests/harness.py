@@ -16,8 +16,8 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -294,51 +294,34 @@ def child(function, args, output, environment):
     program.run(lambda: function(*args))
 
 
-def start(function, *args, output, ranks=0):
-    """Start function(*args) in a process, or in `ranks` of them; return a list. Rank 1 prints to `output`.1."""
-    started = []
-    port = free_port()
-    for rank in range(max(1, ranks)):
-        environment = dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}")
-        environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
-        where = f"{output}.{rank}" if rank else str(output)
-        process = processes.Process(target=child, args=(function, args, where, environment if ranks else {}))
-        process.start()
-        started.append(process)
-    return started
+def run(function, *args, ranks=0, ends=None, timeout=60):
+    """Run function(*args) in a process, or in so many `ranks`; a list of what each of them printed.
 
-
-def finish(started, timeout=60):
-    """Wait for processes of `start`; return their exit statuses (-9 after SIGKILL)."""
-    for process in started:
-        process.join(timeout)
-    hanging = [process for process in started if process.is_alive()]
-    for process in hanging:
-        process.kill()
-        process.join()
+    ends: the exit statuses that they must have, -9 after SIGKILL, None for any but 0; without it, 0.
+    """
+    started, port = [], free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"{rank}") for rank in range(max(1, ranks))]
+        for rank, output in enumerate(outputs):
+            environment = dict(
+                RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}"
+            )
+            environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+            started.append(
+                processes.Process(target=child, args=(function, args, output, environment if ranks else {}))
+            )
+            started[-1].start()
+        for process in started:
+            process.join(timeout)
+        hanging = [process for process in started if process.is_alive()]
+        for process in hanging:
+            process.kill()
+            process.join()
+        said = [output.read_text(encoding="utf-8") for output in outputs]
     assert not hanging, f"{len(hanging)} of {len(started)} processes did not end in {timeout} s"
-    return [process.exitcode for process in started]
-
-
-def run(function, *args, output, ranks=0, timeout=60):
-    return finish(start(function, *args, output=output, ranks=ranks), timeout)
-
-
-def succeed(function, *args, output, ranks=0):
-    """Run function(*args) in other processes, which must end with status 0; otherwise what they said is shown."""
-    statuses = run(function, *args, output=output, ranks=ranks)
-    assert not any(statuses), Path(output).read_text(encoding="utf-8")
-
-
-TORCHRUN_SCRIPT = """
-import os, signal, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-import train_gpt2
-from plumbing import program
-{code}
-program.run(train_gpt2.main)
-"""
+    for process, end in zip(started, ends or [0] * len(started)):
+        assert process.exitcode == end or (end is None and process.exitcode), "\n".join(said)
+    return said
 
 
 def elastic_worker(function, args):
@@ -353,14 +336,6 @@ def forked_torchrun(function, args, ranks=2, restarts=0):
     meeting = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="tests")
     options = dict(max_restarts=restarts, monitor_interval=0.1, start_method="fork")
     elastic_launch(LaunchConfig(1, 1, ranks, **meeting, **options), elastic_worker)(function, args)
-
-
-def torchrun(folder, code, *args, ranks=2):
-    """Train under torchrun, in each process after running `code`; return the finished torchrun."""
-    (folder / "script.py").write_text(TORCHRUN_SCRIPT.format(code=code), encoding="utf-8")
-    options = ["--standalone", f"--nproc_per_node={ranks}", "--monitor-interval=0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "script.py", *args]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, timeout=120)
 
 
 @contextlib.contextmanager

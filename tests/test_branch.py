@@ -34,7 +34,6 @@ from harness import (
     run,
     status_of,
     steps_of,
-    succeed,
     tiny_flags,
     train,
     wait_for_checkpoint,
@@ -76,13 +75,11 @@ RAMP |= dict(n_layer=1, n_embd=16)
 def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, options, step, folder, large, tmp_path):
     folder = large if options == RAMP else folder
     options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2) | options
-    output = tmp_path / "output"
     parent, branch = tmp_path / "parent", tmp_path / "branch"
-    args = tiny_flags(folder, parent, **options)
-    succeed(train_gpt2.main, args, output=output, ranks=ranks)
+    run(train_gpt2.main, tiny_flags(folder, parent, **options), ranks=ranks)
     args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
-    succeed(train_gpt2.main, args, output=output, ranks=ranks)
-    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
+    said = run(train_gpt2.main, args, ranks=ranks)[0]
+    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in said
     assert_same_run(branch, parent)
     first = load_checkpoint(branch / f"model_{step:05d}.pt")
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
@@ -127,14 +124,13 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(
     for step in (8, 12):
         (family / f"model_{step:05d}.pt").unlink()
     args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
-    output = tmp_path / "output"
-    assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
+    run(train_until, moment, args, ends=[-signal.SIGKILL])
     assert steps_of(tmp_path / "out") == steps
     if fate_of_parent == "gone on":
         shutil.copytree(parent, family, dirs_exist_ok=True)
     if fate_of_parent == "deleted":
         shutil.rmtree(family)
-    succeed(train_gpt2.main, args, output=output)
+    run(train_gpt2.main, args)
     assert_same_run(tmp_path / "out", parent)
     assert branched(tmp_path / "out")["step"] == 4
 
@@ -332,15 +328,13 @@ def assert_best_is(out_dir, step, loss):
 @pytest.fixture(scope="module")
 def best(folder):
     """The folder of a run whose best validation loss is that of step 8."""
-    args = tiny_flags(folder, folder.parent / "best", **BEST)
-    succeed(train_with, SCRIPT, args, output=folder.parent / "output")
+    [said] = run(train_with, SCRIPT, tiny_flags(folder, folder.parent / "best", **BEST))
+    assert "\nThe lowest validation loss was 2.5000; its weights are in model_best.pt.\n" in said
     return folder.parent / "best"
 
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
-    printed = (best.parent / "output").read_text(encoding="utf-8")
-    assert "\nThe lowest validation loss was 2.5000; its weights are in model_best.pt.\n" in printed
 
 
 @needs("SIGKILL")
@@ -349,11 +343,10 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, bes
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
     """
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
-    assert run(train_with, BRANCH_SCRIPT, args, 9, 8, output=output) == [-signal.SIGKILL]
-    succeed(train_with, BRANCH_SCRIPT, args, output=output)
-    assert_best_is(out, 6, 3.1)
+    args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
+    run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[-signal.SIGKILL])
+    run(train_with, BRANCH_SCRIPT, args)
+    assert_best_is(tmp_path / "out", 6, 3.1)
 
 
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=7)
@@ -376,9 +369,9 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
 def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""
-    out, output = tmp_path / "out", tmp_path / "output"
+    out = tmp_path / "out"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    assert run(killed_at, 9, 8, args, output=output) == [-signal.SIGKILL]
+    run(killed_at, 9, 8, args, ends=[-signal.SIGKILL])
     assert steps_of(out) == [6, 8]
     shutil.copy(out / "model_00006.pt", out / "model_00003.pt")  # one that the run did not write
     options = MILESTONES | {"milestone_every": milestone_every}
@@ -400,7 +393,7 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
         make_shards(tmp_path / node / "data")
     assert train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4}) == 0
     args = tiny_flags("data", "out", **OPTIONS | {"branch_from": "parent", "max_steps": 8})
-    succeed(train_on_node, tmp_path, args, output=tmp_path / "output", ranks=2)
+    run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 8
 
 

@@ -29,7 +29,6 @@ from harness import (
     refused,
     run,
     status_of,
-    succeed,
     tiny_flags,
     train,
 )
@@ -190,9 +189,8 @@ def live(path, folder, data, examples):
 def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", EDITS[name])
     examples = examples_file(tmp_path, ["abc" * n + "d" for n in range(1, 6)])
-    succeed(live, path, tmp_path, data, examples, output=tmp_path / "output")
+    [said] = run(live, path, tmp_path, data, examples)
     is_gpt2 = name in ("a field and dropout", "a group of its own", "an optimizer of its own", "a shared block")
-    said = (tmp_path / "output").read_text(encoding="utf-8")
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
 
 
@@ -201,7 +199,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     edits = EDITS | {"relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"}}
     for name in ("untied", "a group of its own", "a field and dropout", "relu squared"):
         path = changed_trainer(tmp_path / f"train_{name.split()[-1]}.py", edits[name])
-        succeed(train_changed, path, tiny_flags(data, tmp_path / name), output=tmp_path / "output")
+        run(train_changed, path, tiny_flags(data, tmp_path / name))
         (tmp_path / name / "model_00012.pt").unlink()
     before = listing(tmp_path)
 
@@ -278,19 +276,15 @@ WARNINGS = {
 def test_what_a_changed_model_cannot_keep_is_said(warning, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", WARNINGS[warning])
     options = dict(hellaswag_every=6, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
-    succeed(train_changed, path, tiny_flags(data, tmp_path / "out", **options), output=tmp_path / "output")
-    assert warning in (tmp_path / "output").read_text(encoding="utf-8")
+    assert warning in run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))[0]
 
 
 def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used_is_named(data, tmp_path):
     args = tiny_flags(data, tmp_path / "out", compile=True)
     path = changed_trainer(tmp_path / "mistake.py", {PROJECTION: PROJECTION.replace("4", "3")})
-    assert run(train_changed, path, args, output=tmp_path / "mistake") == [1]
-    said = (tmp_path / "mistake").read_text(encoding="utf-8")
+    [said] = run(train_changed, path, args, ends=[1])
     assert "shapes cannot be multiplied" in said and f"return {GELU}" in said and "warning" not in said
     path = changed_trainer(tmp_path / "unused.py", {POSITIONS: "self.transformer.wte(idx)"})
-    assert run(train_changed, path, args, output=tmp_path / "unused", ranks=2) == [2, 2]
-    assert "1 parameter, such as transformer.wpe.weight" in error_in(
-        (tmp_path / "unused").read_text(encoding="utf-8")
-    )
+    said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
+    assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
     assert not (tmp_path / "out").exists()

@@ -54,16 +54,14 @@ def train_with_a_nan_on_rank_1(args):
 
 def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, tmp_path):
     """Step 3 of 8 windows, micro-step 0 of B = 2 on rank 1: windows 24 + (0 * 2 + 1) * 2 = 26, 27; tokens 416, 432."""
-    output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    assert run(train_with_a_nan_on_rank_1, args, output=output, ranks=2) == [2, 2]
-    text = output.read_text(encoding="utf-8")
+    text, text_of_rank_1 = run(train_with_a_nan_on_rank_1, args, ranks=2, ends=[2, 2])
     error = error_in(text)
     assert "step 3" in error and "loss is nan" in error and "Traceback" not in text
     assert "tiny_train_000001.npy token 416, tiny_train_000001.npy token 432." in error
     assert "token 384" not in error  # rank 0's window of that micro-step
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
-    assert (tmp_path / "output.1").read_text(encoding="utf-8") == error + "\n"
+    assert text_of_rank_1 == error + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command continues to the end

@@ -28,8 +28,8 @@ from harness import (
     printed_commands,
     read_log,
     refused,
+    run,
     status_of,
-    succeed,
     tiny_flags,
     tiny_model,
     train,
@@ -150,8 +150,7 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     options |= dict(hellaswag_limit=13)
     assert train(data, tmp_path / "one", **options) == 0
-    args = tiny_flags(data, tmp_path / "two", **options)
-    succeed(train_gpt2.main, args, output=tmp_path / "output", ranks=2)
+    run(train_gpt2.main, tiny_flags(data, tmp_path / "two", **options), ranks=2)
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
     examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
     total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import losses, make_shards, patched, succeed, tiny_flags, tiny_model, train, windows
+from harness import losses, make_shards, patched, run, tiny_flags, tiny_model, train, windows
 
 
 def plain_loop(hf_directory, folder, masks):
@@ -144,10 +144,10 @@ def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     """
     folder, start, expected = plain
     args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
-    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=2)
+    _, said = run(train_and_report, args, tmp_path / "report", ranks=2)
     assert_equals_plain_loop(tmp_path / "out", expected)
     check_ranks_agree(tmp_path / "report", 10)
-    assert (tmp_path / "output.1").read_text(encoding="utf-8") == ""  # rank 1 has nothing to say
+    assert said == ""  # rank 1 has nothing to say
 
 
 def test_three_processes_equal_one_with_muon(data, tmp_path):
@@ -155,7 +155,7 @@ def test_three_processes_equal_one_with_muon(data, tmp_path):
     options = dict(optimizer="muon", n_layer=4, total_batch_size=192, val_every=3, max_steps=10)
     assert train(data, tmp_path / "one", batch_size=12, **options) == 0
     args = tiny_flags(data, tmp_path / "more", batch_size=2, **options)
-    succeed(train_and_report, args, tmp_path / "report", output=tmp_path / "output", ranks=3)
+    run(train_and_report, args, tmp_path / "report", ranks=3)
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "one", stream), losses(tmp_path / "more", stream), atol=2e-5, rtol=0)
     check_ranks_agree(tmp_path / "report", 10, ranks=3)

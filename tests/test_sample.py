@@ -25,8 +25,8 @@ from harness import (
     printed_commands,
     refusal_of,
     refused,
+    run,
     status_of,
-    succeed,
     talk,
     tiny_model,
 )
@@ -152,8 +152,7 @@ def test_what_a_model_says_steers_no_terminal(num_samples, tmp_path):
     """It could clear the screen, hide what it said or type a command; its tabs and line ends are text."""
     path = save(tmp_path / "parrot", parrot_model(text="=\x1b\t\n\x9b"), CHAT)
     options = flags(model=path, num_samples=num_samples, temperature=0, max_new_tokens=20, device="cpu")
-    succeed(sample.main, ["=", *options], output=tmp_path / "output")
-    shown = (tmp_path / "output").read_text(encoding="utf-8").split(f"\n{'-' * 80}\n")
+    shown = run(sample.main, ["=", *options])[0].split(f"\n{'-' * 80}\n")
     assert [text.rstrip("\n") for text in shown] == ["=\\x1b\t\n\\x9b"] * num_samples
 
 
