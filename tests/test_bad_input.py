@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import types
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import tiktoken
 import torch
 import train_gpt2
 from plumbing import machine, settings, sources
-from plumbing.distributed import World, setup_distributed
+from plumbing.distributed import World
 from plumbing.program import UserError
 
 from harness import (
@@ -194,17 +193,6 @@ def test_hellaswag_is_not_there_or_damaged(folder):
     assert "hellaswag_val.jsonl" in line and "network" in line and "--hellaswag-every 0" in line
     (folder / "hellaswag.jsonl").write_text('{"ctx": "a"}\n', encoding="utf-8")
     assert "ine 1" in error_of_run(folder, **options)
-
-
-def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(total_memory=80 * 2**30))
-    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2").items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
-        setup_distributed("cuda")
 
 
 def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():

@@ -44,12 +44,6 @@ OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """Shards with room for a step of 98,304 tokens."""
-    return make_shards(tmp_path_factory.mktemp("large") / "data", (2000, 100_000))
-
-
-@pytest.fixture(scope="module")
 def parent(folder):
     """The folder of a finished run of OPTIONS, with the checkpoints of steps 4, 8 and 12."""
     assert train(folder, folder.parent / "parent", **OPTIONS) == 0
@@ -68,13 +62,11 @@ RAMP = dict(total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, ma
 RAMP |= dict(n_layer=1, n_embd=16)
 
 
-@pytest.mark.parametrize(
-    "optimizer, ranks, options, step",
-    [("adamw", 0, EPOCHS, 6), ("muon", 0, RAMP, 4), ("adamw", 2, RAMP, 4), ("muon", 2, EPOCHS, 6)],
-)
-def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, options, step, folder, large, tmp_path):
-    folder = large if options == RAMP else folder
-    options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2) | options
+@pytest.mark.parametrize("ranks, options, step", [(0, EPOCHS, 6), (2, RAMP, 4)])
+def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, options, step, folder, tmp_path):
+    """With Muon, and so with AdamW for the rest."""
+    folder = make_shards(tmp_path / "large", (2000, 100_000)) if options == RAMP else folder
+    options = OPTIONS | dict(optimizer="muon", checkpoint_every=2) | options
     parent, branch = tmp_path / "parent", tmp_path / "branch"
     run(train_gpt2.main, tiny_flags(folder, parent, **options), ranks=ranks)
     args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)

@@ -67,10 +67,14 @@ def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, 
 
 
 def test_ranks_do_not_share_a_gpu(monkeypatch):
-    set_rank(monkeypatch)
+    """Which is said before they wait for each other."""
+    set_rank(monkeypatch, LOCAL_WORLD_SIZE="2")
     monkeypatch.setattr(distributed, "choose_device", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="--device is cuda:1, but each of several ranks has a GPU of its own"):
         distributed.setup_distributed("cuda:1")
+    with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
+        distributed.setup_distributed("cuda")
 
 
 def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):

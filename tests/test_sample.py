@@ -192,9 +192,10 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         assert part in refused(sample.main, "-m", path, *args)
 
 
-def test_a_prompt_of_a_million_blanks_is_one_like_any_other(tmp_path):
+@pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
+def test_a_prompt_of_a_million_blanks_is_one_like_any_other(pattern, tmp_path):
     """tiktoken gives up on so many in one place, and the prompt ended in its traceback."""
-    million, enc = "x" + " " * 1_000_000 + "y", train_small("gpt2")
+    million, enc = "x" + " " * 1_000_000 + "y", train_small(pattern)
     folder = save(tmp_path / "hf", tiny_model(vocab_size=1000), enc)
     assert "tokens, but the model reads at most 32" in refused(sample.main, million, "-m", folder)
     said = enc.decode(sample.render_prompt(talk(million), enc))
