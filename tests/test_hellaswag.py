@@ -9,7 +9,7 @@ import pytest
 import tokenizer
 import torch
 import torch.nn as nn
-from hellaswag import Counts, evaluate, harness_text, pack, read_examples, render_example, score
+from hellaswag import Counts, evaluate, harness_text, read_examples, render_example, score
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPTConfig
 
@@ -70,20 +70,6 @@ def four_rows(model, examples):
             picked = log_probs.gather(1, row[0, 1:, None])[:, 0]
             sums.append(picked[len(example.context) - 1 :].sum().item())
     return np.array(sums).reshape(-1, 4)
-
-
-def test_a_row_holds_the_context_once_hides_the_endings_from_one_another_and_scores_only_them():
-    rows = [([10, 11, 12], [[20, 21, 22], [30, 31], [40], [50, 51]]), ([1], [[2], [3], [4], [5]])]
-    idx, pos, segment, positions, targets = pack(rows, 16)
-    assert idx[0].tolist() == [10, 11, 12, 20, 21, 30, 50] + [0] * 9
-    assert pos[0].tolist() == [0, 1, 2, 3, 4, 3, 3] + [0] * 9
-    sees = hellaswag.attention_mask(segment)[0, 0]
-    for token, seen in {4: [0, 1, 2, 3, 4], 5: [0, 1, 2, 5], 6: [0, 1, 2, 6]}.items():
-        assert sees[token].nonzero().flatten().tolist() == seen
-    assert sees.any(1).all()  # a row of the mask without any True would be NaN
-    assert targets.tolist() == [20, 21, 22, 30, 31, 40, 50, 51, 2, 3, 4, 5]
-    # each is predicted from the token before it
-    assert idx.flatten()[positions].tolist() == [12, 20, 21, 12, 30, 12, 12, 50, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("padding", [0.0, 100.0])
