@@ -204,8 +204,10 @@ def error_in(text):
 
 
 def train(data, out_dir, **changes):
-    """Train in this process as the command line would; the exit status."""
-    return status_of(train_gpt2.main, tiny_flags(data, out_dir, **changes))
+    """Train in this process as the command line would, which must end well; what is printed."""
+    status, stdout, stderr = refusal_of(train_gpt2.main, *tiny_flags(data, out_dir, **changes))
+    assert status == 0, stdout + stderr
+    return stdout + stderr
 
 
 def read_log(out_dir, stream="train"):

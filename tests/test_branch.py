@@ -30,6 +30,7 @@ from harness import (
     patched,
     printed_commands,
     read_log,
+    refusal_of,
     refused,
     run,
     status_of,
@@ -46,7 +47,7 @@ OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9
 @pytest.fixture(scope="module")
 def parent(folder):
     """The folder of a finished run of OPTIONS, with the checkpoints of steps 4, 8 and 12."""
-    assert train(folder, folder.parent / "parent", **OPTIONS) == 0
+    train(folder, folder.parent / "parent", **OPTIONS)
     return folder.parent / "parent"
 
 
@@ -81,7 +82,7 @@ def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, pa
     (tmp_path / "kept").mkdir()
     shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
     moved = shutil.copytree(folder, tmp_path / "moved")
-    assert train(moved, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS) == 0
+    train(moved, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS)
     assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
 
 
@@ -187,10 +188,10 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     shutil.copytree(parent, out)
     assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_4)
     shutil.rmtree(out)
-    assert train(folder, out, branch_from=step_4, **OPTIONS) == 0
+    train(folder, out, branch_from=step_4, **OPTIONS)
     assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_8)
-    assert train(folder, out, **OPTIONS) == 0  # without the flag it is resumed: it is finished
-    assert train(folder, out, branch_from=step_8, resume=False, **OPTIONS) == 0
+    train(folder, out, **OPTIONS)  # without the flag it is resumed: it is finished
+    train(folder, out, branch_from=step_8, resume=False, **OPTIONS)
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
@@ -202,7 +203,7 @@ def groups_of(optimizers):
 
 @pytest.fixture(scope="module")
 def muon_parent(folder):
-    assert train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS) == 0
+    train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS)
     return folder.parent / "muon"
 
 
@@ -231,7 +232,7 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expect
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
-        assert train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options) == 0
+        train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
     assert listing(parent) == before
     step, num_windows, config, groups = steps[0]
     assert step == 8 and len(steps) == config.max_steps - 8
@@ -259,23 +260,22 @@ CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 @pytest.fixture(scope="module")
 def constant(folder):
     """The folder of a finished run at a constant rate."""
-    assert train(folder, folder.parent / "constant", **CONSTANT) == 0
+    train(folder, folder.parent / "constant", **CONSTANT)
     return folder.parent / "constant"
 
 
-def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path, capsys):
+def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     """The command that it prints takes everything else from the run. At a constant rate that is the run of twice
     the length from scratch, bit for bit."""
     shutil.copytree(constant, tmp_path / "short")
-    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24}) == 0
-    capsys.readouterr()
-    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
-    python, script, *words = printed_commands(capsys.readouterr().out)[-1]
+    train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
+    said = train(folder, tmp_path / "short", **CONSTANT)  # the same command: finished, and how to continue
+    python, script, *words = printed_commands(said)[-1]
     assert (python, script) == ("python", "train_gpt2.py")
-    assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--preset", "speedrun"]) == 0
+    status, said, _ = refusal_of(train_gpt2.main, *words, "--device", "cpu", "--preset", "speedrun")
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "A branch has its parent's settings, and not those of --preset speedrun." in said
+    said = " ".join(said.split())
+    assert status == 0 and "A branch has its parent's settings, and not those of --preset speedrun." in said
     assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
@@ -348,10 +348,10 @@ MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every
 def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, tmp_path):
     """They are written also where no other checkpoint is due."""
     options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)
-    assert train(folder, tmp_path / "out", **options) == 0
+    train(folder, tmp_path / "out", **options)
     assert steps_of(tmp_path / "out") == kept
     options |= dict(branch_from=tmp_path / "out", max_steps=17, milestone_every=14, keep_checkpoints=1)
-    assert train(folder, tmp_path / "branch", **options) == 0
+    train(folder, tmp_path / "branch", **options)
     assert steps_of(tmp_path / "branch") == [14, 17], (
         "what was temporary in the parent may be a milestone in a branch"
     )
@@ -367,7 +367,7 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
     assert steps_of(out) == [6, 8]
     shutil.copy(out / "model_00006.pt", out / "model_00003.pt")  # one that the run did not write
     options = MILESTONES | {"milestone_every": milestone_every}
-    assert train(folder, out, keep_checkpoints=1, **options) == 0
+    train(folder, out, keep_checkpoints=1, **options)
     assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
     if milestone_every:  # the validation before step 12 was that of step 7, before the run was killed
         validated = load_checkpoint(out / "model_00012.pt")["val_loss"]
@@ -383,7 +383,7 @@ def train_on_node(node, args):
 def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
     for node in ("node0", "node1"):
         make_shards(tmp_path / node / "data")
-    assert train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4}) == 0
+    train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4})
     args = tiny_flags("data", "out", **OPTIONS | {"branch_from": "parent", "max_steps": 8})
     run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 8
@@ -397,11 +397,9 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
         (dict(max_steps=10, decay_fraction=0.2), []),
     ],
 )
-def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(
-    constant, folder, tmp_path, capsys, branch_has, said
-):
+def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, tmp_path, branch_has, said):
     """The parent's 3e-3 is constant to step 8."""
     branch = CONSTANT | dict(branch_from=constant / "model_00008.pt") | branch_has
-    assert train(folder, tmp_path / "branch", **branch) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if "note: The learning rate" in line]
+    printed = train(folder, tmp_path / "branch", **branch)
+    notes = [line for line in printed.splitlines() if "note: The learning rate" in line]
     assert len(notes) == bool(said) and all(word in note for note in notes for word in said), notes

@@ -86,7 +86,7 @@ def test_a_run_with_everything(gpu, name, folder, tmp_path):
         assert all(tensor.isfinite().all() for tensor in load_checkpoint(path)["model"].values())
     if name == "float32":
         options = dict(hellaswag_every=6, hellaswag_data=folder.parent / "hellaswag.jsonl", max_steps=6)
-        assert train(folder, tmp_path / "cpu", **options) == 0
+        train(folder, tmp_path / "cpu", **options)
         for stream in ("train", "val", "norm", "hella"):
             assert np.allclose(losses(out_dir, stream), losses(tmp_path / "cpu", stream), atol=1e-4, rtol=0)
 

