@@ -256,6 +256,16 @@ def change_checkpoint(path, change):
     torch.save(content, path)
 
 
+class Touch:
+    """An object whose unpickling makes a file: what a hostile file does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def listing(folder):
     """{path: digest or "folder"} of all that is below `folder`: equal if nothing has changed."""
     return {

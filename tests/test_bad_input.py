@@ -20,6 +20,7 @@ from plumbing.distributed import World
 from plumbing.program import UserError
 
 from harness import (
+    Touch,
     change_checkpoint,
     error_in,
     listing,
@@ -97,16 +98,6 @@ def error_of_run(folder, **changes):
 def test_a_configuration_that_cannot_be(changes, said, folder):
     line = error_of_run(folder, **changes)
     assert all(text in line for text in said), line
-
-
-class Touch:
-    """An object whose unpickling makes a file: what a hostile file does."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_account_of_a_run(capsys):
     assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
 
-def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
+def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth_and_readable(monkeypatch):
     """A resumed run of steps that take 1 s, with 5 s of evaluation every 10 steps and 3 s of checkpoint every 50."""
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
@@ -78,6 +78,8 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
         assert estimates[step] == pytest.approx(truth, rel=0.02, abs=8)
         # from one step to the next it falls by about what a step takes; a single evaluation moves it little
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
+    texts = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
+    assert {seconds: program.duration(seconds) for seconds in texts} == texts
 
 
 @pytest.mark.parametrize("peak", [None, 1e13])
@@ -106,14 +108,6 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     assert (" 14% MFU " in said[-1][0]) == (peak is not None)
     run.log_step(**large, tokens=128, seconds=0.0)
     assert math.isfinite(said[-1][1]["tok/s"]) and "left" in said[-1][0]
-
-
-@pytest.mark.parametrize(
-    "seconds, words",
-    [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")],
-)
-def test_the_time_left_is_readable(seconds, words):
-    assert program.duration(seconds) == words
 
 
 def test_run_txt_has_the_command(monkeypatch):

@@ -10,18 +10,7 @@ import pytest
 import train_gpt2
 from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 
-from harness import (
-    error_in,
-    losses,
-    make_shards,
-    patched,
-    read_log,
-    refused,
-    run,
-    steps_of,
-    tiny_flags,
-    train,
-)
+from harness import error_in, losses, make_shards, patched, read_log, refused, run, steps_of, tiny_flags, train
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
 
 
 @pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "are not those that the hub lists")])
-def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said, monkeypatch, capsys):
+def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said):
     texts = random_texts(30)
     add_stories(hub, texts)
     hub.lasting["GET train-2" if fault == "wrong" else "ANY train-2"] = fault

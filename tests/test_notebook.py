@@ -117,7 +117,7 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
     (folder / "run.txt").write_text(text, encoding="utf-8")
 
 
-def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own(tmp_path, run_cells, capsys):
+def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own(tmp_path, run_cells):
     names = run_cells()
     read_run, find_runs = names["journal"].read_run, names["journal"].find_runs
 

@@ -11,15 +11,7 @@ import pytest
 import tokenizer
 from plumbing import files, shards
 from plumbing.program import UserError
-from plumbing.shards import (
-    check_masks,
-    check_meta,
-    find_shards,
-    fingerprint,
-    open_masks,
-    open_shard,
-    read_meta,
-)
+from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, open_masks, open_shard, read_meta
 
 from harness import make_shards, patched, refused
 
