@@ -37,7 +37,6 @@ from harness import (
     steps_of,
     tiny_flags,
     train,
-    wait_for_checkpoint,
     write_half,
 )
 
@@ -86,29 +85,14 @@ def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, pa
     assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
 
 
-def train_until(moment, args):
-    """Branch at step 4, and be killed with -9 at `moment`, before or just after the branch has a checkpoint."""
-    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 4)
-    place = {
-        "half of checkpoint 4 written": (torch, "save", lambda *args: True, write_half),
-        "in step 4": (train_gpt2, "train_step", lambda *args: True, wait),
-    }[moment]
-    with die_at(*place):
+def die_in_the_first_checkpoint(args):
+    with die_at(torch, "save", lambda *args: True, write_half):
         train_gpt2.main(args)
 
 
 @needs("SIGKILL")
-@pytest.mark.parametrize(
-    "moment, steps, fate_of_parent",
-    [
-        ("half of checkpoint 4 written", [], "none"),
-        ("in step 4", [4], "gone on"),
-        ("in step 4", [4], "deleted"),
-    ],
-)
-def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(
-    moment, steps, fate_of_parent, folder, parent, tmp_path
-):
+@pytest.mark.parametrize("fate_of_parent", ["stays", "gone on", "deleted"])
+def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, tmp_path):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
 
     With a checkpoint of its own, the branch needs its parent no more.
@@ -117,8 +101,9 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(
     for step in (8, 12):
         (family / f"model_{step:05d}.pt").unlink()
     args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
-    run(train_until, moment, args, ends=[-signal.SIGKILL])
-    assert steps_of(tmp_path / "out") == steps
+    killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
+    run(*killed, args, ends=[-signal.SIGKILL])
+    assert steps_of(tmp_path / "out") == ([] if fate_of_parent == "stays" else [4])
     if fate_of_parent == "gone on":
         shutil.copytree(parent, family, dirs_exist_ok=True)
     if fate_of_parent == "deleted":
