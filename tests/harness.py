@@ -152,6 +152,29 @@ def parrot_model(block_size=256, text="ok"):
     return model
 
 
+@torch.no_grad()
+def greedy_without_cache(model, ids, num_tokens, n_vocab=257):
+    """The ids and those that follow, by the model's forward pass alone."""
+    ids = torch.tensor([ids])
+    for _ in range(num_tokens):
+        logits = model(ids[:, -model.config.block_size :])[0][:, -1, :n_vocab]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids[0].tolist()
+
+
+@torch.no_grad()
+def four_rows(model, examples, n_vocab=257):
+    """The independent way: every ending behind its own copy of the context. Sums (examples, 4)."""
+    sums = []
+    for example in examples:
+        for ending in example.endings:
+            row = torch.tensor([example.context + ending])
+            log_probs = model(row[:, :-1])[0][0, :, :n_vocab].log_softmax(-1)
+            picked = log_probs.gather(1, row[0, 1:, None])[:, 0]
+            sums.append(picked[len(example.context) - 1 :].sum().item())
+    return np.array(sums).reshape(-1, 4)
+
+
 def flags(**options):
     """{"max_steps": 3, "compile": False} -> ["--max-steps", "3", "--no-compile"]"""
     words = []

@@ -13,7 +13,7 @@ from hellaswag import Counts, evaluate, harness_text, read_examples, render_exam
 from plumbing.huggingface import export_huggingface
 from train_gpt2 import GPTConfig
 
-from harness import listing, refusal_of, refused, tiny_model
+from harness import four_rows, listing, refusal_of, refused, tiny_model
 
 ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
@@ -57,19 +57,6 @@ E_ACUTE = "\u00e9"  # one character, two bytes: c3 a9
 SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
 # in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; 11 for 3 tokens of 2
 WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", E_ACUTE * 4, "aaab", "ac"]}
-
-
-@torch.no_grad()
-def four_rows(model, examples):
-    """The independent way: every ending behind its own copy of the context. Sums (examples, 4)."""
-    sums = []
-    for example in examples:
-        for ending in example.endings:
-            row = torch.tensor([example.context + ending])
-            log_probs = model(row[:, :-1])[0][0, :, : ENC.n_vocab].log_softmax(-1)
-            picked = log_probs.gather(1, row[0, 1:, None])[:, 0]
-            sums.append(picked[len(example.context) - 1 :].sum().item())
-    return np.array(sums).reshape(-1, 4)
 
 
 @pytest.mark.parametrize("padding", [0.0, 100.0])

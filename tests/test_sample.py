@@ -20,6 +20,7 @@ from corpora import train_small
 from harness import (
     ROOT,
     flags,
+    greedy_without_cache,
     listing,
     parrot_model,
     printed_commands,
@@ -52,15 +53,6 @@ def rows_of(model, ids, max_new_tokens, enc=ENDLESS, rows=1, seed=0, **options):
     torch.manual_seed(seed)
     steps = generate_rows(model, enc, ids, Options(max_new_tokens=max_new_tokens, **options), rows)
     return [list(row) for row in zip(*steps)]
-
-
-@torch.no_grad()
-def greedy_without_cache(model, ids, num_tokens, n_vocab=257):
-    ids = torch.tensor([ids])
-    for _ in range(num_tokens):
-        logits = model(ids[:, -model.config.block_size :])[0][:, -1, :n_vocab]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    return ids[0].tolist()
 
 
 @pytest.mark.parametrize("length", [1, 5, 31, 32])

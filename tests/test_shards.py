@@ -16,12 +16,8 @@ from plumbing.shards import check_masks, check_meta, find_shards, fingerprint, o
 from harness import make_shards, patched, refused
 
 
-def all_paths(folder):
-    return find_shards(folder, "val") + find_shards(folder, "train")
-
-
 def all_shards(folder):
-    return [open_shard(path) for path in all_paths(folder)]
+    return [open_shard(path) for split in ("val", "train") for path in find_shards(folder, split)]
 
 
 def open_mask(values, folder):
