@@ -6,7 +6,6 @@ What lies there and is not the run's own is refused, moved aside or left alone, 
 import errno
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from plumbing import runs
 from plumbing.files import lock_folder
 from plumbing.program import UserError
 
-from harness import killed_at, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
+from harness import KILLED, killed_at, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
 
-pytestmark = needs("SIGKILL")  # which made the folder that all tests begin with
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
 
@@ -28,7 +26,7 @@ def good(tmp_path_factory):
     make_shards(folder / "data")
     train(folder / "data", folder / "straight", **OPTIONS)
     args = tiny_flags(folder / "data", folder / "run", **OPTIONS)
-    run(killed_at, 5, 4, args, ends=[-signal.SIGKILL])
+    run(killed_at, 5, 4, args, ends=[KILLED])
     (folder / "run" / ".lock").unlink()
     return folder
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
 from harness import (
+    KILLED,
     assert_same_run,
     assert_same_tensors,
     die_at,
@@ -26,7 +26,6 @@ from harness import (
     listing,
     log_lines,
     make_shards,
-    needs,
     patched,
     printed_commands,
     read_log,
@@ -90,7 +89,6 @@ def die_in_the_first_checkpoint(args):
         train_gpt2.main(args)
 
 
-@needs("SIGKILL")
 @pytest.mark.parametrize("fate_of_parent", ["stays", "gone on", "deleted"])
 def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, tmp_path):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
@@ -102,7 +100,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
         (family / f"model_{step:05d}.pt").unlink()
     args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
     killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
-    run(*killed, args, ends=[-signal.SIGKILL])
+    run(*killed, args, ends=[KILLED])
     assert steps_of(tmp_path / "out") == ([] if fate_of_parent == "stays" else [4])
     if fate_of_parent == "gone on":
         shutil.copytree(parent, family, dirs_exist_ok=True)
@@ -314,14 +312,13 @@ def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
 
 
-@needs("SIGKILL")
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
     """
     args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
-    run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[-signal.SIGKILL])
+    run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[KILLED])
     run(train_with, BRANCH_SCRIPT, args)
     assert_best_is(tmp_path / "out", 6, 3.1)
 
@@ -342,13 +339,12 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
     )
 
 
-@needs("SIGKILL")
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
 def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""
     out = tmp_path / "out"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    run(killed_at, 9, 8, args, ends=[-signal.SIGKILL])
+    run(killed_at, 9, 8, args, ends=[KILLED])
     assert steps_of(out) == [6, 8]
     shutil.copy(out / "model_00006.pt", out / "model_00003.pt")  # one that the run did not write
     options = MILESTONES | {"milestone_every": milestone_every}

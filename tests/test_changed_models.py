@@ -16,7 +16,6 @@ import torch
 import train_gpt2
 from plumbing import trainer as trainer_code
 from plumbing.checkpoint import load_checkpoint, make_config
-from plumbing.program import UserError
 
 from harness import (
     ROOT,
@@ -240,8 +239,6 @@ class WithFields:
 
 def test_a_saved_setting_has_the_type_of_its_field_which_need_not_be_that_of_the_default():
     assert make_config(WithFields, {"dropout": 0.1, "windows": (4, 8)}) == WithFields(0.1, (4, 8))
-    with pytest.raises(UserError, match="a dropout of 'much'"):
-        make_config(WithFields, {"dropout": "much"})
 
 
 WARNINGS = {

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
+from harness import KILLED, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of
 
 
 def test_the_time_left_comes_from_the_share_of_bytes_that_were_read():
@@ -154,7 +153,6 @@ def make_and_die(tmp_path, paths, name, renames, after):
         make(tmp_path, *paths, name=name, shard_size=16_000)
 
 
-@needs("SIGKILL")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
@@ -170,7 +168,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
         after = count % 2 == 0 and count < renames
-        run(make_and_die, tmp_path, paths, f"{count}/out", count, after, ends=[-signal.SIGKILL])
+        run(make_and_die, tmp_path, paths, f"{count}/out", count, after, ends=[KILLED])
         assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=16_000)) == whole
 
 
@@ -264,7 +262,6 @@ def test_importing_runs_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
-# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 def test_the_quick_start_takes_the_shards_that_are_there(tmp_path):
     """Made with another tokenizer, by another Python."""
     folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", random_texts(9)), name="python_docs")
@@ -280,6 +277,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     assert "need 0.4 GB" in line and "has 0.1 GB free" in line
 
 
+# {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
     "--input p.parquet": "p.parquet has no text under 'text'. Choose text with --text-column: a.b, content",
     "--input empty.jsonl": "contains no text",

@@ -25,7 +25,7 @@ from plumbing.huggingface import export_huggingface
 from plumbing.runs import Run
 
 from harness import (
-    ON_THIS_SYSTEM,
+    KILLED,
     assert_same_run,
     assert_same_tensors,
     change_checkpoint,
@@ -85,11 +85,10 @@ def train_until(moment, args):
         train_gpt2.main(args)
 
 
-@needs("SIGKILL")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
-    run(train_until, moment, args, ends=[-signal.SIGKILL])
+    run(train_until, moment, args, ends=[KILLED])
     assert steps_of(tmp_path / "out") == MOMENTS[moment][0]
     halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
     assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
@@ -102,10 +101,8 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(mom
 @pytest.fixture(scope="module")
 def killed(folder):
     """The folder of a run that was killed in step 9, with checkpoints 4 and 8."""
-    if not ON_THIS_SYSTEM["SIGKILL"]:
-        pytest.skip("needs SIGKILL")
     args = tiny_flags(folder, folder.parent / "killed", **OPTIONS)
-    run(train_until, "in step 9", args, ends=[-signal.SIGKILL])
+    run(train_until, "in step 9", args, ends=[KILLED])
     assert steps_of(folder.parent / "killed") == [4, 8]
     (folder.parent / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
     return folder.parent / "killed"
@@ -267,15 +264,14 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
-@needs("SIGKILL")
 def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder, tmp_path):
     """One process with B = 8 to step 20, two with B = 2 to 40, one with B = 4 to 60; with both optimizers."""
     options = dict(max_steps=60, checkpoint_every=20, val_every=20, optimizer="muon")
     train(folder, tmp_path / "straight", batch_size=8, **options)
     out = tmp_path / "out"
     first, second, third = (tiny_flags(folder, out, batch_size=B, **options) for B in (8, 2, 4))
-    run(killed_at, 23, 20, first, ends=[-signal.SIGKILL])
-    assert "from step 20 to 60" in run(killed_at, 42, 40, second, ranks=2, ends=[-signal.SIGKILL, None])[0]
+    run(killed_at, 23, 20, first, ends=[KILLED])
+    assert "from step 20 to 60" in run(killed_at, 42, 40, second, ranks=2, ends=[KILLED, None])[0]
     assert "from step 40 to 60" in run(train_gpt2.main, third)[0]
     assert largest_difference(tmp_path / "out", tmp_path / "straight", 30) < 1e-5
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
@@ -325,12 +321,11 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     assert largest_difference(tmp_path / "two", straight) < 1e-5
 
 
-@needs("SIGKILL")
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
     options = OPTIONS | dict(optimizer="muon", dtype="float16")
     train(folder, tmp_path / "straight", **options)
     args = tiny_flags(folder, tmp_path / "out", **options)
-    run(train_until, "in step 9", args, ends=[-signal.SIGKILL])
+    run(train_until, "in step 9", args, ends=[KILLED])
     # the scale in the checkpoint counts, and not the one that a scaler begins with
     with patched(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1.0)):
         train(folder, tmp_path / "out", **options)
