@@ -35,6 +35,17 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
 
 
+@pytest.mark.gpt2
+@pytest.mark.parametrize("dtype, expected", [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_the_residual_stream_is_in_bfloat16_or_float32(dtype, expected):
+    """float16's numbers end at 65,504, which the sums of many blocks may reach."""
+    model, seen = tiny_model(), []
+    model.transformer.h[1].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", dtype):
+        model(torch.tensor([[1, 2, 3]]))
+    assert seen == [expected]
+
+
 @needs_float8
 def test_only_training_computes_the_logits_in_8_bits():
     model, idx = tiny_model(), torch.randint(320, (2, 16))
