@@ -78,10 +78,7 @@ def error_of_run(folder, **changes):
         (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
-        (
-            dict(data="nowhere"),
-            ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"],
-        ),
+        (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),
         (dict(total_batch_size=10_240), ["hold only 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),

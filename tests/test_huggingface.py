@@ -170,14 +170,13 @@ def gpt2_is_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)
 
 
-def test_a_folder_is_read_with_its_tokenizer_tiktoken(hf):
+def test_a_folder_is_read_with_its_tokenizer_tiktoken_or_with_gpt2s_if_the_vocabulary_has_that_size(
+    hf, gpt2_is_bytes
+):
     assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
     remove(hf, "tokenizer.tiktoken*")
     tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
     assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
-
-
-def test_without_a_tokenizers_files_it_is_gpt2s_if_the_vocabulary_has_that_size(hf, gpt2_is_bytes):
     remove(hf, "tokenizer*")
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES

@@ -47,7 +47,6 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_m
     train_gpt2.load_model(str(path))
     assert "train_gpt2.py has changed since" in capsys.readouterr().err
     change_checkpoint(path, lambda content: content["code"].update(name="train_relu2.py"))
-    assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
     change_checkpoint(path, lambda content: content["code"].pop("hash"))  # as earlier versions wrote it
     assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
 
