@@ -428,4 +428,18 @@ def killed_at(step, checkpoint, args):
         train_gpt2.main(args)
 
 
+def signalled(step, name, times, rank, args):
+    """Train, and on `rank` send this process a signal in the middle of a step."""
+
+    def step_and_signal(*args, **options):
+        if options["step"] == step and os.environ.get("RANK", "0") == str(rank):
+            for _ in range(times):
+                os.kill(os.getpid(), getattr(signal, name))
+        return train_step(*args, **options)
+
+    sys.argv = ["train_gpt2.py", *args]
+    with patched(train_gpt2, "train_step", step_and_signal) as train_step:
+        train_gpt2.main(args)
+
+
 gc.freeze()

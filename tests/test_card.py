@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import traceback
@@ -16,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import distributed, machine, runs, settings, trial
+from plumbing import distributed, machine, settings, trial
 from plumbing.checkpoint import list_checkpoints, load_checkpoint
 from plumbing.machine import has_float8
 from plumbing.program import UserError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from card import gpu as simulated
-from harness import assert_same_run, error_in, examples_file, losses, patched, read_log, tiny_flags, train
+from harness import assert_same_run, error_in, examples_file, losses, patched, read_log, signalled, tiny_flags, train
 
 
 @pytest.fixture(scope="module")
@@ -91,25 +90,13 @@ def test_a_run_with_everything(gpu, name, folder, tmp_path):
             assert np.allclose(losses(out_dir, stream), losses(tmp_path / "cpu", stream), atol=1e-4, rtol=0)
 
 
-def stop_at(step, args):
-    """Train, and receive SIGTERM at the report of this step."""
-
-    def report(run, now, *rest):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, now, *rest)
-
-    with patched(runs.Run, "report", report) as original:
-        train_gpt2.main(args)
-
-
 def test_a_stop_its_continuation_and_a_branch_are_the_run_bit_for_bit(gpu, folder, tmp_path):
     """In float16, whose gradient scaler has a state of its own."""
     names = ("whole", "stopped", "branch")
     changes = dict(dtype="float16", optimizer="muon", hellaswag_every=0)
     whole, stopped, branch = [all_flags(folder, tmp_path / name, **changes) for name in names]
     assert gpu(train_gpt2.main, whole)[0] == 0
-    assert gpu(stop_at, 7, stopped)[0] == 0
+    assert gpu(signalled, 7, "SIGTERM", 1, 0, stopped)[0] == 0
     assert max(read_log(tmp_path / "stopped")) == 7
     assert gpu(train_gpt2.main, stopped)[0] == 0
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")

@@ -41,6 +41,7 @@ from harness import (
     read_log,
     refused,
     run,
+    signalled,
     steps_of,
     tiny_flags,
     tiny_model,
@@ -183,20 +184,6 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     assert listing(tmp_path / "out.1") == before
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
-
-
-def signalled(step, name, times, rank, args):
-    """Train, and on `rank` send this process a signal in the middle of a step."""
-
-    def step_and_signal(*args, **options):
-        if options["step"] == step and os.environ.get("RANK", "0") == str(rank):
-            for _ in range(times):
-                os.kill(os.getpid(), getattr(signal, name))
-        return train_step(*args, **options)
-
-    sys.argv = ["train_gpt2.py", *args]
-    with patched(train_gpt2, "train_step", step_and_signal) as train_step:
-        train_gpt2.main(args)
 
 
 # SIGHUP comes when the terminal is closed
