@@ -41,7 +41,8 @@ def resume(folder, **changes):
 
 
 def refused_resume(folder, **changes):
-    return refused(train_gpt2.main, *tiny_flags(folder / "data", folder / "run", **OPTIONS | changes))
+    args = tiny_flags(folder / "data", folder / "run", **OPTIONS | changes)
+    return refused(train_gpt2.main, *args)
 
 
 def is_straight(out_dir):

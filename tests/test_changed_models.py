@@ -255,7 +255,8 @@ WARNINGS = {
 def test_what_a_changed_model_cannot_keep_is_said(warning, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", WARNINGS[warning])
     options = dict(hellaswag_every=6, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
-    assert warning in run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))[0]
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
+    assert warning in said
 
 
 def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used_is_named(data, tmp_path):

@@ -61,7 +61,7 @@ def test_the_account_of_a_run(capsys):
     assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
 
-def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth_and_readable(monkeypatch):
+def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(monkeypatch):
     """A resumed run of steps that take 1 s, with 5 s of evaluation every 10 steps and 3 s of checkpoint every 50."""
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)

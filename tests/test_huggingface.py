@@ -170,9 +170,7 @@ def gpt2_is_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)
 
 
-def test_a_folder_is_read_with_its_tokenizer_tiktoken_or_with_gpt2s_if_the_vocabulary_has_that_size(
-    hf, gpt2_is_bytes
-):
+def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, gpt2_is_bytes):
     assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
     remove(hf, "tokenizer.tiktoken*")
     tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")

@@ -116,7 +116,8 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
-    refused(train_gpt2.main, *tiny_flags(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0))
+    args = tiny_flags(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0)
+    refused(train_gpt2.main, *args)
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=1)]
 
 
@@ -126,7 +127,8 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
     if importlib.util.find_spec("wandb").origin:
         monkeypatch.setattr(mirror, "is_installed", lambda: False)
     before = listing(tmp_path)
-    assert "pip install wandb" in refused(train_gpt2.main, *tiny_flags(data, tmp_path / "run", wandb="gpt2"))
+    args = tiny_flags(data, tmp_path / "run", wandb="gpt2")
+    assert "pip install wandb" in refused(train_gpt2.main, *args)
     assert listing(tmp_path) == before
 
 

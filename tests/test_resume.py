@@ -152,8 +152,8 @@ def test_a_checkpoint_of_the_first_version_continues(folder, straight, stopped):
 
     for path in stopped.glob("model_*.pt"):
         change_checkpoint(path, make_old)
-    line = refused(train_gpt2.main, *tiny_flags(folder, stopped, grad_clip=0.5, val_tokens=320, **OPTIONS))
-    assert "(grad_clip was 1.0, now 0.5, val_tokens was 512, now 320)" in line
+    args = tiny_flags(folder, stopped, grad_clip=0.5, val_tokens=320, **OPTIONS)
+    assert "(grad_clip was 1.0, now 0.5, val_tokens was 512, now 320)" in refused(train_gpt2.main, *args)
     train(folder, stopped, **OPTIONS)
     assert_same_run(stopped, straight)
 
@@ -258,8 +258,10 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder,
     out = tmp_path / "out"
     first, second, third = (tiny_flags(folder, out, batch_size=B, **options) for B in (8, 2, 4))
     run(killed_at, 23, 20, first, ends=[KILLED])
-    assert "from step 20 to 60" in run(killed_at, 42, 40, second, ranks=2, ends=[KILLED, None])[0]
-    assert "from step 40 to 60" in run(train_gpt2.main, third)[0]
+    said, _ = run(killed_at, 42, 40, second, ranks=2, ends=[KILLED, None])
+    assert "from step 20 to 60" in said
+    [said] = run(train_gpt2.main, third)
+    assert "from step 40 to 60" in said
     assert largest_difference(tmp_path / "out", tmp_path / "straight", 30) < 1e-5
     assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
 
