@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import types
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,11 @@ import tiktoken
 import torch
 import train_gpt2
 from plumbing import machine, settings, sources
-from plumbing.distributed import World, setup_distributed
+from plumbing.distributed import World
 from plumbing.program import UserError
 
 from harness import (
+    Touch,
     change_checkpoint,
     error_in,
     listing,
@@ -43,7 +43,7 @@ def good(tmp_path_factory):
     """Good data and a finished run, beside which every mistake is made."""
     folder = tmp_path_factory.mktemp("good")
     make_shards(folder / "data")
-    assert train(folder / "data", folder / "run", **OPTIONS) == 0
+    train(folder / "data", folder / "run", **OPTIONS)
     return folder
 
 
@@ -78,10 +78,7 @@ def error_of_run(folder, **changes):
         (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
-        (
-            dict(data="nowhere"),
-            ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"],
-        ),
+        (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),
         (dict(total_batch_size=10_240), ["hold only 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
@@ -98,16 +95,6 @@ def error_of_run(folder, **changes):
 def test_a_configuration_that_cannot_be(changes, said, folder):
     line = error_of_run(folder, **changes)
     assert all(text in line for text in said), line
-
-
-class Touch:
-    """An object whose unpickling makes a file: what a hostile file does."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +183,6 @@ def test_hellaswag_is_not_there_or_damaged(folder):
     assert "ine 1" in error_of_run(folder, **options)
 
 
-def test_more_ranks_than_gpus_is_said_before_the_process_group(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(total_memory=80 * 2**30))
-    for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2").items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
-        setup_distributed("cuda")
-
-
 def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
     with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096: .*4096$"):
         settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2), [])
@@ -229,45 +205,47 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])
-def test_odd_prompts_are_only_text(prompt, data, tmp_path, capsys):
+def test_odd_prompts_are_only_text(prompt, data, tmp_path):
     """Longer than the block size of 32; with the text of a special token; beyond ASCII; the start of a document."""
-    assert train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2) == 0
-    printed = capsys.readouterr().out.partition(" | sample | ")[2].partition("\nExporting")[0]
+    said = train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2)
+    printed = said.partition(" | sample | ")[2].partition("\nExporting")[0]
     lines = printed.replace(f"\n{'':10} | {'':6} | ", "").split("\nstep     2 | sample | ")
     texts = list(map(ast.literal_eval, lines))
     assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
     assert len(set(texts)) == 4
 
 
-def train_with_limit(args, num_bytes):
-    """Train where no file may grow beyond so many bytes, as on a disk that fills up."""
+def train_with_limit(args, num_bytes, pipe):
+    """Train where no file may grow beyond so many bytes, as on a disk that fills up; a pipe has no limit."""
     import resource  # not on Windows
 
+    for console in (1, 2):
+        os.dup2(os.open(pipe, os.O_WRONLY), console)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Python's own setting; what comes is an error, no signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     train_gpt2.main(args)
 
 
 def error_of_limited_run(args, num_bytes, tmp_path):
-    """The one line that a run prints which the limit ends with status 2. It prints to a pipe, which has no limit."""
+    """The one line that a run prints which the limit ends with status 2."""
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
-    status = run(train_with_limit, args, num_bytes, output=tmp_path / "pipe")
+    run(train_with_limit, args, num_bytes, tmp_path / "pipe", ends=[2])
     text = os.read(pipe, 2**16).decode()  # as much as a pipe holds
     os.close(pipe)
-    assert status == [2] and "Traceback" not in text and "Exception ignored" not in text, text
+    assert "Traceback" not in text and "Exception ignored" not in text, text
     return error_in(text)
 
 
 @needs("resource", "mkfifo")
 def test_a_full_disk_while_the_log_is_written_costs_one_line_and_the_same_command_goes_on(data, tmp_path):
     options = dict(max_steps=60, val_every=0, checkpoint_every=0)
-    assert train(data, tmp_path / "straight", **options) == 0
+    train(data, tmp_path / "straight", **options)
     args = tiny_flags(data, tmp_path / "out", **options)
     line = error_of_limited_run(args, 3000, tmp_path)
     assert "log.txt" in line and "File too large" in line
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"log.txt", "run.txt"}
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0], (tmp_path / "output").read_text()
+    run(train_gpt2.main, args)
     assert read_log(tmp_path / "out") == read_log(tmp_path / "straight")
 
 
@@ -284,6 +262,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_whole_and_the_same_command_g
     assert lost in error_of_limited_run(args, 50_000, tmp_path)
     after = listing(out)
     assert after.keys() == before.keys() and after["model_00002.pt"] == before["model_00002.pt"]
-    assert run(train_gpt2.main, args, output=tmp_path / "output") == [0]
+    run(train_gpt2.main, args)
     assert read_log(out) == read_log(good / "run")
     assert (out / "hf" / "model.safetensors").read_bytes() == (good / "run" / "hf" / "model.safetensors").read_bytes()

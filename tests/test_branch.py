@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from plumbing.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.runs import Run
 
 from harness import (
+    KILLED,
     assert_same_run,
     assert_same_tensors,
     die_at,
@@ -26,18 +26,16 @@ from harness import (
     listing,
     log_lines,
     make_shards,
-    needs,
     patched,
     printed_commands,
     read_log,
+    refusal_of,
     refused,
     run,
     status_of,
     steps_of,
-    succeed,
     tiny_flags,
     train,
-    wait_for_checkpoint,
     write_half,
 )
 
@@ -45,15 +43,9 @@ OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """Shards with room for a step of 98,304 tokens."""
-    return make_shards(tmp_path_factory.mktemp("large") / "data", (2000, 100_000))
-
-
-@pytest.fixture(scope="module")
 def parent(folder):
     """The folder of a finished run of OPTIONS, with the checkpoints of steps 4, 8 and 12."""
-    assert train(folder, folder.parent / "parent", **OPTIONS) == 0
+    train(folder, folder.parent / "parent", **OPTIONS)
     return folder.parent / "parent"
 
 
@@ -69,20 +61,16 @@ RAMP = dict(total_batch_size=3 * 2**15, batch_ramp=6 * 2**15, batch_size=256, ma
 RAMP |= dict(n_layer=1, n_embd=16)
 
 
-@pytest.mark.parametrize(
-    "optimizer, ranks, options, step",
-    [("adamw", 0, EPOCHS, 6), ("muon", 0, RAMP, 4), ("adamw", 2, RAMP, 4), ("muon", 2, EPOCHS, 6)],
-)
-def test_a_branch_without_changes_is_its_parent_bit_for_bit(optimizer, ranks, options, step, folder, large, tmp_path):
-    folder = large if options == RAMP else folder
-    options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2) | options
-    output = tmp_path / "output"
+@pytest.mark.parametrize("ranks, options, step", [(0, EPOCHS, 6), (2, RAMP, 4)])
+def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, options, step, folder, tmp_path):
+    """With Muon, and so with AdamW for the rest."""
+    folder = make_shards(tmp_path / "large", (2000, 100_000)) if options == RAMP else folder
+    options = OPTIONS | dict(optimizer="muon", checkpoint_every=2) | options
     parent, branch = tmp_path / "parent", tmp_path / "branch"
-    args = tiny_flags(folder, parent, **options)
-    succeed(train_gpt2.main, args, output=output, ranks=ranks)
+    run(train_gpt2.main, tiny_flags(folder, parent, **options), ranks=ranks)
     args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
-    succeed(train_gpt2.main, args, output=output, ranks=ranks)
-    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in output.read_text()
+    said = run(train_gpt2.main, args, ranks=ranks)[0]
+    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in said
     assert_same_run(branch, parent)
     first = load_checkpoint(branch / f"model_{step:05d}.pt")
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 2**11}[step]  # in the second epoch, and before it grows
@@ -92,33 +80,17 @@ def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, pa
     (tmp_path / "kept").mkdir()
     shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
     moved = shutil.copytree(folder, tmp_path / "moved")
-    assert train(moved, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS) == 0
+    train(moved, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS)
     assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
 
 
-def train_until(moment, args):
-    """Branch at step 4, and be killed with -9 at `moment`, before or just after the branch has a checkpoint."""
-    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 4)
-    place = {
-        "half of checkpoint 4 written": (torch, "save", lambda *args: True, write_half),
-        "in step 4": (train_gpt2, "train_step", lambda *args: True, wait),
-    }[moment]
-    with die_at(*place):
+def die_in_the_first_checkpoint(args):
+    with die_at(torch, "save", lambda *args: True, write_half):
         train_gpt2.main(args)
 
 
-@needs("SIGKILL")
-@pytest.mark.parametrize(
-    "moment, steps, fate_of_parent",
-    [
-        ("half of checkpoint 4 written", [], "none"),
-        ("in step 4", [4], "gone on"),
-        ("in step 4", [4], "deleted"),
-    ],
-)
-def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(
-    moment, steps, fate_of_parent, folder, parent, tmp_path
-):
+@pytest.mark.parametrize("fate_of_parent", ["stays", "gone on", "deleted"])
+def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, tmp_path):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
 
     With a checkpoint of its own, the branch needs its parent no more.
@@ -127,14 +99,14 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(
     for step in (8, 12):
         (family / f"model_{step:05d}.pt").unlink()
     args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
-    output = tmp_path / "output"
-    assert run(train_until, moment, args, output=output) == [-signal.SIGKILL], output.read_text()
-    assert steps_of(tmp_path / "out") == steps
+    killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
+    run(*killed, args, ends=[KILLED])
+    assert steps_of(tmp_path / "out") == ([] if fate_of_parent == "stays" else [4])
     if fate_of_parent == "gone on":
         shutil.copytree(parent, family, dirs_exist_ok=True)
     if fate_of_parent == "deleted":
         shutil.rmtree(family)
-    succeed(train_gpt2.main, args, output=output)
+    run(train_gpt2.main, args)
     assert_same_run(tmp_path / "out", parent)
     assert branched(tmp_path / "out")["step"] == 4
 
@@ -199,10 +171,10 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     shutil.copytree(parent, out)
     assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_4)
     shutil.rmtree(out)
-    assert train(folder, out, branch_from=step_4, **OPTIONS) == 0
+    train(folder, out, branch_from=step_4, **OPTIONS)
     assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_8)
-    assert train(folder, out, **OPTIONS) == 0  # without the flag it is resumed: it is finished
-    assert train(folder, out, branch_from=step_8, resume=False, **OPTIONS) == 0
+    train(folder, out, **OPTIONS)  # without the flag it is resumed: it is finished
+    train(folder, out, branch_from=step_8, resume=False, **OPTIONS)
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
@@ -214,7 +186,7 @@ def groups_of(optimizers):
 
 @pytest.fixture(scope="module")
 def muon_parent(folder):
-    assert train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS) == 0
+    train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS)
     return folder.parent / "muon"
 
 
@@ -243,7 +215,7 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expect
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
-        assert train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options) == 0
+        train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
     assert listing(parent) == before
     step, num_windows, config, groups = steps[0]
     assert step == 8 and len(steps) == config.max_steps - 8
@@ -271,23 +243,22 @@ CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
 @pytest.fixture(scope="module")
 def constant(folder):
     """The folder of a finished run at a constant rate."""
-    assert train(folder, folder.parent / "constant", **CONSTANT) == 0
+    train(folder, folder.parent / "constant", **CONSTANT)
     return folder.parent / "constant"
 
 
-def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path, capsys):
+def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     """The command that it prints takes everything else from the run. At a constant rate that is the run of twice
     the length from scratch, bit for bit."""
     shutil.copytree(constant, tmp_path / "short")
-    assert train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24}) == 0
-    capsys.readouterr()
-    assert train(folder, tmp_path / "short", **CONSTANT) == 0  # the same command: finished, and how to continue
-    python, script, *words = printed_commands(capsys.readouterr().out)[-1]
+    train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
+    said = train(folder, tmp_path / "short", **CONSTANT)  # the same command: finished, and how to continue
+    python, script, *words = printed_commands(said)[-1]
     assert (python, script) == ("python", "train_gpt2.py")
-    assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--preset", "speedrun"]) == 0
+    status, said, _ = refusal_of(train_gpt2.main, *words, "--device", "cpu", "--preset", "speedrun")
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "A branch has its parent's settings, and not those of --preset speedrun." in said
+    said = " ".join(said.split())
+    assert status == 0 and "A branch has its parent's settings, and not those of --preset speedrun." in said
     assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
@@ -332,28 +303,24 @@ def assert_best_is(out_dir, step, loss):
 @pytest.fixture(scope="module")
 def best(folder):
     """The folder of a run whose best validation loss is that of step 8."""
-    args = tiny_flags(folder, folder.parent / "best", **BEST)
-    succeed(train_with, SCRIPT, args, output=folder.parent / "output")
+    [said] = run(train_with, SCRIPT, tiny_flags(folder, folder.parent / "best", **BEST))
+    assert "\nThe lowest validation loss was 2.5000; its weights are in model_best.pt.\n" in said
     return folder.parent / "best"
 
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
-    printed = (best.parent / "output").read_text(encoding="utf-8")
-    assert "\nThe lowest validation loss was 2.5000; its weights are in model_best.pt.\n" in printed
 
 
-@needs("SIGKILL")
 def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
     """
-    out, output = tmp_path / "out", tmp_path / "output"
-    args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
-    assert run(train_with, BRANCH_SCRIPT, args, 9, 8, output=output) == [-signal.SIGKILL]
-    succeed(train_with, BRANCH_SCRIPT, args, output=output)
-    assert_best_is(out, 6, 3.1)
+    args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
+    run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[KILLED])
+    run(train_with, BRANCH_SCRIPT, args)
+    assert_best_is(tmp_path / "out", 6, 3.1)
 
 
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=7)
@@ -363,26 +330,25 @@ MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every
 def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, tmp_path):
     """They are written also where no other checkpoint is due."""
     options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)
-    assert train(folder, tmp_path / "out", **options) == 0
+    train(folder, tmp_path / "out", **options)
     assert steps_of(tmp_path / "out") == kept
     options |= dict(branch_from=tmp_path / "out", max_steps=17, milestone_every=14, keep_checkpoints=1)
-    assert train(folder, tmp_path / "branch", **options) == 0
+    train(folder, tmp_path / "branch", **options)
     assert steps_of(tmp_path / "branch") == [14, 17], (
         "what was temporary in the parent may be a milestone in a branch"
     )
 
 
-@needs("SIGKILL")
 @pytest.mark.parametrize("milestone_every", [0, 4, 6])
 def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
     """Whether a checkpoint is one is decided when it is written."""
-    out, output = tmp_path / "out", tmp_path / "output"
+    out = tmp_path / "out"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    assert run(killed_at, 9, 8, args, output=output) == [-signal.SIGKILL]
+    run(killed_at, 9, 8, args, ends=[KILLED])
     assert steps_of(out) == [6, 8]
     shutil.copy(out / "model_00006.pt", out / "model_00003.pt")  # one that the run did not write
     options = MILESTONES | {"milestone_every": milestone_every}
-    assert train(folder, out, keep_checkpoints=1, **options) == 0
+    train(folder, out, keep_checkpoints=1, **options)
     assert steps_of(out) == ([3, 6, 12, 14] if milestone_every else [3, 6, 14])
     if milestone_every:  # the validation before step 12 was that of step 7, before the run was killed
         validated = load_checkpoint(out / "model_00012.pt")["val_loss"]
@@ -398,9 +364,9 @@ def train_on_node(node, args):
 def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
     for node in ("node0", "node1"):
         make_shards(tmp_path / node / "data")
-    assert train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4}) == 0
+    train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", **OPTIONS | {"max_steps": 4})
     args = tiny_flags("data", "out", **OPTIONS | {"branch_from": "parent", "max_steps": 8})
-    succeed(train_on_node, tmp_path, args, output=tmp_path / "output", ranks=2)
+    run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 8
 
 
@@ -412,11 +378,9 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
         (dict(max_steps=10, decay_fraction=0.2), []),
     ],
 )
-def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(
-    constant, folder, tmp_path, capsys, branch_has, said
-):
+def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, tmp_path, branch_has, said):
     """The parent's 3e-3 is constant to step 8."""
     branch = CONSTANT | dict(branch_from=constant / "model_00008.pt") | branch_has
-    assert train(folder, tmp_path / "branch", **branch) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if "note: The learning rate" in line]
+    printed = train(folder, tmp_path / "branch", **branch)
+    notes = [line for line in printed.splitlines() if "note: The learning rate" in line]
     assert len(notes) == bool(said) and all(word in note for note in notes for word in said), notes

@@ -1,6 +1,5 @@
 """All ranks call the same collectives, with the same shapes, from the same lines, whatever happens in a run."""
 
-import contextlib
 import os
 import signal
 import traceback
@@ -8,11 +7,10 @@ from pathlib import Path
 
 import torch
 import train_gpt2
-from plumbing import machine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness import ROOT, error_in, examples_file, patched, run, succeed, tiny_flags
+from harness import ROOT, examples_file, patched, run, tiny_flags
 
 
 class Recorder(TorchDispatchMode):
@@ -89,13 +87,14 @@ def collectives(folder, ranks):
 
 
 def life_of_a_run(folder, data, ranks):
-    """{what: its collectives}: a run that starts with too little memory, a second start, a branch, a stop, its end."""
+    """{what: its collectives} and what rank 0 says, from a start with too little memory to a continuation's end."""
     rest = dict(optimizer="muon", hellaswag_every=3, hellaswag_data=examples_file(folder, ["a cat", "hi"]))
     rest |= dict(sample_every=3, max_steps=6, val_every=3, checkpoint_every=3, total_batch_size=128 * ranks)
-    output, found = folder / "output", {}
+    found, said = {}, ""
 
     def record(name, function, *args):
-        succeed(function, folder / name, *args, output=output, ranks=ranks)
+        nonlocal said
+        said += run(function, folder / name, *args, ranks=ranks)[0]
         found[name] = collectives(folder / name, ranks)
 
     flags = tiny_flags(data, folder / "out", **rest)
@@ -107,29 +106,13 @@ def life_of_a_run(folder, data, ranks):
     stopped = tiny_flags(data, folder / "stopped", **rest)
     record("stopped", train_recorded, be_told_to_stop, len(found["new, with too little memory"]) // 2, stopped)
     record("continued", train_recorded, nothing, -1, stopped)
-    return found
+    return found, said
 
 
 def test_ranks_call_the_same_collectives_in_all_that_a_run_goes_through(folder, tmp_path):
-    found = life_of_a_run(tmp_path, folder, 2)
+    found, said = life_of_a_run(tmp_path, folder, 2)
     kinds = {line.split()[0] for lines in found.values() for line in lines}
     assert {"allreduce_", "broadcast_", "allgather_", "_allgather_base_"} <= kinds, "DDP's, objects' and Muon's"
-    said = (tmp_path / "output").read_text(encoding="utf-8")
     assert "Out of memory" in said and "is finished" in said and "Stopped after" in said
     assert "FutureWarning" not in said
     assert len(found["finished"]) < 30, "a finished run does not send its checkpoint to the other ranks"
-
-
-def train_with_a_gpu_of_another_kind_on_rank_1(args):
-    other = contextlib.nullcontext()
-    if os.environ["RANK"] == "1":
-        other = patched(machine, "choose_dtype", lambda *rest, **options: (torch.float16, "float16"))
-    with other:
-        train_gpt2.main(args)
-
-
-def test_ranks_with_unlike_gpus_do_not_train_in_two_dtypes(folder, tmp_path):
-    """float16 scales its gradients, which bfloat16 does not: their mean would be wrong."""
-    args, output = tiny_flags(folder, tmp_path / "out"), tmp_path / "output"
-    assert run(train_with_a_gpu_of_another_kind_on_rank_1, args, output=output, ranks=2) == [2, 2]
-    assert "the dtype is float16 instead of float32" in error_in(output.read_text(encoding="utf-8"))

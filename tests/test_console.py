@@ -20,19 +20,7 @@ from plumbing import account, journal, machine, program, runs, trial
 from plumbing.distributed import World
 from train_gpt2 import TrainConfig
 
-from harness import examples_file, full_disk, patched, read_log, train
-
-
-def test_the_start_says_how_much_of_the_data_is_read(data, tmp_path, capsys):
-    """12 steps of 128 tokens are a third of the 4,688 in whole windows; validation has at most all of its split's.
-
-    3 does not divide a step's 8 sequences, so B is 2.
-    """
-    assert train(data, tmp_path / "run", val_tokens=10**6, batch_size=3) == 0
-    printed = capsys.readouterr().out
-    assert "\ndata:       4,688 training tokens; the run reads 1,536: 0.33 passes\n" in printed
-    assert "\nvalidation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
-    assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
+from harness import examples_file, full_disk, patched, read_log, refused, status_of, tiny_flags, train
 
 
 def test_the_account_of_a_run(capsys):
@@ -73,7 +61,7 @@ def test_the_account_of_a_run(capsys):
     assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
 
-def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypatch):
+def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(monkeypatch):
     """A resumed run of steps that take 1 s, with 5 s of evaluation every 10 steps and 3 s of checkpoint every 50."""
     now, estimates, ends = 0.0, {}, {}
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
@@ -90,6 +78,8 @@ def test_the_time_left_counts_evaluations_and_checkpoints_and_is_smooth(monkeypa
         assert estimates[step] == pytest.approx(truth, rel=0.02, abs=8)
         # from one step to the next it falls by about what a step takes; a single evaluation moves it little
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
+    texts = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
+    assert {seconds: program.duration(seconds) for seconds in texts} == texts
 
 
 @pytest.mark.parametrize("peak", [None, 1e13])
@@ -120,14 +110,6 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     assert math.isfinite(said[-1][1]["tok/s"]) and "left" in said[-1][0]
 
 
-@pytest.mark.parametrize(
-    "seconds, words",
-    [(0, "0:00"), (156, "2:36"), (3599, "59m"), (16_300, "4.5h"), (40 * 86400, "40d")],
-)
-def test_the_time_left_is_readable(seconds, words):
-    assert program.duration(seconds) == words
-
-
 def test_run_txt_has_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
@@ -155,38 +137,39 @@ def test_validation_and_hellaswag_have_bars_on_a_terminal_of_which_nothing_stays
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
     options = dict(hellaswag_every=2)
     options["hellaswag_data"] = examples_file(tmp_path, ["A man is on a roof. he"] * 8)
-    assert train(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options) == 0
+    args = tiny_flags(data, tmp_path / "run", max_steps=2, warmup_steps=1, **options)
+    assert status_of(train_gpt2.main, args) == 0
     said = stderr.getvalue()
     for bar in ("validation: ", "HellaSwag: "):
         assert (bar in said) == stderr.isatty()
     assert said.split("\r")[-1].strip() == ""
 
 
-def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path, capsys):
-    assert train(data, tmp_path / "out", max_steps=40) == 0
-    printed = capsys.readouterr().out.splitlines()
+def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path):
+    printed = train(data, tmp_path / "out", max_steps=40).splitlines()
     shown, losses = sum("tok/s" in line for line in printed), sum("val loss" in line for line in printed)
     assert 1 <= shown < 20 and losses == 11 and sorted(read_log(tmp_path / "out", "train")) == list(range(40))
 
 
-def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(
-    data, tmp_path, capsys, monkeypatch
-):
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
-    assert train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd") == 0
+    said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git, of what is not committed
+    with patched(program, "git", lambda command, *words: said[command]):
+        printed = train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd")
     lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
     assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
-    printed = capsys.readouterr().out.partition("step ")[2].partition("Exporting")[0].splitlines()
+    printed = printed.partition("step ")[2].partition("Exporting")[0].splitlines()
     assert max(map(len, printed)) <= 80
     updates = [line for line in printed if "norm" in line]
     for step, line in enumerate(updates):
         assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line), line
     assert len(updates) == 12
-    text = (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
-    assert all(f"\n{name}: " in "\n" + text for name in ("command", "config", "versions", "machine"))
+    [start] = journal.read_starts(tmp_path / "out" / "run.txt")
+    assert {"command", "config", "versions", "machine"} <= start.keys()
+    assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]
     samples = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
     assert [step for step, _, _ in samples] == ["6"] * 4 + ["12"] * 4
     assert all(json.loads(text).startswith("ab\ncd") for _, _, text in samples)
@@ -196,11 +179,11 @@ def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_pa
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
     with patched(train_gpt2.time, "perf_counter", clock(0.25)):
         with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
-            assert train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0) == 0
+            train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0)
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
-def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsys):
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
     """And not at the next checkpoint, which may be hours away."""
 
     def log_step(self, *args, **options):
@@ -208,14 +191,6 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path, capsy
         original(self, *args, **options)
 
     with patched(torch, "save", full_disk), patched(runs.Run, "log_step", log_step) as original:
-        assert train(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4) == 2
-    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+        args = tiny_flags(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4)
+        assert os.strerror(errno.ENOSPC) in refused(train_gpt2.main, *args)
     assert max(read_log(tmp_path / "out")) == 3
-
-
-def test_run_txt_has_what_was_changed_and_not_committed(data, tmp_path):
-    said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}
-    with patched(program, "git", lambda command, *words: said[command]):
-        assert train(data, tmp_path / "out", max_steps=1) == 0
-    [start] = journal.read_starts(tmp_path / "out" / "run.txt")
-    assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]

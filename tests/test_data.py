@@ -13,7 +13,7 @@ import torch
 from plumbing.program import UserError
 from train_gpt2 import DataLoaderLite, permute
 
-from harness import make_shards, windows
+from harness import make_shards
 
 
 def counting_shards(folder, lengths):
@@ -113,33 +113,6 @@ def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus()
     tracemalloc.stop()
     assert len(set(places.tolist())) == 64 and 0 <= places.min() and places.max() < n
     assert peak < 100_000
-
-
-def test_a_loader_goes_on_from_a_state_exactly_also_into_the_next_epoch(tmp_path):
-    folder = counting_shards(tmp_path, [100, 61])
-    options = dict(B=3, T=4, shuffle=True, seed=5)
-    loader = DataLoaderLite(folder, "train", **options)
-    batches, states = [], []
-    for _ in range(40):  # 39 windows: three epochs
-        states.append(loader.position)
-        batches.append(loader.next_batch())
-    for number in (0, 1, 12, 13, 26, 39):
-        again = DataLoaderLite(folder, "train", **options)
-        again.next_batch()  # what was read ahead is forgotten
-        again.position = states[number]
-        for x, y in batches[number : number + 3]:
-            got = again.next_batch()
-            assert torch.equal(got[0], x) and torch.equal(got[1], y)
-
-
-def test_masked_targets_are_ignored(tmp_path):
-    """Target i + 1 of a window counts where the mask at i + 1 is 1."""
-    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
-    loader = DataLoaderLite(folder, "train", 4, 8)
-    expected = windows(folder, "train", 8, masks=True)[1].tolist()
-    for number in range(0, 16, 4):
-        _, y = loader.next_batch()
-        assert y.tolist() == expected[number : number + 4]
 
 
 def test_a_mask_that_is_missing_and_shards_shorter_than_a_window_are_refused(tmp_path):

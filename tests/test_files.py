@@ -42,15 +42,6 @@ def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
     assert lock.read_text(encoding="utf-8") == "a file of the user's own"
 
 
-def test_a_lock_leaves_no_trace_of_a_folder_in_which_nothing_was_written(tmp_path):
-    with lock_folder(tmp_path / "a" / "b"):
-        pass
-    assert list(tmp_path.iterdir()) == []
-    with lock_folder(tmp_path / "a" / "b"):
-        (tmp_path / "a" / "b" / "file").write_text("x")
-    assert os.listdir(tmp_path / "a" / "b") == ["file"]
-
-
 @pytest.mark.parametrize(
     "leave", [lambda folder: folder.rename(f"{folder}.old"), shutil.rmtree], ids=["moved", "deleted"]
 )

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import die_at, full_disk, listing, needs, patched, printed_commands, refused, run, status_of
+from harness import KILLED, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of
 
 
 def test_the_time_left_comes_from_the_share_of_bytes_that_were_read():
@@ -146,6 +145,7 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
 
 
 def make_and_die(tmp_path, paths, name, renames, after):
+    """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
@@ -153,13 +153,6 @@ def make_and_die(tmp_path, paths, name, renames, after):
         make(tmp_path, *paths, name=name, shard_size=16_000)
 
 
-def die(tmp_path, *args):
-    """Make shards in a process that dies by SIGKILL at the N-th file that gets its name, before or after it has."""
-    output = tmp_path / "output"
-    assert run(make_and_die, tmp_path, *args, output=output) == [-signal.SIGKILL], output.read_text(encoding="utf-8")
-
-
-@needs("SIGKILL")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
@@ -174,7 +167,8 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
     for count in range(1, renames + 1):
-        die(tmp_path, paths, f"{count}/out", count, count % 2 == 0 and count < renames)
+        after = count % 2 == 0 and count < renames
+        run(make_and_die, tmp_path, paths, f"{count}/out", count, after, ends=[KILLED])
         assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=16_000)) == whole
 
 

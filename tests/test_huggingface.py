@@ -14,7 +14,7 @@ from plumbing.program import UserError
 from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT, load_model
 
-from harness import assert_same_tensors, listing, parrot_model, tiny_model
+from harness import Touch, assert_same_tensors, listing, parrot_model, tiny_model
 
 pytestmark = pytest.mark.gpt2
 
@@ -118,21 +118,14 @@ def test_weights_that_are_not_those_of_a_gpt2_are_refused(hf):
         assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
-class Code:
-    """What a pickle holds of this is a call."""
-
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
 def test_pickles_are_read_where_there_is_nothing_else_and_no_code_in_them_is_run(hf, monkeypatch):
     monkeypatch.chdir(hf)
     expected, weights = read(hf), load_file("model.safetensors")
-    torch.save({"x": Code()}, "pytorch_model.bin")
+    torch.save({"x": Touch(Path("touched"))}, "pytorch_model.bin")
     assert_same_tensors(read(hf), expected)
     Path("model.safetensors").unlink()
     assert "perhaps of code, which is never run" in refusal(load_huggingface, hf)
-    assert not Path("executed").exists()
+    assert not Path("touched").exists()
     torch.save(weights, "pytorch_model.bin")
     assert_same_tensors(read(hf), expected)
 
@@ -177,14 +170,11 @@ def gpt2_is_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)
 
 
-def test_a_folder_is_read_with_its_tokenizer_tiktoken(hf):
+def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, gpt2_is_bytes):
     assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
     remove(hf, "tokenizer.tiktoken*")
     tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
     assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
-
-
-def test_without_a_tokenizers_files_it_is_gpt2s_if_the_vocabulary_has_that_size(hf, gpt2_is_bytes):
     remove(hf, "tokenizer*")
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES

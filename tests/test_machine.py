@@ -16,7 +16,7 @@ from plumbing.machine import has_float8
 from plumbing.program import UserError
 from torch.nn import functional as F
 
-from harness import losses, patched, read_log, refused, succeed, tiny_flags, tiny_model, train
+from harness import losses, patched, read_log, refused, run, tiny_flags, tiny_model, train
 
 needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 
@@ -24,8 +24,8 @@ needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("fp8", marks=needs_float8)])
 def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     options = dict(max_steps=24, max_lr=1e-2)
-    assert train(data, tmp_path / "half", dtype=dtype, **options) == 0
-    assert train(data, tmp_path / "full", dtype="float32", **options) == 0
+    train(data, tmp_path / "half", dtype=dtype, **options)
+    train(data, tmp_path / "full", dtype="float32", **options)
     half, full = losses(tmp_path / "half"), losses(tmp_path / "full")
     assert len(half) == 24 and np.isfinite(half).all()
     assert half[0] == pytest.approx(full[0], abs=0.02) and (half != full).any()
@@ -33,6 +33,17 @@ def test_half_precision_trains_and_keeps_float32_weights(data, tmp_path, dtype):
     checkpoint = load_checkpoint(tmp_path / "half" / "model_00024.pt")
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert bool(checkpoint["scaler"]) == (dtype == "float16")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("dtype, expected", [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_the_residual_stream_is_in_bfloat16_or_float32(dtype, expected):
+    """float16's numbers end at 65,504, which the sums of many blocks may reach."""
+    model, seen = tiny_model(), []
+    model.transformer.h[1].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", dtype):
+        model(torch.tensor([[1, 2, 3]]))
+    assert seen == [expected]
 
 
 @needs_float8
@@ -93,15 +104,11 @@ def broken_compile(model, **options):
     return fail
 
 
-def test_a_compiler_that_fails_and_a_batch_that_is_too_large_cost_warnings_and_leave_the_losses(
-    data, tmp_path, capsys
-):
-    assert train(data, tmp_path / "small", batch_size=2) == 0
-    capsys.readouterr()
+def test_a_compiler_that_fails_and_a_batch_that_is_too_large_cost_warnings_and_leave_the_losses(data, tmp_path):
+    train(data, tmp_path / "small", batch_size=2)
     with patched(torch, "compile", broken_compile), no_room(2):
-        assert train(data, tmp_path / "large", batch_size=8, compile=True) == 0
-    printed = capsys.readouterr()
-    warnings = [line for line in (printed.out + printed.err).splitlines() if "warning" in line]
+        printed = train(data, tmp_path / "large", batch_size=8, compile=True)
+    warnings = [line for line in printed.splitlines() if "warning" in line]
     said = ["no C++ compiler found", "Out of memory. Continuing with --batch-size 4", "--batch-size 2"]
     assert len(warnings) == 3 and all(any(words in line for line in warnings) for words in said)
     for stream in ("train", "val"):
@@ -135,13 +142,11 @@ def train_on_a_machine_that_can_do_less_on_rank_1(args):
 
 def test_what_one_rank_cannot_do_all_give_up(data, tmp_path):
     """B = 3, for which one has memory, does not divide the 4 sequences of each."""
-    output = tmp_path / "output"
     args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
-    succeed(train_on_a_machine_that_can_do_less_on_rank_1, args, output=output, ranks=2)
-    said = output.read_text(encoding="utf-8")
+    said, _ = run(train_on_a_machine_that_can_do_less_on_rank_1, args, ranks=2)
     assert "B 2 * T 16 * ranks 2" in said
     assert said.count("warning: A training step failed with fused attention (on another rank)") == 1
-    assert train(data, tmp_path / "one", batch_size=4, max_steps=5) == 0
+    train(data, tmp_path / "one", batch_size=4, max_steps=5)
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import train_gpt2
 from plumbing import mirror, trainer
 
-from harness import ROOT, listing, read_log, status_of, tiny_flags, train
+from harness import ROOT, listing, read_log, refused, status_of, tiny_flags, train
 
 
 @pytest.fixture
@@ -58,20 +59,20 @@ def lose_the_last_steps(out_dir):
 
 
 @pytest.mark.gpt2
-def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb, capsys):
+def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb):
     run = tmp_path / "run"
-    assert train(data, run, wandb="gpt2") == 0
+    said = train(data, run, wandb="gpt2")
     assert logged(wandb) == log_of(run)
     init = wandb.init.call_args.kwargs
     assert init["mode"] == "online" and init["project"] == "gpt2" and init["config"]["vocab_size"] == 320
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=0)]
     identity = wandb.run.url.rpartition("/")[2]
-    assert f"mirrored at https://wandb.example/{identity}" in capsys.readouterr().out
+    assert f"mirrored at https://wandb.example/{identity}" in said
 
     # the server has the steps up to 9, the checkpoint is of step 8, the new process repeats all from there
     lose_the_last_steps(run)
     wandb.next_step = 10
-    assert train(data, run, wandb="gpt2", batch_size=2) == 0
+    train(data, run, wandb="gpt2", batch_size=2)
     again = wandb.init.call_args.kwargs
     assert again["id"] == identity and again["resume"] == "allow" and again["allow_val_change"]
     assert logged(wandb) == log_of(run, first=10)
@@ -79,21 +80,20 @@ def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, t
     # offline, the upload replaces what the server had, so it has to have all steps
     lose_the_last_steps(run)
     wandb.login.return_value = False
-    assert train(data, run, wandb="gpt2") == 0
+    said = train(data, run, wandb="gpt2")
     assert [wandb.init.call_args.kwargs[name] for name in ("mode", "id")] == ["offline", identity]
     assert logged(wandb) == log_of(run)
-    assert f"wandb sync {run / 'wandb' / 'offline-run-'}" in capsys.readouterr().out
+    assert f"wandb sync {run / 'wandb' / 'offline-run-'}" in said
 
     branch = tmp_path / "branch"  # a run of its own with its parent's curve
-    assert train(data, branch, wandb="gpt2", branch_from=run / "model_00008.pt", max_lr=1e-3) == 0
+    train(data, branch, wandb="gpt2", branch_from=run / "model_00008.pt", max_lr=1e-3)
     assert wandb.init.call_args.kwargs["id"] is None and logged(wandb) == log_of(branch)
 
 
 @pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
-def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb, capsys):
+def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb):
     wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
-    assert train(data, tmp_path / "run", wandb="gpt2") == 0
-    out = capsys.readouterr().out
+    out = train(data, tmp_path / "run", wandb="gpt2")
     assert out.count("warning: ") == 1 and "has failed (RuntimeError: no more space)." in out
     assert len(read_log(tmp_path / "run")) == 12
 
@@ -116,33 +116,33 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
-    assert train(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0) == 2
+    args = tiny_flags(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0)
+    refused(train_gpt2.main, *args)
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=1)]
 
 
-def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp_path, monkeypatch, capsys):
+def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp_path, monkeypatch):
     (tmp_path / "packages" / "wandb").mkdir(parents=True)  # what wandb leaves in a working directory is no package
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     if importlib.util.find_spec("wandb").origin:
         monkeypatch.setattr(mirror, "is_installed", lambda: False)
     before = listing(tmp_path)
-    assert train(data, tmp_path / "run", wandb="gpt2") == 2
-    assert "pip install wandb" in capsys.readouterr().err
+    args = tiny_flags(data, tmp_path / "run", wandb="gpt2")
+    assert "pip install wandb" in refused(train_gpt2.main, *args)
     assert listing(tmp_path) == before
 
 
-def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch, capsys):
+def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
     if not mirror.is_installed():
         pytest.skip("wandb is optional and not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
-    assert train(data, run, wandb="gpt2", hellaswag_every=0) == 0
-    out = capsys.readouterr().out
+    out = train(data, run, wandb="gpt2", hellaswag_every=0)
     assert "warning" not in out
     (folder,) = (run / "wandb").glob("offline-run-*")
     (file,) = folder.glob("run-*.wandb")
     assert f"wandb sync {folder}" in out
     assert all(stream in file.read_bytes() for stream in (b"train", b"val", b"lr", b"norm", b"tok/s", b"max_lr"))
     lose_the_last_steps(run)
-    assert train(data, run, wandb="gpt2", hellaswag_every=0) == 0
+    train(data, run, wandb="gpt2", hellaswag_every=0)
     assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"

@@ -4,34 +4,41 @@ import datetime
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 import train_gpt2
-from plumbing import distributed
+from plumbing import distributed, machine
 from plumbing.program import UserError
 
-from harness import error_in, flags, make_shards, patched, run, tiny_flags, torchrun
+from harness import error_in, flags, make_shards, patched, run, tiny_flags
 
 
-def train_alone_otherwise(args, changes, version=torch.__version__):
-    """Train with other flags or another version of torch on rank 1."""
+def choose_float16(*args, **options):
+    return torch.float16, "float16"
+
+
+def train_alone_otherwise(args, changes, version=torch.__version__, choose_dtype=machine.choose_dtype):
+    """Train with other flags, another version of torch or a GPU of another kind on rank 1."""
     if os.environ["RANK"] == "1":
         args = [*args, *flags(**changes)]
-        torch.__version__ = version
+        torch.__version__, machine.choose_dtype = version, choose_dtype
     train_gpt2.main(args)
 
 
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
+    """In two dtypes, the mean of their gradients would be wrong: float16's are scaled."""
     args = tiny_flags(folder, tmp_path / "out", max_steps=6)
     other = make_shards(tmp_path / "other", seed=1)
     flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
     cases = [(({"max_lr": 0.01}, "2.0"), flags_differ), (({"data": other},), "with rank 0: training data is ")]
-    for number, (otherwise, words) in enumerate(cases):
-        output = tmp_path / f"output{number}"
-        assert run(train_alone_otherwise, args, *otherwise, output=output, ranks=2) == [2, 2]
-        assert words in error_in(output.read_text(encoding="utf-8")) and not (tmp_path / "out").exists()
+    cases.append((({}, torch.__version__, choose_float16), "the dtype is float16 instead of float32"))
+    for otherwise, words in cases:
+        said, _ = run(train_alone_otherwise, args, *otherwise, ranks=2, ends=[2, 2])
+        assert words in error_in(said) and not (tmp_path / "out").exists()
 
 
 def set_rank(monkeypatch, **changes):
@@ -60,10 +67,14 @@ def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, 
 
 
 def test_ranks_do_not_share_a_gpu(monkeypatch):
-    set_rank(monkeypatch)
+    """Which is said before they wait for each other."""
+    set_rank(monkeypatch, LOCAL_WORLD_SIZE="2")
     monkeypatch.setattr(distributed, "choose_device", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="--device is cuda:1, but each of several ranks has a GPU of its own"):
         distributed.setup_distributed("cuda:1")
+    with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
+        distributed.setup_distributed("cuda")
 
 
 def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
@@ -114,22 +125,29 @@ def train_with_a_defect_on_rank_1(args):
 
 def test_a_rank_that_fails_alone_says_why_and_ends_at_once(data, tmp_path):
     args = tiny_flags(data, tmp_path / "out", batch_size=2)
-    statuses = run(train_with_a_defect_on_rank_1, args, output=tmp_path / "output", ranks=2)
-    assert statuses[1] == 1 and statuses[0] != 0
-    assert "ValueError: a defect" in (tmp_path / "output.1").read_text(encoding="utf-8")
+    _, said = run(train_with_a_defect_on_rank_1, args, ranks=2, ends=[None, 1])
+    assert "ValueError: a defect" in said
 
 
 LATE_RANK_0 = """
+import os
+from pathlib import Path
 if os.environ["RANK"] == "1":
     Path("started").touch()
 while not Path("started").exists():
     pass
+import train_gpt2
+from plumbing import program
+program.run(train_gpt2.main)
 """
 
 
 def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
-    done = torchrun(tmp_path, LATE_RANK_0, *tiny_flags(data, tmp_path / "out", n_layer=0))
+    (tmp_path / "script.py").write_text(LATE_RANK_0, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "--monitor-interval=0.1", "script.py", *tiny_flags(data, tmp_path / "out", n_layer=0)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, timeout=120)
     assert "--n-layer is 0" in error_in(done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
 

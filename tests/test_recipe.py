@@ -69,7 +69,7 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
 def test_a_limit_that_no_gradient_reaches_and_recomputing_change_no_loss_and_recomputing_keeps_less(data, tmp_path):
     kept = []
     for name, limit in (("plain", 0), ("other", 9999)):
-        assert train(data, tmp_path / name, grad_clip=limit, activation_checkpointing=limit > 0) == 0
+        train(data, tmp_path / name, grad_clip=limit, activation_checkpointing=limit > 0)
         kept.append(read_starts(tmp_path / name / "run.txt")[0]["ran"]["kept_bytes"])
     assert log_lines(tmp_path / "plain") == log_lines(tmp_path / "other") and kept[1] < kept[0]
 
@@ -86,12 +86,6 @@ def test_apply_schedules_moves_every_group_in_proportion():
     for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (5000, 0.95)):
         train_gpt2.apply_schedules([muon], step, config)
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
-
-
-def test_is_due_counts_multiples_and_the_last_step():
-    due = [step for step in range(12) if train_gpt2.is_due(step, 4, 11)]
-    assert due == [0, 4, 8, 11]
-    assert not any(train_gpt2.is_due(step, 0, 11) for step in range(12))
 
 
 def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
@@ -216,16 +210,15 @@ def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eigh
     assert {("--total-batch-size", 64 * 1024), ("--max-steps", 46), ("--warmup-steps", 4)} <= set(words)
 
 
-def test_passes_count_the_steps(data, tmp_path, capsys):
+def test_passes_count_the_steps(data, tmp_path):
     """4,688 tokens to train on in 293 windows of 16, 8 of them a step: two passes are 73 steps."""
     options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
-    assert train(data, tmp_path / "out", passes=2, **options) == 0
-    said = capsys.readouterr().out
+    said = train(data, tmp_path / "out", passes=2, **options)
     assert len(losses(tmp_path / "out")) == 73
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert len(losses(tmp_path / "out-longer")) == 146
     options |= dict(branch_from=tmp_path / "out", warmup_steps=5)
-    assert train(data, tmp_path / "branch", passes=5, **options) == 0
+    train(data, tmp_path / "branch", passes=5, **options)
     assert len(losses(tmp_path / "branch")) == 183
     starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
     assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(73, 7), (183, 5)]

@@ -18,7 +18,7 @@ from smoltalk import Options, pack, prepare
 from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from corpora import read_meta
+from corpora import read, read_meta
 from harness import TINY, flags, printed_commands, refused, status_of, talk
 
 ENC = tokenizer.get_encoding("bytes+chat")
@@ -39,16 +39,6 @@ def options_for(tmp_path, pairs=PAIRS * 25, **changes):
     path.write_text("".join(json.dumps({"messages": talk(*pair)}) + "\n" for pair in pairs), encoding="utf-8")
     settings = dict(input=(str(path),), out_dir=str(tmp_path / "out"), tokenizer="bytes", max_length=64)
     return Options(**settings | changes)
-
-
-def load(folder):
-    """{split: (tokens, mask)} of shards that are all there is of their split."""
-    shards = {}
-    for path in sorted(Path(folder).glob("*.npy")):
-        split = re.fullmatch(r".*_(val|train)_\d{6}", path.stem)[1]
-        assert split not in shards
-        shards[split] = np.load(path, allow_pickle=False), np.load(path.with_suffix(".mask"), allow_pickle=False)
-    return shards
 
 
 def test_what_a_conversation_becomes():
@@ -95,7 +85,9 @@ def test_short_conversations_begin_blocks_too():
 def test_shards_masks_and_meta(tmp_path, capsys):
     pairs = [*PAIRS * 25, ("a", "b" * 64), ("a", "b", "c", "d" * 64)]
     folder = prepare(options_for(tmp_path, pairs))
-    shards, meta = load(folder), read_meta(folder)
+    masks = {split: next(Path(folder).glob(f"*_{split}_*.mask")) for split in ("val", "train")}
+    shards = {split: (read(folder, f"*_{split}_*.npy"), np.load(path)) for split, path in masks.items()}
+    meta = read_meta(folder)
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
     assert meta["documents"] == 101
     said = capsys.readouterr().out
