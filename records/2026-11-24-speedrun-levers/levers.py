@@ -78,6 +78,28 @@ def cell(runs, size, levers, steps):
     return text if np.isnan(per_e) else f"{text} ({np.expm1(mean / -per_e):+.1%})"
 
 
+def draw(runs, cells, levers):
+    """The differences and their intervals, a panel for each size and length; levers that were run at both lengths."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, len(cells), figsize=(11, 0.27 * len(levers) + 1.1), sharey=True, layout="constrained")
+    for ax, (size, steps) in zip(axes, cells):
+        ax.axvline(0, color="#999999", linewidth=1)
+        for y, each in enumerate(levers):
+            differences = paired(runs, size, each, steps)
+            if len(differences) > 1:
+                mean, half = interval(differences)
+                color = "#888888" if abs(mean) <= half else "#1f77b4" if mean < 0 else "#d62728"
+                ax.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=4, capsize=2, linewidth=1.2)
+        ax.set(title=f"{size}, {steps} steps", xlim=(-0.1, 0.11))
+        ax.grid(axis="x", alpha=0.25)
+    axes[0].set_yticks(range(len(levers)), levers)
+    axes[0].invert_yaxis()
+    figure.supxlabel("validation loss minus that of the preset's recipe, nats per byte; 95% intervals", fontsize=9)
+    figure.savefig(HERE / "levers.png", dpi=110)
+
+
 def main():
     runs = read_runs()
     levers = sorted({key[1] for key in runs if "adamw" not in key[1]} - {"base"})
@@ -103,6 +125,7 @@ def main():
             rates = {rate: v for rate, v in rates.items() if rate and 1 in v} if rates else {}
             if rates:
                 lines.append(f"- {size}, {steps} steps: " + ", ".join(f"{r} {rates[r][1]:.4f}" for r in sorted(rates)))
+    draw(runs, cells, [each for each in sorted(levers, key=order.__getitem__) if paired(runs, "0.4M", each, 1120)])
     text = "\n".join(lines) + "\n"
     (HERE / "levers.md").write_text(text)
     print(text)
