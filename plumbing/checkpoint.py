@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import re
-import sys
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,7 +90,7 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
         except FileNotFoundError:  # a run in progress has deleted it meanwhile, and written newer ones
             return newest_checkpoint(source)
         except UserError as error:
-            print(f"warning: {error} Now the one before it is tried.", file=sys.stderr)
+            print(f"warning: {error} Now the one before it is tried.", flush=True)
     if paths:
         raise UserError(
             f"None of the checkpoints in {source} can be read. Restore one from a backup. To start the training over, "

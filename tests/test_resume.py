@@ -15,7 +15,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import sample
 import tokenizer
 import torch
 import train_gpt2
@@ -40,7 +39,6 @@ from harness import (
     patched,
     printed_commands,
     read_log,
-    refusal_of,
     refused,
     run,
     signalled,
@@ -134,8 +132,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     half = len(content) // 2
     content[half] ^= 1
     path.write_bytes(content[:half] if damage == "cut to half" else content)
-    status, text, words = refusal_of(sample.main, "The ", "-m", stopped, "--device", "cpu", "--max-new-tokens", 3)
-    assert status == 0 and text.startswith("The ") and "warning: " in words, "what is piped on is the sample alone"
     printed = train(folder, stopped, keep_checkpoints=keep_checkpoints, **OPTIONS | {"checkpoint_every": 3})
     assert "warning: " in printed and "model_00008.pt cannot be read" in printed and "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
