@@ -266,8 +266,10 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     problems, name_of = [], {}
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:  # a line for missing names, one for unknown ones, one for each other shape
-        problems = [plain(line.strip(" \t.")) for line in str(error).splitlines()[1:]]
+    except RuntimeError as error:
+        # below torch's first line: missing names, unknown names, other shapes; an error of the model's own has one line
+        found = str(error).splitlines()[1:] or [first_line(error)]
+        problems = [plain(line.strip(" \t.")) for line in found]
     for name, tensor in model.state_dict().items() if not problems else ():
         same = name_of.setdefault(memory_of(tensor), name)
         if same != name and not torch.equal(weights[name], weights[same]):

@@ -10,7 +10,7 @@ import sample
 import tokenizer
 import torch
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint
+from plumbing.checkpoint import load_checkpoint, load_weights
 
 from harness import (
     TINY,
@@ -170,3 +170,14 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, m
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = train(data, tmp_path / "out", max_steps=2)
     assert f"note: There is no {tmp_path / 'out' / 'hf'}. import of transformers halted" in said
+
+
+def test_a_models_own_refusal_of_its_weights_is_said():
+    """torch lists what it finds itself below a first line; a hook's error is that line alone."""
+
+    def refuse(*args):
+        raise RuntimeError("the rotary table is of another base")
+
+    model = tiny_model()
+    model.register_load_state_dict_pre_hook(refuse)
+    assert "the rotary table is of another base" in refused(lambda args: load_weights(model, model.state_dict()))
