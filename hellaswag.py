@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from plumbing import flags, program, trainer
-from plumbing.program import UserError, is_rank_0, print0
+from plumbing.program import UserError, print0
 
 
 @dataclass
@@ -46,7 +46,6 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from plumbing import documents, sources
 from plumbing.files import check_new_output, new_output
@@ -220,8 +219,7 @@ def score(model, examples, n_vocab, batch_tokens=0, stop=()):
     longest = sys.maxsize if packs else model.config.block_size
     batches = packed_batches([rows[i] for i in order], batch_tokens, longest, device=device)
     log_probs = []
-    disable = None if is_rank_0() else True  # None: only on a terminal, as a bar would fill a log file
-    with tqdm(total=len(examples), desc="HellaSwag", unit=" examples", leave=False, disable=disable) as bar:
+    with program.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
         for batch in batches:  # a GPU computes while the next one is packed
             if stop:
                 return None

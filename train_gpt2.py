@@ -589,7 +589,7 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
     """
     loader.position, B = 0, loader.B
     sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
-    for first in world.progress_bar(range(0, num_windows, B * world.size), "validation"):
+    for first in program.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
         if signals:
             break
         x, y = loader.next_batch()

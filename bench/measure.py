@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from plumbing.program import git_commit, output_of
+from plumbing.program import git_commit, output_of, progress_bar
 
 ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
 
@@ -41,7 +40,7 @@ def measure(sides, rounds, work, unit, ours=None):
     ours, results = ours or next(iter(sides)), {}
     measured: dict[str, Any] = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
     gc.freeze()  # exclude existing objects from garbage collection
-    for number in tqdm(range(rounds + 1), "rounds", leave=False, delay=3, disable=None):
+    for number in progress_bar(range(rounds + 1), "rounds", delay=3):
         for name, function in sides.items():
             side = measured[name]
             seconds, cpu, results[name] = timed(function)

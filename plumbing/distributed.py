@@ -8,14 +8,13 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
-from tqdm import tqdm
 
 from plumbing.machine import check_kernels, choose_device
 from plumbing.program import UserError, count, first_line
@@ -39,11 +38,6 @@ class World:
     @property
     def device_type(self) -> str:
         return self.device.split(":")[0]
-
-    def progress_bar(self, steps: Iterable[int], description: str) -> Iterable[int]:
-        """Iterate over `steps`, on rank 0 with a progress bar if that takes more than a few seconds."""
-        disable = None if self.is_master else True  # None: only on a terminal, as bars would fill a log file
-        return tqdm(steps, description, leave=False, delay=3, disable=disable)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which matmuls and attention are in the run's dtype."""

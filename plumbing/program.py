@@ -192,6 +192,13 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def progress_bar(*args: Any, **options: Any) -> Any:
+    """tqdm's bar on rank 0 and a terminal, of which nothing stays; elsewhere none, as it would fill a log file."""
+    from tqdm import tqdm  # takes a while
+
+    return tqdm(*args, leave=False, disable=None if is_rank_0() else True, **options)
+
+
 def print0(*args: object, file: Any = None) -> None:
     """Print on rank 0 only."""
     if is_rank_0():
