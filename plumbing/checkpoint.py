@@ -263,17 +263,19 @@ class SkipInit(TorchFunctionMode):
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
-    problems, name_of = [], {}
+    problems = []
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         # below torch's first line: missing names, unknown names, other shapes; an error of the model's own has one line
         found = str(error).splitlines()[1:] or [first_line(error)]
         problems = [plain(line.strip(" \t.")) for line in found]
-    for name, tensor in model.state_dict().items() if not problems else ():
-        same = name_of.setdefault(memory_of(tensor), name)
-        if same != name and not torch.equal(weights[name], weights[same]):
-            problems.append(f"{name} and {same} differ, but are one tensor here")
+    else:
+        name_of = {}
+        for name, tensor in model.state_dict().items():
+            same = name_of.setdefault(memory_of(tensor), name)
+            if same != name and not torch.equal(weights[name], weights[same]):
+                problems.append(f"{name} and {same} differ, but are one tensor here")
     if problems:
         raise UserError(
             f"The saved weights are not those of this model: {'; '.join(problems[:3])}. Use the file and the settings "
