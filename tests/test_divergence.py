@@ -92,7 +92,8 @@ def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(tmp_pa
 
     def exchange(*args, **state):
         if state["step"] == 5:
-            np.save(folder / "tiny_train_000001.npy", np.full(3000, 99, np.uint16))
+            # in place: np.save would cut the file to nothing first, under the threads that read ahead
+            np.load(folder / "tiny_train_000001.npy", mmap_mode="r+")[:] = 99
         return train_step(*args, **state)
 
     with patched(train_gpt2, "train_step", exchange) as train_step:
