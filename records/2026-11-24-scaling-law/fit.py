@@ -24,6 +24,7 @@ COLORS = dict(zip(SIZES, ("#1f77b4", "#2ca02c", "#e6a000", "#d62728", "#9467bd")
 NUM_BOOTSTRAP = 1000
 COPYING = ("4x128", "5x160", "6x192")  # the sizes that copy within 5M tokens (copying.txt), which are fitted alone, too
 VOCABULARY, BLOCK = 320, 128  # rows of wte, padded, and of wpe
+PREDICTED_SIZE = PREDICTED[0].split("-")[0]
 
 
 def parameters(size, with_embeddings=False):
@@ -151,10 +152,21 @@ def is_enough(points):
     return sum(len(found) >= 3 for found in lengths.values()) >= 3
 
 
-def report(points):
-    """The lines of fit.txt."""
+def sizes_of(points):
+    return [size for size in SIZES if any(point[0] == size for point in points)]
+
+
+def only_copying(points):
+    return [point for point in points if point[0] in COPYING]
+
+
+# ----- fit.txt ------------------------------------------------------------------------------------------
+
+
+def report_runs(points):
+    """What was trained, and what it came to."""
     planned = sum(len(lengths) for _, _, factor, lengths in SERIES.values() if factor == 1)
-    sizes = [size for size in SIZES if any(point[0] == size for point in points)]
+    sizes = sizes_of(points)
     yield f"{len(points)} of {planned} runs are finished, {len(sizes)} of {len(SIZES)} sizes: " + (
         "the grid is complete." if len(points) == planned else "this is not a law yet."
     )
@@ -187,13 +199,12 @@ def report(points):
         spent = {path.parent.name: seconds_of(path) for path in (KEPT / name).glob("*/run.txt")}
         if spent:
             yield f"{name}: " + ", ".join(f"{part} {spent[part]}" for part in ("constant", *STEPS) if part in spent)
-    if not is_enough(points):
-        yield "Three sizes with three lengths each are needed for a fit."
-        return
-    yield ""
-    copying = [point for point in points if point[0] in COPYING]
+
+
+def report_fits(points):
+    """The law for all sizes, with both ways to count N, and for those that copy early."""
     fits = {"N without embeddings, as declared": (points, False), "N with embeddings": (points, True)}
-    fits["N without embeddings, of the three sizes that copy within 5M tokens"] = copying, False
+    fits["N without embeddings, of the three sizes that copy within 5M tokens"] = only_copying(points), False
     for title, (some_points, with_embeddings) in fits.items():
         N, D, L = arrays(some_points, with_embeddings)
         law = fit(N, D, L)
@@ -212,7 +223,11 @@ def report(points):
             n, d = optimum(law, C)
             some = [np.divide(*optimum(l, C)[::-1]) for l in laws]
             yield f"  C = {C:.0e}: N {n / 1e6:.2f}M, D {d / 1e6:.1f}M, D/N {d / n:.1f} {interval(some, 1)}, loss {loss(law, n, d):.3f}"
-    yield ""
+
+
+def report_checks(points):
+    """How far the law holds: with E held, on points left out of the fit, point by point, and for the predicted run."""
+    sizes = sizes_of(points)
     N, D, L = arrays(points)
     yield "held E, without embeddings: rms, a, b"
     for E in (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
@@ -236,16 +251,19 @@ def report(points):
             yield f"  {size:6}" + "".join(f"{' / '.join(f'{value:+.4f}' for value in cell):>18}" for cell in row)
     measured = kept_val(*PREDICTED)
     if measured is not None:
-        n, d = parameters(PREDICTED[0].split("-")[0]), tokens(PREDICTED[1])
-        said = ", ".join(f"{loss(fit(*arrays(some)), n, d):.4f}" for some in (copying, points))
+        n, d = parameters(PREDICTED_SIZE), tokens(PREDICTED[1])
+        said = ", ".join(f"{loss(fit(*arrays(some)), n, d):.4f}" for some in (only_copying(points), points))
         yield f"{PREDICTED[0]} {PREDICTED[1]}: {measured:.4f}; the fits of the three sizes and of all say {said}"
+
+
+# ----- The picture, and the prediction ------------------------------------------------------------------
 
 
 def draw(points):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    copying = [point for point in points if point[0] in COPYING]
+    copying = only_copying(points)
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained", width_ratios=[1.5, 1, 1])
     left, *right = axes
     line = np.geomspace(tokens("2M"), tokens("48M"), 50)
@@ -262,7 +280,7 @@ def draw(points):
                 ax.plot(D[own] / 1e6, L[own] - loss(law, N[own], D[own]), "o", color=color, markersize=4)
                 if (some is copying) == (size in COPYING):
                     left.plot(line / 1e6, loss(law, parameters(size), line), color=color, linewidth=1)
-    size, color = PREDICTED[0].split("-")[0], COLORS[PREDICTED[0].split("-")[0]]
+    color = COLORS[PREDICTED_SIZE]
     if (said := HERE / "prediction.txt").exists():
         value, low, high = (float(x.strip("[],")) for x in said.read_text().split("\n")[0].split()[2:5])
         bars = [[value - low], [high - value]]
@@ -281,9 +299,9 @@ def draw(points):
 
 def predict(points):
     """The lines of prediction.txt: what counts is that of the sizes that copy early, as the predicted one does."""
-    n, d = parameters(PREDICTED[0].split("-")[0]), tokens(PREDICTED[1])
+    n, d = parameters(PREDICTED_SIZE), tokens(PREDICTED[1])
     noise, lines = seed_noise(points)[0], []
-    copying = [point for point in points if point[0] in COPYING]
+    copying = only_copying(points)
     for name, some in {f"of {', '.join(COPYING)}": copying, "beside it, of all sizes": points}.items():
         law, laws = fit(*arrays(some)), bootstrap(some)
         # a new run also has the noise of its seed
@@ -304,7 +322,12 @@ def main():
         (HERE / "prediction.txt").write_text(line + "\n")
         print(line)
         return
-    text = "\n".join(report(points)) + "\n"
+    lines = list(report_runs(points))
+    if is_enough(points):
+        lines += ["", *report_fits(points), "", *report_checks(points)]
+    else:
+        lines.append("Three sizes with three lengths each are needed for a fit.")
+    text = "\n".join(lines) + "\n"
     (HERE / "fit.txt").write_text(text)
     print(text, end="")
     draw(points)
