@@ -33,8 +33,7 @@ def print_account(
     left, read = (c.max_steps - start.step) * S, c.max_steps * S
     # of a GPU, the trial has no time
     seconds = left * fit.seconds_per_token if world.device_type == "cpu" else 0
-    device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-    rows = [("model", f"{N:,} parameters on {world.size} x {device}, {c.dtype}")]
+    rows = [("model", f"{N:,} parameters on {world.size} x {world.device_name}, {c.dtype}")]
     rows += [("optimizer", text) for text in describe_groups(config, optimizers)]
     if read:
         at_most = "at most " if c.batch_ramp else ""

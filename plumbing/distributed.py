@@ -39,6 +39,11 @@ class World:
     def device_type(self) -> str:
         return self.device.split(":")[0]
 
+    @property
+    def device_name(self) -> str:
+        """What people call the GPU, such as "NVIDIA H100 80GB HBM3"; another device is called by its type."""
+        return torch.cuda.get_device_name() if self.device_type == "cuda" else self.device
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which matmuls and attention are in the run's dtype."""
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)

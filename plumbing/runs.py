@@ -308,8 +308,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
         self.flops_per_token = fit.flops_per_token
-        device = torch.cuda.get_device_name() if world.device_type == "cuda" else world.device
-        self.peak = machine.peak_flops(device)
+        self.peak = machine.peak_flops(world.device_name)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.mirror: Mirror | None = None
