@@ -380,10 +380,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
         self.sample = texts[-1]
-        options: Any = dict(width=80, drop_whitespace=False, break_on_hyphens=False)
-        options |= dict(initial_indent=f"step {step:5d} | sample | ", subsequent_indent=f"{'':10} | {'':6} | ")
+        wrapper = textwrap.TextWrapper(
+            width=80,
+            initial_indent=f"step {step:5d} | sample | ",
+            subsequent_indent=f"{'':10} | {'':6} | ",
+            drop_whitespace=False,
+            break_on_hyphens=False,
+        )
         for text in texts:
-            print(textwrap.fill(repr(text), **options), flush=True)
+            print(wrapper.fill(repr(text)), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
             file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
 
