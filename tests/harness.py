@@ -358,9 +358,10 @@ def run(function, *args, ranks=0, ends=None, timeout=60):
             process.kill()
             process.join()
         said = [output.read_text(encoding="utf-8") for output in outputs]
-    assert not hanging, f"{len(hanging)} of {len(started)} processes did not end in {timeout} s"
+    printed = "\n".join(said)
+    assert not hanging, f"{len(hanging)} of {len(started)} processes did not end in {timeout} s:\n{printed}"
     for process, end in zip(started, ends or [0] * len(started), strict=True):
-        assert process.exitcode == end or (end is None and process.exitcode), "\n".join(said)
+        assert process.exitcode == end or (end is None and process.exitcode), printed
     return said
 
 
