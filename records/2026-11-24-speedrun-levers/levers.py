@@ -104,12 +104,13 @@ def main():
     runs = read_runs()
     levers = sorted({key[1] for key in runs if "adamw" not in key[1]} - {"base"})
     cells = [(size, steps) for size in SIZES for steps in LENGTHS]
-    order = {each: interval(paired(runs, *cells[0][:1], each, cells[0][1]) or [0, 0])[0] for each in levers}
+    size, steps = cells[0]  # whose column the rows are sorted by
+    by_difference = sorted(levers, key=lambda each: interval(paired(runs, size, each, steps) or [0, 0])[0])
     lines = ["| lever | " + " | ".join(f"{size}, {steps} steps" for size, steps in cells) + " |"]
     lines.append("|---" * (len(cells) + 1) + "|")
     means = [runs.get((size, "base", steps), {}).values() for size, steps in cells]
     lines.append("| base: loss | " + " | ".join(f"{np.mean(list(m)):.4f}" if m else "" for m in means) + " |")
-    for each in sorted(levers, key=order.__getitem__):
+    for each in by_difference:
         lines.append(f"| {each} | " + " | ".join(cell(runs, size, each, steps) for size, steps in cells) + " |")
     lines += ["", "| share of AdamW's tokens | " + " | ".join(f"{s}, {n} steps" for s, n in cells) + " |"]
     lines.append("|---" * (len(cells) + 1) + "|")
@@ -122,10 +123,10 @@ def main():
     for size in SIZES:
         for steps in ADAMW.values():
             rates = {key[1].split("lr=")[1]: v for key, v in runs.items() if key[0] == size and key[2] == steps}
-            rates = {rate: v for rate, v in rates.items() if rate and 1 in v} if rates else {}
+            rates = {rate: v for rate, v in rates.items() if rate and 1 in v}
             if rates:
                 lines.append(f"- {size}, {steps} steps: " + ", ".join(f"{r} {rates[r][1]:.4f}" for r in sorted(rates)))
-    draw(runs, cells, [each for each in sorted(levers, key=order.__getitem__) if paired(runs, "0.4M", each, 1120)])
+    draw(runs, cells, [each for each in by_difference if paired(runs, "0.4M", each, 1120)])
     text = "\n".join(lines) + "\n"
     (HERE / "levers.md").write_text(text)
     print(text)
