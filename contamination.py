@@ -9,7 +9,7 @@ of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
 
 from dataclasses import dataclass
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import functools
 import os
@@ -29,10 +29,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import tokenizer
-from plumbing.documents import num_cores, read_records
-from plumbing.program import UserError
-from plumbing.shards import check_meta, open_shard, split_of
+from plumbing.cli.console import UserError
+from plumbing.data import tokenizers
+from plumbing.data.readers import num_cores, read_records
+from plumbing.data.shards import check_meta, open_shard, split_of
 
 NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
@@ -52,7 +52,7 @@ def read_examples(path, enc):
         if not isinstance(context, str) or not isinstance(endings, list):
             raise UserError(f"{place} has no ctx or no list of endings. Fix or remove it.")
         for ending in endings:
-            tokens = tokenizer.encode_text(enc, f"{context} {ending}")
+            tokens = tokenizers.encode_text(enc, f"{context} {ending}")
             examples.append((number, tokens.astype(np.uint16)))
     return examples
 
@@ -114,7 +114,7 @@ def report(folder, path):
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
         )
     check_meta(folder, shards)
-    enc = tokenizer.folder_encoding(folder)
+    enc = tokenizers.folder_encoding(folder)
     examples = read_examples(path, enc)
     if all(len(tokens) < NGRAM for _, tokens in examples):
         raise UserError(
@@ -131,7 +131,7 @@ def report(folder, path):
     find = functools.partial(search, wanted=set(hashes.tolist()), table=table)
     with ThreadPoolExecutor(num_cores()) as executor:
         results = executor.map(find, shards, [*shards[1:], None])
-        for result in tqdm(results, total=len(shards), unit="shard", desc=program.plain(folder), delay=0.5):
+        for result in tqdm(results, total=len(shards), unit="shard", desc=console.plain(folder), delay=0.5):
             found = result | found  # the first place counts
     longest = longest_overlaps(examples, found)
     lengths = {number: overlap[0] for number, overlap in longest.items()}
@@ -151,4 +151,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main, output_is_product=True)
+    console.run(main, output_is_product=True)

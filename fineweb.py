@@ -21,7 +21,7 @@ at first.
 from dataclasses import dataclass
 from typing import Annotated
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import collections
 import contextlib
@@ -67,10 +67,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-import tokenizer
-from plumbing import documents, shards, sources
+from plumbing.cli.console import UserError
+from plumbing.data import readers, shards, sources, tokenizers
 from plumbing.files import atomic_write, lock_folder, open_regular
-from plumbing.program import UserError
 
 # {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
@@ -113,16 +112,16 @@ def check_options(options):
 
 def encode_pieces(enc, pieces):
     """Tokenize pieces into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
-    joined = "".join(tokenizer.EOT + text for text, _ in pieces)
-    if pieces and all(starts for _, starts in pieces) and joined.count(tokenizer.EOT) == len(pieces):
+    joined = "".join(tokenizers.EOT + text for text, _ in pieces)
+    if pieces and all(starts for _, starts in pieces) and joined.count(tokenizers.EOT) == len(pieces):
         # one call for all documents: Python's lock is taken and released once, and not for each of them
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
-            ids = enc.encode_to_numpy(joined, allowed_special={tokenizer.EOT}, disallowed_special=())
+            ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())
             ids = ids.astype(np.uint16)
             return np.split(ids, np.flatnonzero(ids == enc.eot_token)[1:])
     arrays, eot = [], np.array([enc.eot_token], np.uint16)
     for text, starts in pieces:
-        ids = tokenizer.encode_text(enc, text).astype(np.uint16)
+        ids = tokenizers.encode_text(enc, text).astype(np.uint16)
         arrays.append(np.append(eot, ids) if starts else ids)
     return arrays
 
@@ -136,7 +135,7 @@ def encode_all(enc, batches, num_proc):
 
     def start():
         # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
-        worker.enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens)
+        worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
 
     def submit():
         try:
@@ -145,7 +144,7 @@ def encode_all(enc, batches, num_proc):
         except (UserError, OSError) as error:  # of the file that is read: what is before it goes into the shards
             failed = Future()
             failed.set_exception(error)
-            yield documents.Batch(0, 0, []), failed
+            yield readers.Batch(0, 0, []), failed
 
     executor = ThreadPoolExecutor(num_proc, initializer=start)
     coming = submit()
@@ -257,7 +256,7 @@ def prepare(options):
         name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
     }
     folder, found, meta = shards.plan(options, settings, default=default)
-    enc = tokenizer.get_encoding(options.tokenizer)
+    enc = tokenizers.get_encoding(options.tokenizer)
     if meta.dataset not in DATASETS:
         num_bytes = sum(source.size for source in found)
         # a large corpus needs fewer pieces
@@ -292,8 +291,8 @@ def make_shards(writer, options, enc, found):
         check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
     ahead = not options.max_tokens  # with a limit, the next file may not be needed
     downloads = sources.Downloads(found, writer.path(".download"), begin.source, ahead)
-    batches = documents.read_batches(downloads, options.text_column, begin.piece, options.separator)
-    encoded = encode_all(enc, batches, options.num_proc or documents.num_cores())
+    batches = readers.read_batches(downloads, options.text_column, begin.piece, options.separator)
+    encoded = encode_all(enc, batches, options.num_proc or readers.num_cores())
     limit = (options.max_tokens or sys.maxsize) - num_seen
     bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
     with bar, contextlib.closing(encoded):
@@ -306,7 +305,7 @@ def make_shards(writer, options, enc, found):
     writer.finish()
     downloads.close()
     if sample.num_empty:
-        print(f"note: {program.count(sample.num_empty, 'row')} without a text became empty documents.")
+        print(f"note: {console.count(sample.num_empty, 'row')} without a text became empty documents.")
 
 
 def check_disk_space(folder, size):
@@ -326,7 +325,7 @@ def write_shard(writer, enc, tokens, end, sample):
     """
     meta = writer.meta
     if not meta.shards:
-        tokenizer.save_for_folder(enc, writer.folder)
+        tokenizers.save_for_folder(enc, writer.folder)
         writer.save()
     if writer.validation_file:
         writer.write(writer.validation_file, sample.tokens())
@@ -378,7 +377,7 @@ def fetch_pretokenized(options):
                 shutil.copyfileobj(fetched, file)  # and not moved: it may lie in the user's cache of the hub
         downloads.close()
         try:  # so that a machine without a network can train on them
-            tokenizer.save_for_folder(tokenizer.get_encoding("gpt2"), folder)
+            tokenizers.save_for_folder(tokenizers.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
             print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
         writer.finish()
@@ -391,7 +390,7 @@ def main(args=None):
     meta = shards.read_meta(folder)
     command = training_command(folder, meta.lengths("train"), meta.lengths("val"))
     if command:
-        program.print_next(command)
+        console.print_next(command)
 
 
 def training_command(folder, train, val):
@@ -418,4 +417,4 @@ def training_command(folder, train, val):
 
 
 if __name__ == "__main__":
-    program.run(main)
+    console.run(main)

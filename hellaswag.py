@@ -24,8 +24,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from plumbing import flags, program, trainer
-from plumbing.program import UserError, print0
+from plumbing.cli import console, flags
+from plumbing.cli.console import UserError, print0
+from plumbing.run import source_code
 
 
 @dataclass
@@ -37,20 +38,22 @@ class Options:
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
     batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
-    code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
+    code: str = (
+        source_code.NAME
+    )  # the trainer's file with the code of the model: the changed copy that trained it
 
 
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from plumbing import documents, sources
+from plumbing.data import readers, sources
+from plumbing.data.tokenizers import encode_text
 from plumbing.files import check_new_output, new_output
-from plumbing.machine import choose_device, exact_matmuls
-from tokenizer import encode_text
+from plumbing.system.devices import choose_device, exact_matmuls
 
 COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
@@ -72,7 +75,7 @@ def read_examples(path, limit=0):
         advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
         sources.download(URL, path, DIGEST, advice)
     examples = []
-    for number, place, example in itertools.islice(documents.read_records(path), limit or None):
+    for number, place, example in itertools.islice(readers.read_records(path), limit or None):
         texts = [example.get("activity_label"), example.get("ctx")]
         texts += [example.get(name, "") for name in ("ctx_a", "ctx_b")]
         if isinstance(example.get("endings"), list):
@@ -82,7 +85,7 @@ def read_examples(path, limit=0):
         if not has_texts or str(example.get("label")) not in list("0123"):
             raise UserError(
                 f"{place} is not a HellaSwag example, which has the texts activity_label and ctx, "
-                f"four texts as endings, and a label from 0 to 3. Fix or remove it: {program.plain(example, 60)}"
+                f"four texts as endings, and a label from 0 to 3. Fix or remove it: {console.plain(example, 60)}"
             )
         examples.append({"ind": number - 1, **example})
     if not examples:
@@ -219,7 +222,7 @@ def score(model, examples, n_vocab, batch_tokens=0, stop=()):
     longest = sys.maxsize if packs else model.config.block_size
     batches = packed_batches([rows[i] for i in order], batch_tokens, longest, device=device)
     log_probs = []
-    with program.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
+    with console.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
         for batch in batches:  # a GPU computes while the next one is packed
             if stop:
                 return None
@@ -322,7 +325,7 @@ def main(args=None):
         check_new_output(options.predictions)
     device = choose_device(options.device)
     examples = read_examples(options.data, options.limit)
-    model, enc = trainer.load(options.code).load_model(options.model_type)
+    model, enc = source_code.load(options.code).load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
     labels = [int(example["label"]) for example in examples]
@@ -341,4 +344,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main, output_is_product=True)
+    console.run(main, output_is_product=True)

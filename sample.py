@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from plumbing import flags, program, trainer
-from plumbing.program import UserError
+from plumbing.cli import console, flags
+from plumbing.cli.console import UserError
+from plumbing.run import source_code
 
 
 @dataclass
@@ -36,7 +37,9 @@ class Options:
     top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    code: str = trainer.NAME  # the trainer's file with the code of the model: the changed copy that trained it
+    code: str = (
+        source_code.NAME
+    )  # the trainer's file with the code of the model: the changed copy that trained it
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
@@ -70,14 +73,14 @@ def complaints(options):
 
 
 if __name__ == "__main__":
-    program.run(parse_args)  # before importing torch, which takes seconds
+    console.run(parse_args)  # before importing torch, which takes seconds
 
 import torch
 
-import tokenizer
-from plumbing.huggingface import export_huggingface
-from plumbing.machine import choose_device, choose_dtype
-from plumbing.runs import sample_command
+from plumbing.data import tokenizers
+from plumbing.run.folder import sample_command
+from plumbing.run.huggingface import export_huggingface
+from plumbing.system.devices import choose_device, choose_dtype
 
 
 def generate_rows(model, enc, ids, options, rows=1):
@@ -107,7 +110,7 @@ def stream_text(model, enc, ids, options):
 def complete(model, enc, options):
     """Print the prompt with each of its continuations."""
     prompt, num_samples, block_size = options.prompt, options.num_samples, model.config.block_size
-    ids = tokenizer.encode_text(enc, prompt).tolist()
+    ids = tokenizers.encode_text(enc, prompt).tolist()
     if len(ids) > block_size:
         raise UserError(
             f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it."
@@ -141,11 +144,11 @@ def read_lines():
 
 def render_prompt(messages, enc):
     """Return the ids of a conversation, up to where the assistant answers."""
-    if tokenizer.has_chat_tokens(enc):
-        return tokenizer.render_question(messages, enc)
+    if tokenizers.has_chat_tokens(enc):
+        return tokenizers.render_question(messages, enc)
     # a model without role markers gets the conversation as plain text, like its training data
     text = "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)
-    return [enc.eot_token, *tokenizer.encode_text(enc, text + "Assistant:").tolist()]
+    return [enc.eot_token, *tokenizers.encode_text(enc, text + "Assistant:").tolist()]
 
 
 def fit_prompt(messages, enc, max_length):
@@ -171,7 +174,7 @@ def answer(model, enc, messages, options):
         for piece in stream_text(model, enc, ids, options):
             text += piece
             # subtle: a base model would continue with the user's next message
-            if "\n" in text.lstrip() and not tokenizer.has_chat_tokens(enc):
+            if "\n" in text.lstrip() and not tokenizers.has_chat_tokens(enc):
                 break
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
@@ -186,7 +189,7 @@ CHAT_HELP = "Write a message. /reset starts over, /quit ends the chat, Ctrl-C st
 def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
     print(CHAT_HELP, file=sys.stderr)
-    if not tokenizer.has_chat_tokens(enc):
+    if not tokenizers.has_chat_tokens(enc):
         note = (
             "was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py --init-from"
         )
@@ -208,11 +211,11 @@ def main(args=None):
     """Load the model, then export it, chat with it, or continue the prompt."""
     options = parse_args(args)
     device = choose_device(options.device)
-    model, enc = trainer.load(options.code).load_model(options.model)
+    model, enc = source_code.load(options.code).load_model(options.model)
     if options.export:
         export_huggingface(model, enc, Path(options.export))
         print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
-        program.print_next(sample_command(options.export, enc, options.prompt))
+        console.print_next(sample_command(options.export, enc, options.prompt))
         return
     torch.manual_seed(options.seed)
     dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
@@ -224,4 +227,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main, output_is_product=True)
+    console.run(main, output_is_product=True)

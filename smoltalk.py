@@ -28,7 +28,7 @@ last answer that fits.
 import dataclasses
 from dataclasses import dataclass
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import math
 import os
@@ -59,9 +59,8 @@ import re
 import numpy as np
 from tqdm import tqdm
 
-import tokenizer
-from plumbing import documents, shards, sources
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import readers, shards, sources, tokenizers
 
 COLUMNS = ["messages", "conversations", "instruction", "input", "output"]  # those that are read of a table
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
@@ -78,8 +77,8 @@ def read_conversations(downloads):
     num_for_tools = num_wrong = 0
     for number, source in downloads:
         downloads.remove_before(number)
-        rows = documents.read_rows(source, COLUMNS)
-        for place, record in tqdm(rows, unit=" conversations", desc=program.plain(source.name), delay=0.5):
+        rows = readers.read_rows(source, COLUMNS)
+        for place, record in tqdm(rows, unit=" conversations", desc=console.plain(source.name), delay=0.5):
             found = messages_of(record)
             messages = [message for message in found if message["role"] != "tool"]
             num_for_tools += len(found) - len(messages)
@@ -92,9 +91,9 @@ def read_conversations(downloads):
                 raise UserError(f"{place} is not a conversation: {fault}. Fix or remove it.")
     downloads.close()
     if num_for_tools:
-        print(f"note: {program.count(num_for_tools, 'message')} to and from tools left out.")
+        print(f"note: {console.count(num_for_tools, 'message')} to and from tools left out.")
     if num_wrong:
-        print(f"note: {program.count(num_wrong, 'row')} left out, as they are no conversations.")
+        print(f"note: {console.count(num_wrong, 'row')} left out, as they are no conversations.")
 
 
 def messages_of(record):
@@ -130,9 +129,9 @@ def find_fault(messages):
         return "it has no list of messages or conversations, and no instruction"
     for number, message in enumerate(messages, 1):
         role, content = message["role"], message["content"]
-        if role not in tokenizer.ROLES or not isinstance(content, str) or not content.strip():
-            roles = ", ".join(tokenizer.ROLES)
-            return f"message {number} needs a role ({roles}) and content, but is {program.plain(message, 60)}"
+        if role not in tokenizers.ROLES or not isinstance(content, str) or not content.strip():
+            roles = ", ".join(tokenizers.ROLES)
+            return f"message {number} needs a role ({roles}) and content, but is {console.plain(message, 60)}"
     return ""
 
 
@@ -183,7 +182,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
 
     def render():
         for messages in conversations:
-            ids, mask, stop = tokenizer.render_conversation(messages, enc, max_length)
+            ids, mask, stop = tokenizers.render_conversation(messages, enc, max_length)
             counts["read"] += 1
             counts["cut"] += 0 < stop < len(ids)
             counts["left out"] += not stop
@@ -193,7 +192,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
 
     def write(number, blocks):
         if not meta.shards:
-            tokenizer.save_for_folder(enc, writer.folder)
+            tokenizers.save_for_folder(enc, writer.folder)
             writer.save()
         # one token more than the blocks: the target of the last position of the last block
         tokens, mask = np.hstack([*blocks, pad])
@@ -213,7 +212,7 @@ def make_shards(writer, found, enc, shard_size, max_length):
         blocks.append(block)
     if not blocks:
         raise UserError(
-            f"{program.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
+            f"{console.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
             f"{len(sample)} of the two blocks of {max_length} tokens needed. Add conversations, or lower --max-length; "
             "raise it if the answers do not fit."
         )
@@ -264,16 +263,16 @@ def prepare(options):
         options = dataclasses.replace(options, config="all")
     folder, found, meta = shards.plan(options, {}, types=(".jsonl", ".parquet"))
     if options.init_from:
-        from plumbing.checkpoint import load_saved_model  # imports torch
+        from plumbing.run.checkpoint import load_saved_model  # imports torch
 
         model = load_saved_model(options.init_from)
         longest, enc = model.settings.get("block_size", 1024), model.enc
         is_large = sum(weight.numel() for weight in model.weights.values()) > 100_000_000
     else:
-        enc = tokenizer.get_encoding(options.tokenizer or "gpt2")
+        enc = tokenizers.get_encoding(options.tokenizer or "gpt2")
         longest, is_large = 1024, True
-    if not tokenizer.has_chat_tokens(enc):
-        enc = tokenizer.with_chat(enc)
+    if not tokenizers.has_chat_tokens(enc):
+        enc = tokenizers.with_chat(enc)
     max_length = options.max_length or longest
     meta.made_from |= {"shard_size": options.shard_size, "max_length": max_length}
     if options.input:
@@ -281,7 +280,7 @@ def prepare(options):
     writer = shards.ShardWriter(folder, meta, enc)
     writer.make_once(make_shards, found, enc, options.shard_size, max_length)
     lengths = writer.meta.lengths("train")
-    program.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
+    console.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder
 
 
@@ -290,4 +289,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main)
+    console.run(main)

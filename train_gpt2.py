@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def parse_args(args: Sequence[str] | None = None, **inherited: Any) -> TrainConf
 
 
 if __name__ == "__main__":
-    program.run(parse_args)  # answers --help and mistyped flags before the slow imports below
+    console.run(parse_args)  # answers --help and mistyped flags before the slow imports below
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -174,10 +174,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import hellaswag
-import tokenizer
-from plumbing import checkpoint, distributed, huggingface, kernels, machine, runs, settings, shards, trial
-from plumbing.account import print_account
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import shards, tokenizers
+from plumbing.data.order import permute
+from plumbing.run import checkpoint, checks, huggingface, options
+from plumbing.run import folder as run_folder
+from plumbing.run.summary import print_account
+from plumbing.system import autofit, devices, distributed, kernels
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class GPT(nn.Module):
         x = self.hidden_states(idx)
         if targets is None:
             return self.logits(x), None
-        # FasterLoss changes how this is computed, but not what: see plumbing/kernels.py
+        # FasterLoss changes how this is computed, but not what: see plumbing/system/kernels.py
         with kernels.FasterLoss(float8=self.float8_lm_head and not return_logits):
             logits = self.logits(x.flatten(0, 1))  # (B * T, vocabulary)
             loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
@@ -323,7 +326,7 @@ class GPT(nn.Module):
         max_len = min(block_size, idx.size(1) + max_new_tokens)
         cache = kernels.KVCache(max_len)
         for _ in range(max_new_tokens):
-            with machine.without_cudnn_attention():  # the number of keys grows with every token
+            with devices.without_cudnn_attention():  # the number of keys grows with every token
                 if idx.size(1) <= block_size and kernels.uses_cache(self, idx, max_len):
                     x = self.hidden_states(idx[:, cache.length :], cache=cache)
                 else:  # past block_size every token has a new position: nothing cached is valid
@@ -373,28 +376,6 @@ def load_model(source):
 
 
 # ----- Data ---------------------------------------------------------------------------------------------
-
-
-def permute(index, n, keys):
-    """Apply a pseudorandom permutation of range(n) to each element of the array `index`; keys: a uint64 per round.
-
-    It is computed, not stored: a Feistel network (Luby and Rackoff 1988) permutes range(4**half), which holds range(n);
-    values outside range(n) are permuted again until they are inside (cycle walking).
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = 2**half - 1
-    index = index.astype(np.uint64)
-    outside = np.ones(len(index), bool)
-    while outside.any():
-        left, right = index[outside] >> half, index[outside] & mask
-        for key in keys:
-            # multiply and xor-shift as in splitmix64, whose upper 32 bits are mixed best
-            mixed = (right + key) * 0x9E3779B97F4A7C15
-            mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9
-            left, right = right, left ^ ((mixed >> 32) & mask)
-        index[outside] = (left << half) | right
-        outside = index >= n
-    return index.astype(np.int64)
 
 
 class DataLoaderLite:
@@ -589,7 +570,7 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
     """
     loader.position, B = 0, loader.B
     sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
-    for first in program.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
+    for first in console.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
         if signals:
             break
         x, y = loader.next_batch()
@@ -608,7 +589,7 @@ def evaluate_val_loss(model, loader, num_windows, *, token_bytes, signals, world
 
 def evaluate_hellaswag(raw_model, examples, enc, *, signals, world):
     """Score the rendered HellaSwag examples, each rank its share. Returns Counts over all, or None after a signal."""
-    with world.autocast(), machine.without_cudnn_attention():
+    with world.autocast(), devices.without_cudnn_attention():
         share = examples[world.rank :: world.size]
         counts = hellaswag.evaluate(raw_model, share, enc.n_vocab, stop=signals)
     totals = world.all_reduce_sum(torch.tensor(counts, device=world.device))
@@ -619,8 +600,8 @@ def generate_samples(raw_model, enc, config, *, world):
     """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
     text = config.sample_prompt
     ids = enc.encode_ordinary(text) or [enc.eot_token]
-    if tokenizer.has_chat_tokens(enc):
-        ids = tokenizer.render_question([{"role": "user", "content": text}], enc)
+    if tokenizers.has_chat_tokens(enc):
+        ids = tokenizers.render_question([{"role": "user", "content": text}], enc)
         text = enc.decode(ids[1:])
     prompt = torch.tensor([ids] * 4, device=world.device)
     generator = torch.Generator(world.device).manual_seed(config.seed)  # so that steps can be compared
@@ -646,7 +627,7 @@ def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, 
     """
     start = loader.position
     # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
-    machine.seed_random_numbers(np.random.SeedSequence([config.seed, step, world.rank]).generate_state(1)[0])
+    devices.seed_random_numbers(np.random.SeedSequence([config.seed, step, world.rank]).generate_state(1)[0])
     all_targets = num_windows * loader.T  # of the step, unless a mask leaves some out
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
     B = math.gcd(num_windows // world.size, loader.B)
@@ -685,7 +666,9 @@ def train_step(model, loader, num_windows, *, step, config, optimizers, scaler, 
     overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
         batch_losses = world.gather(losses.tolist())  # per rank, of its micro-batches
-        raise runs.diverged(config, step, loss, norm, loader=loader, start=start, B=B, batch_losses=batch_losses)
+        raise run_folder.diverged(
+            config, step, loss, norm, loader=loader, start=start, B=B, batch_losses=batch_losses
+        )
     for optimizer in optimizers if not overflow else ():
         scaler.step(optimizer)
     model.zero_grad()
@@ -705,16 +688,16 @@ def load_data(config, world):
     order = dict(shuffle=config.shuffle, device=world.device)
     train_loader = DataLoaderLite(config.data, "train", B, T, *ranks, seed=config.seed, **order)
     val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, **order)  # no seed: always the same windows
-    enc = tokenizer.folder_encoding(config.data)
+    enc = tokenizers.folder_encoding(config.data)
     shards.check_folder(config.data, train_loader, val_loader, enc=enc, step_tokens=config.total_batch_size)
     return train_loader, val_loader, enc
 
 
 def load_or_make_model(config, start, world):
-    """The model with its first weights: new ones, or those in the runs.Start `start`."""
+    """The model with its first weights: new ones, or those in the run_folder.Start `start`."""
     if not start.model:
-        trial.check_memory(lambda: GPT(config), world.device)
-        machine.seed_random_numbers(config.seed)
+        autofit.check_memory(lambda: GPT(config), world.device)
+        devices.seed_random_numbers(config.seed)
         return GPT(config)
     then, weights = start.model
     then = checkpoint.make_config(GPTConfig, then)
@@ -738,11 +721,11 @@ def wrap(raw_model, compiled, world):
 
 
 def fit_to_machine(raw_model, config, enc, world):
-    """Move the model to the device and find out what fits there: a trial.Fit, with the model to train and B."""
+    """Move the model to the device and find out what fits there: an autofit.Fit, with the model to train and B."""
     raw_model.to(world.device)
     raw_model.activation_checkpointing = config.activation_checkpointing
     raw_model.float8_lm_head = config.dtype == "fp8"
-    return trial.find_what_fits(raw_model, wrap, config, num_ids=enc.n_vocab, world=world)
+    return autofit.find_what_fits(raw_model, wrap, config, num_ids=enc.n_vocab, world=world)
 
 
 def train(config, world, lock):
@@ -753,11 +736,11 @@ def train(config, world, lock):
     vocab_size = config.vocab_size or checkpoint.padded_size(enc)
     if config.init_from:  # it may have fewer ids, or more
         vocab_size = max(vocab_size, checkpoint.padded_size(enc))
-    config = dataclasses.replace(settings.with_passes(config, loader.num_windows), vocab_size=vocab_size)
+    config = dataclasses.replace(options.with_passes(config, loader.num_windows), vocab_size=vocab_size)
     fingerprints = {"training data": loader.fingerprint, "validation data": val_loader.fingerprint}
     world.check_agreement(fingerprints | {"the tokenizer": enc.name})
     checkpoint.check_num_ids(vocab_size, enc)
-    start = world.broadcast_from_master(runs.find_start, config, enc, fingerprints)
+    start = world.broadcast_from_master(run_folder.find_start, config, enc, fingerprints)
     if start.finished:  # a note has been printed
         return 0
     raw_model = load_or_make_model(config, start, world)
@@ -765,7 +748,7 @@ def train(config, world, lock):
     saved = start.checkpoint
     asked = saved["config"]["dtype"] if saved and config.dtype == "auto" else config.dtype
     # CPUs with instructions for bfloat16 are faster with it unless the matrices are tiny
-    dtype, dtype_name = machine.choose_dtype(asked, world.device, is_wide=config.n_embd >= 128)
+    dtype, dtype_name = devices.choose_dtype(asked, world.device, is_wide=config.n_embd >= 128)
     world.check_agreement({"the dtype": dtype_name})  # that of unlike GPUs may differ
     config = dataclasses.replace(config, dtype=dtype_name)
     world = dataclasses.replace(world, dtype=dtype)
@@ -785,17 +768,17 @@ def train(config, world, lock):
     if saved:
         checkpoint.restore_state(saved, *state)
     else:
-        trial.self_check(raw_model, GPT.from_state, enc.n_vocab, T=T, world=world)
+        checks.self_check(raw_model, GPT.from_state, enc.n_vocab, T=T, world=world)
     metadata = checkpoint.metadata(config, enc, val_loader.fingerprint)
     num_val_windows = min(config.val_tokens // T, val_loader.num_windows)
-    bytes_of = torch.tensor(tokenizer.token_bytes(enc), device=world.device)
+    bytes_of = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
     loaders = loader, val_loader
     print_account(config, raw_model, optimizers, loaders=loaders, enc=enc, fit=fit, start=start, world=world)
     if config.dry_run:
         return 0
     stopping = False
     # Run opens the run's folder; from here on, signals stop the run at the end of a step
-    with runs.Run(config, world, lock, start=start, metadata=metadata, fit=fit) as run:
+    with run_folder.Run(config, world, lock, start=start, metadata=metadata, fit=fit) as run:
         signals, start, saved = run.signals, None, None  # dropping the checkpoint frees gigabytes
         extra = dict(signals=signals, world=world)
         update = dict(config=config, optimizers=optimizers, scaler=scaler, **extra)
@@ -839,20 +822,20 @@ def main(args=None):
     config = parse_args(args)
     world = distributed.setup_distributed(config.device)
     # rank 0 reads what they come from, which may be on its own disk
-    inherited = world.broadcast_from_master(settings.inherit, config)
+    inherited = world.broadcast_from_master(options.inherit, config)
     if "block_size" in inherited and not config.branch_from:
         inherited["sequence_length"] = min(inherited["block_size"], config.sequence_length)
     config = parse_args(args, **inherited)
-    settings.check_config(config, world, complaints(config), ["n_layer", "n_head", "n_embd", "block_size"])
-    settings.print_notes(config, PRESETS[config.preset], inherited)
+    options.check_config(config, world, complaints(config), ["n_layer", "n_head", "n_embd", "block_size"])
+    options.print_notes(config, PRESETS[config.preset], inherited)
     if config.compile is None:
         config.compile = world.device_type == "cuda"
-    world.check_agreement(settings.facts_for_all_ranks(config))
-    with runs.lock_out_dir(config, world) as lock:
+    world.check_agreement(options.facts_for_all_ranks(config))
+    with run_folder.lock_out_dir(config, world) as lock:
         status = train(config, world, lock)
     distributed.cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    program.run(main)
+    console.run(main)

@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 
 @dataclass
@@ -46,7 +46,7 @@ def main(args=None):
     flags.check(options, above_0=["max_new_tokens", "num_samples", "limit"])
     from bench import measure, programs, steps
     from plumbing.files import check_new_output, new_output
-    from plumbing.machine import choose_device
+    from plumbing.system.devices import choose_device
 
     if options.json:
         check_new_output(options.json)  # measuring takes minutes
@@ -63,4 +63,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main)
+    console.run(main)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from plumbing.program import git_commit, output_of, progress_bar
+from plumbing.cli.console import output_of, progress_bar
+from plumbing.run.source_code import git_commit
 
 ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
 

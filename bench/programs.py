@@ -15,19 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 import fineweb
 import hellaswag
-import tokenizer
 from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
-from plumbing import documents
-from plumbing.huggingface import transposed
-from plumbing.machine import without_cudnn_attention
+from plumbing.data import readers, tokenizers
+from plumbing.run.huggingface import transposed
+from plumbing.system.devices import without_cudnn_attention
 from train_gpt2 import GPT
 
 
 def data(options):
     """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
-    cores, enc = documents.num_cores() or 1, tokenizer.get_encoding(options.tokenizer)
-    texts = documents.python_docs() * 20  # seconds of work for a core, so that the program's start counts little
+    cores, enc = readers.num_cores() or 1, tokenizers.get_encoding(options.tokenizer)
+    texts = readers.python_docs() * 20  # seconds of work for a core, so that the program's start counts little
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "docs.parquet")  # in FineWeb-Edu's format
         pyarrow.parquet.write_table(pyarrow.table({"text": texts * cores}), source, row_group_size=1000)
@@ -78,7 +77,7 @@ def four_rows(model, examples, n_vocab):
 
 def score(options):
     """HellaSwag in packed rows and in four rows per example; without cuDNN, which would plan for every length."""
-    enc = tokenizer.get_encoding(options.tokenizer)
+    enc = tokenizers.get_encoding(options.tokenizer)
     lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)

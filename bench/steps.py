@@ -15,12 +15,12 @@ import torch
 
 import train_gpt2
 from bench.measure import matmul_rate, measure
-from plumbing import flags
-from plumbing.distributed import World
-from plumbing.machine import choose_dtype
-from plumbing.program import UserError
-from plumbing.settings import check_config
-from tokenizer import get_encoding
+from plumbing.cli import flags
+from plumbing.cli.console import UserError
+from plumbing.data.tokenizers import get_encoding
+from plumbing.run.options import check_config
+from plumbing.system.devices import choose_dtype
+from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, GPTConfig, TrainConfig
 
 

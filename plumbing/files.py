@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
 
 Name = str | os.PathLike[str]
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # `file_sample` reads this many bytes per block, and blocks per file

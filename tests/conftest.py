@@ -10,7 +10,7 @@ from harness import make_shards, no_git, patched  # sets the environment, so it 
 
 # isort: split
 import torch
-from plumbing import program
+from plumbing.run import source_code
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 # a shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
@@ -27,7 +27,7 @@ def pytest_cmdline_main(config):
 
 
 # the files that take longest, longest first: then both processes end at about the same time
-LONGEST = "card resume notebook branch downloads fineweb changed_models readme bad_input weights collectives".split()
+LONGEST = "simulated_gpu resume notebook branch downloads fineweb changed_models readme bad_input weights".split()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,7 +58,7 @@ def no_network_and_no_commit():
         return connect(self, address)
 
     with patched(socket.socket, "connect", connect_here) as connect:
-        with patched(program, "git", no_git):
+        with patched(source_code, "git", no_git):
             yield
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import tiktoken
 import tokenizer
 from fineweb import Options, prepare
+from plumbing.data import tokenizers
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -44,7 +45,7 @@ GPT4 += r"""|\s*[\r\n]+|\s+(?!\S)|\s+"""
 def train_small(pattern):
     """A tokenizer of 1,000 ids, two of them special, which splits text by GPT-2's or GPT-4's pattern."""
     ranks = tokenizer.train(corpus(), 999)._mergeable_ranks
-    pat_str = {"gpt2": tokenizer.FAST_GPT2, "gpt4": GPT4}[pattern]
+    pat_str = {"gpt2": tokenizers.FAST_GPT2, "gpt4": GPT4}[pattern]
     special = {"<|endoftext|>": 998, "<|pad|>": 999}
     return tiktoken.Encoding(f"small-{pattern}", pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special)
 

@@ -39,11 +39,13 @@ if (SHARED / "tiktoken_cache").exists():
 
 import numpy as np
 import pytest
-import tokenizer
 import torch
 import train_gpt2
-from plumbing import program, runs
-from plumbing.checkpoint import list_checkpoints, newest_checkpoint
+from plumbing.cli import console
+from plumbing.data import tokenizers
+from plumbing.run import folder as run_folder
+from plumbing.run import source_code
+from plumbing.run.checkpoint import list_checkpoints, newest_checkpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._pytree import tree_flatten
 
@@ -138,7 +140,7 @@ def tiny_model(seed=0, **changes):
 def parrot_model(block_size=256, text="ok"):
     """A chat model that says `text`, at most six different bytes, then <|end|>, whatever it is told."""
     model = tiny_model(n_layer=1, block_size=block_size).eval()
-    words = tokenizer.get_encoding("bytes+chat").encode(f"<|assistant|>{text}<|end|>", allowed_special="all")
+    words = tokenizers.get_encoding("bytes+chat").encode(f"<|assistant|>{text}<|end|>", allowed_special="all")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith(("ln_1.weight", "ln_2.weight")):
@@ -197,7 +199,7 @@ def tiny_flags(data, out_dir, **changes):
 def status_of(main, *args):
     """The exit status with which a script's `main` would leave its process."""
     try:
-        program.run(lambda: main(*args))
+        console.run(lambda: main(*args))
     except SystemExit as leaving:
         return leaving.code or 0
     return 0
@@ -315,7 +317,7 @@ def free_port():
 
 
 def no_git(*words):
-    """In place of program.git: what a run notes must not depend on changes that are not committed."""
+    """In place of source_code.git: what a run notes must not depend on changes that are not committed."""
     return ""
 
 
@@ -325,8 +327,8 @@ def child(function, args, output, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    program.git = no_git
-    program.run(lambda: function(*args))
+    source_code.git = no_git
+    console.run(lambda: function(*args))
 
 
 KILLED = -9  # the exit status after SIGKILL
@@ -439,7 +441,7 @@ def signalled(step, name, times, rank, args):
 def killed_at(step, checkpoint, args):
     """Train, and be killed at the first report of that step, when that checkpoint, written meanwhile, is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
-    with die_at(runs.Run, "report", lambda run, now, *rest: now == step, wait):
+    with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
         train_gpt2.main(args)
 
 

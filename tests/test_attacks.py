@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import train_gpt2
-from plumbing import runs
+from plumbing.cli.console import UserError
 from plumbing.files import lock_folder
-from plumbing.program import UserError
+from plumbing.run import folder as run_folder
 
 from harness import KILLED, killed_at, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
 
@@ -64,7 +64,7 @@ def test_a_folder_belongs_to_one_process(folder):
             lock_folder(config.out_dir)
         return find_start(config, *args)
 
-    with patched(runs, "find_start", look) as find_start:
+    with patched(run_folder, "find_start", look) as find_start:
         resume(folder)
     assert is_straight(folder / "run")
 
@@ -91,7 +91,7 @@ def test_a_parent_that_is_deleted_meanwhile_is_named(folder):
         parent.unlink()
         return find_start(*args)
 
-    with patched(runs, "find_start", delete_and_find) as find_start:
+    with patched(run_folder, "find_start", delete_and_find) as find_start:
         args = tiny_flags(folder / "data", folder / "branch", branch_from=parent, **OPTIONS)
         assert f"no longer a checkpoint in {parent}" in refused(train_gpt2.main, *args)
 

@@ -15,9 +15,11 @@ import pytest
 import tiktoken
 import torch
 import train_gpt2
-from plumbing import machine, settings, sources
-from plumbing.distributed import World
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import sources
+from plumbing.run import options
+from plumbing.system import devices
+from plumbing.system.distributed import World
 
 from harness import (
     Touch,
@@ -34,7 +36,7 @@ from harness import (
 )
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-needs_float8 = pytest.mark.skipif(not machine.has_float8("cpu"), reason="no float8 matrices on this processor")
+needs_float8 = pytest.mark.skipif(not devices.has_float8("cpu"), reason="no float8 matrices on this processor")
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
 
@@ -142,7 +144,7 @@ def with_another_tokenizer(content):
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
     parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
     enc = tiktoken.Encoding("my-1a2b3c4d", **parts)
-    return content | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizer.dumps(enc)}
+    return content | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizers.dumps(enc)}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_hellaswag_is_not_there_or_damaged(folder):
 
 def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
     with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096: .*4096$"):
-        settings.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2), [])
+        options.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2), [])
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):
@@ -193,7 +195,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
 
     def choose(dtype, device, capability, is_wide=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", {device: capability}.get)
-        return machine.choose_dtype(dtype, device, is_wide)
+        return devices.choose_dtype(dtype, device, is_wide)
 
     assert choose("auto", "cuda:3", (7, 5)) == (torch.float16, "float16")
     assert choose("auto", "cuda:0", (8, 0)) == (torch.bfloat16, "bfloat16")

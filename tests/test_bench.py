@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import train_gpt2
 from bench import steps
 from bench.__main__ import Options, main
-from plumbing import documents
-from plumbing.huggingface import transposed
+from plumbing.data import readers
+from plumbing.run.huggingface import transposed
 
 from harness import examples_file, flags, refused, status_of
 
@@ -102,7 +102,7 @@ def test_sample_gives_the_same_tokens_on_every_side(measure):
 
 def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
     texts = [f"Document {i}. " * 50 for i in range(20)]
-    monkeypatch.setattr(documents, "python_docs", lambda: texts)
+    monkeypatch.setattr(readers, "python_docs", lambda: texts)
     numbers = measure("data")
     expected = 20 * sum(len(text) + 1 for text in texts)
     assert numbers["tokens"] == {"fineweb.py": numbers["cores"] * expected, "tiktoken, one thread": expected}

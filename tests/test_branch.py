@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import journal
-from plumbing.checkpoint import load_checkpoint, newest_checkpoint
-from plumbing.runs import Run
+from plumbing.run import logs
+from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.run.folder import Run
 
 from harness import (
     KILLED,
@@ -51,7 +51,7 @@ def parent(folder):
 
 def branched(out_dir):
     """What run.txt says of the branch, in the last start that says something."""
-    starts = journal.read_starts(Path(out_dir, "run.txt"))
+    starts = logs.read_starts(Path(out_dir, "run.txt"))
     return [start["branched"] for start in starts if "branched" in start][-1]
 
 

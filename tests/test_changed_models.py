@@ -14,8 +14,8 @@ import pytest
 import sample
 import torch
 import train_gpt2
-from plumbing import trainer as trainer_code
-from plumbing.checkpoint import load_checkpoint, make_config
+from plumbing.run import source_code as trainer_code
+from plumbing.run.checkpoint import load_checkpoint, make_config
 
 from harness import (
     ROOT,

@@ -15,8 +15,8 @@ from typing import Annotated, Literal, Optional
 
 import pytest
 import train_gpt2
-from plumbing import flags, program
-from plumbing.program import UserError
+from plumbing.cli import console, flags
+from plumbing.cli.console import UserError
 
 from harness import ROOT, needs
 
@@ -143,9 +143,9 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
 
 
 def test_what_a_file_says_is_shown_on_one_line():
-    assert program.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
-    assert program.plain("x" * 100_000) == "x" * 200 + "..."
-    assert (program.count(1, "document"), program.count(2000, "rank")) == ("1 document", "2,000 ranks")
+    assert console.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
+    assert console.plain("x" * 100_000) == "x" * 200 + "..."
+    assert (console.count(1, "document"), console.count(2000, "rank")) == ("1 document", "2,000 ranks")
 
 
 @needs("bash")
@@ -153,7 +153,7 @@ def test_a_printed_command_survives_a_shell_whatever_its_words_are(capsys, tmp_p
     """Values that begin with a dash, are empty or hold control characters; and a script in another folder."""
     monkeypatch.chdir(tmp_path)
     values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1", "C:\\n", "\\", "It's a model"]
-    program.print_next(["printf", "%s\\n%%\\n", "sample.py", *(("--flag", value) for value in values)])
+    console.print_next(["printf", "%s\\n%%\\n", "sample.py", *(("--flag", value) for value in values)])
     printed = capsys.readouterr().out.partition("Next:\n")[2]
     assert printed.isascii() and printed.startswith("    printf ")
     assert '"It\'s a model"' in printed, "double quotes, which cmd.exe has too"
@@ -168,7 +168,7 @@ def test_a_printed_command_survives_a_shell_whatever_its_words_are(capsys, tmp_p
 SCRIPT = """
 import errno, os, sys, time
 from dataclasses import dataclass
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 @dataclass
 class Options:
@@ -177,8 +177,8 @@ class Options:
 def main():
     {body}
 
-program.run(lambda: None)  # as programs parse their flags before slow imports
-program.run(main{keywords})
+console.run(lambda: None)  # as programs parse their flags before slow imports
+console.run(main{keywords})
 """
 
 
@@ -275,7 +275,7 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
         ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
         ("raise OSError(errno.ESTALE, 'Stale file handle')", "write a file: Stale file handle. The file server"),
         ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
-        ("raise program.UserError('In a\\nb.')", "error: In a\\nb."),
+        ("raise console.UserError('In a\\nb.')", "error: In a\\nb."),
         ("import no_such_package", "error: The package no_such_package is not installed for "),
         ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
     ],
@@ -293,7 +293,7 @@ def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, status", [("raise program.UserError('That is no.')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
+    "line, status", [("raise console.UserError('That is no.')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
     """And torchrun is told the line to show at its end."""

@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
 
 
 def place():
-    """The program's line that is being executed, and that in plumbing/distributed.py which it has called, if any."""
+    """The program's line that is being executed, and the one in distributed.py that it has called, if any."""
     paths = [(Path(frame.filename), frame) for frame in traceback.extract_stack()]
     own = [(path, frame) for path, frame in paths if path.is_relative_to(ROOT) and path.parent.name != "tests"]
     callers = [(path, frame) for path, frame in own if path.name != "distributed.py"]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from plumbing import compare, journal
+from plumbing.run import compare, logs
 
 from harness import refused, status_of, train
 
@@ -26,7 +26,7 @@ def write_run(folder, last, seed=1, code="gelu(x)", **changes):
 
 
 def groups_of(folder):
-    return compare.group_runs(journal.find_runs(f"{folder}/*"))
+    return compare.group_runs(logs.find_runs(f"{folder}/*"))
 
 
 def test_the_interval_is_students(tmp_path):
@@ -103,11 +103,11 @@ def test_branches_and_their_parents_are_found_from_any_of_them(tmp_path):
         branched = f"branched: {json.dumps({'parent': parent, 'step': step, 'changed': {}})}\n" if parent else ""
         # a resumed branch says only in its first start that it is one
         (log / name / "run.txt").write_text(f"ranks: 1\n{branched}\nranks: 2\n", encoding="utf-8")
-    runs = journal.find_runs(f"{log}/*")
+    runs = logs.find_runs(f"{log}/*")
     for one in runs[:3]:
-        assert [each.folder.name for each in journal.family(one, runs)] == ["a", "c", "b"]
+        assert [each.folder.name for each in logs.family(one, runs)] == ["a", "c", "b"]
     steps, losses = runs[0].streams["val"]
     assert steps.tolist() == [0, 2, 3] and losses.tolist() == [6.5, 5, 4.25] and runs[0].last_step == 3
     shutil.rmtree(log / "a")
     (log / "unrelated").rename(log / "a")
-    assert [each.folder.name for each in journal.read_run(log / "b").line] == ["b", "c"]
+    assert [each.folder.name for each in logs.read_run(log / "b").line] == ["b", "c"]

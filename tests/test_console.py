@@ -16,8 +16,11 @@ import pytest
 import torch
 import tqdm.std
 import train_gpt2
-from plumbing import account, journal, machine, program, runs, trial
-from plumbing.distributed import World
+from plumbing.cli import console
+from plumbing.run import folder as run_folder
+from plumbing.run import logs, source_code, summary
+from plumbing.system import autofit, devices
+from plumbing.system.distributed import World
 from train_gpt2 import TrainConfig
 
 from harness import examples_file, full_disk, patched, read_log, refused, status_of, tiny_flags, train
@@ -34,11 +37,11 @@ def test_the_account_of_a_run(capsys):
     )
     enc = SimpleNamespace(name="bytes")
     for seconds in (67, 135):  # a step
-        fit = trial.Fit(
+        fit = autofit.Fit(
             None, 4, False, [], [], flops_per_token=600, kept_bytes=10_000, seconds_per_token=seconds / 128
         )
-        options: dict = dict(loaders=loaders, enc=enc, fit=fit, start=runs.Start(), world=World())
-        account.print_account(config, model, optimizers, **options)
+        options: dict = dict(loaders=loaders, enc=enc, fit=fit, start=run_folder.Start(), world=World())
+        summary.print_account(config, model, optimizers, **options)
         said = capsys.readouterr().out
         assert ("Use --preset quickstart" in said) == (seconds > 86), "more than a day"
     assert said.splitlines()[:-1] == [
@@ -55,8 +58,8 @@ def test_the_account_of_a_run(capsys):
         "disk:       5 checkpoints of 1.2KB, 400B for hf/",
         "run:        log, from step 0 to 1000",
     ]
-    resumed = dict(start=runs.Start(checkpoint={"step": 700}), fit=fit._replace(seconds_per_token=1 / 128))
-    account.print_account(config, model, optimizers, **options | resumed)
+    resumed = dict(start=run_folder.Start(checkpoint={"step": 700}), fit=fit._replace(seconds_per_token=1 / 128))
+    summary.print_account(config, model, optimizers, **options | resumed)
     # 300 steps are left, of 128 tokens and a second each
     assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
@@ -64,8 +67,8 @@ def test_the_account_of_a_run(capsys):
 def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(monkeypatch):
     """A resumed run of steps that take 1 s, with 5 s of evaluation every 10 steps and 3 s of checkpoint every 50."""
     now, estimates, ends = 0.0, {}, {}
-    monkeypatch.setattr(runs.time, "perf_counter", lambda: now)
-    run = object.__new__(runs.Run)
+    monkeypatch.setattr(run_folder.time, "perf_counter", lambda: now)
+    run = object.__new__(run_folder.Run)
     run.start_step, run.max_steps, run.first_step_ended = 1000, 2000, None
     for step in range(1000, 2000):
         now += 5 * (step % 10 == 0) + 3 * (step % 50 == 0)
@@ -79,21 +82,21 @@ def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(monkeypatch
         # from one step to the next it falls by about what a step takes; a single evaluation moves it little
         assert abs(estimates[step - 1] - estimates[step] - 1.56) < 40
     texts = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
-    assert {seconds: program.duration(seconds) for seconds in texts} == texts
+    assert {seconds: console.duration(seconds) for seconds in texts} == texts
 
 
 @pytest.mark.parametrize("peak", [None, 1e13])
 def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_all_gpus(peak, monkeypatch):
     """Of two ranks; also at the start, when loss and norm are large, on slow machines, and if a clock stands still."""
     said = []
-    monkeypatch.setattr(machine, "peak_flops", lambda device: peak)
+    monkeypatch.setattr(devices, "peak_flops", lambda device: peak)
     monkeypatch.setattr(World, "broadcast_from_master", lambda world, *action: None)  # there is no folder
-    monkeypatch.setattr(runs, "install_signal_handlers", list)
-    monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
+    monkeypatch.setattr(run_folder, "install_signal_handlers", list)
+    monkeypatch.setattr(run_folder, "SECONDS_PER_LINE", 0)
     config = TrainConfig(total_batch_size=128, max_steps=20_000)
-    fit = trial.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
-    start = runs.Start(checkpoint={"step": 19072})
-    run = runs.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"}, fit=fit)
+    fit = autofit.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
+    start = run_folder.Start(checkpoint={"step": 19072})
+    run = run_folder.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"}, fit=fit)
     run.writer = mock.Mock()
     run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
     large = dict(step=19072, loss=10.98123, lr=1.2e-3, norm=12.3456)
@@ -113,12 +116,12 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
 def test_run_txt_has_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
-    assert journal.command() == ["python", *sys.argv]
+    assert logs.command() == ["python", *sys.argv]
     nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"
     for ranks, launcher in ((8, "--standalone --nproc_per_node=8"), (16, nodes)):
         for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="8").items():
             monkeypatch.setenv(name, value)
-        assert journal.command() == ["torchrun", *launcher.split(), *sys.argv]
+        assert logs.command() == ["torchrun", *launcher.split(), *sys.argv]
 
 
 class Terminal(io.StringIO):
@@ -152,9 +155,9 @@ def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(d
 
 
 def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "SECONDS_PER_LINE", 0)
+    monkeypatch.setattr(run_folder, "SECONDS_PER_LINE", 0)
     said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git, of what is not committed
-    with patched(program, "git", lambda command, *words: said[command]):
+    with patched(source_code, "git", lambda command, *words: said[command]):
         printed = train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd")
     lines = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.fullmatch(r"\d+ (train|val|val_bpb|hella|lr|norm|tok/s) -?[\d.e+-]+", line) for line in lines)
@@ -167,7 +170,7 @@ def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_col
     for step, line in enumerate(updates):
         assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line), line
     assert len(updates) == 12
-    [start] = journal.read_starts(tmp_path / "out" / "run.txt")
+    [start] = logs.read_starts(tmp_path / "out" / "run.txt")
     assert {"command", "config", "versions", "machine"} <= start.keys()
     assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]
     samples = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
@@ -190,7 +193,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
         futures.wait(self.writer.pending)
         original(self, *args, **options)
 
-    with patched(torch, "save", full_disk), patched(runs.Run, "log_step", log_step) as original:
+    with patched(torch, "save", full_disk), patched(run_folder.Run, "log_step", log_step) as original:
         args = tiny_flags(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4)
         assert os.strerror(errno.ENOSPC) in refused(train_gpt2.main, *args)
     assert max(read_log(tmp_path / "out")) == 3

@@ -5,8 +5,8 @@ import random
 
 import contamination
 import numpy as np
-import tokenizer
 from fineweb import Options, prepare
+from plumbing.data import tokenizers
 
 from corpora import corpus, read, train_small
 from harness import refused
@@ -38,7 +38,7 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
     monkeypatch.setattr(contamination, "BLOCK", 50)
     enc, rng = train_small("gpt2"), random.Random(0)
-    tokenizer.write_encoding(enc, tmp_path / "small.tiktoken")
+    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
     words = sorted({word for text in corpus() for word in text.split() if word.isalpha()})
     texts = [{"text": nonsense(rng, words, 30)} for _ in range(60)]
     clean = write_lines(tmp_path / "clean.jsonl", texts)

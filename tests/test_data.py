@@ -10,7 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
 from train_gpt2 import DataLoaderLite, permute
 
 from harness import make_shards

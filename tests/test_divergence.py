@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 
 from harness import error_in, losses, make_shards, patched, read_log, refused, run, steps_of, tiny_flags, train
 

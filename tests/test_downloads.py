@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import smoltalk
 from datasets import Dataset, DatasetDict
-from plumbing import shards, sources
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import shards, sources
 
 from corpora import TABLES, as_bytes, is_split, make, random_texts, read, read_meta
 from harness import KILLED, die_at, error_in, full_disk, listing, patched, refusal_of, refused, run, talk

@@ -7,11 +7,11 @@ import sys
 import hellaswag
 import numpy as np
 import pytest
-import tokenizer
 import torch
 import train_gpt2
-from plumbing.distributed import World
-from plumbing.huggingface import export_huggingface
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
+from plumbing.system.distributed import World
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
@@ -43,7 +43,7 @@ from harness import (
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, batch_size, tmp_path):
     """37 windows, which no B here divides, of the validation split, compared with one batch of 37 rows."""
     start = tmp_path / "start"
-    export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), start)
+    export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), start)
     more = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
     (path,) = more.glob("*_val_*.npy")
     tokens = np.load(path)
@@ -165,12 +165,12 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers():
     model, config = parrot_model(text="Yes!"), train_gpt2.TrainConfig(sample_prompt="Hi")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
-    texts = train_gpt2.generate_samples(model, tokenizer.get_encoding("bytes+chat"), config, world=World())
+    texts = train_gpt2.generate_samples(model, tokenizers.get_encoding("bytes+chat"), config, world=World())
     assert texts == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
 
 
 def test_samples_differ_by_the_seed_and_not_from_step_to_step():
-    model, enc = tiny_model().eval(), tokenizer.get_encoding("bytes")
+    model, enc = tiny_model().eval(), tokenizers.get_encoding("bytes")
     configs = [train_gpt2.TrainConfig(sample_prompt="Hi", seed=seed) for seed in (1, 1, 2)]
     first, again, other = (train_gpt2.generate_samples(model, enc, config, world=World()) for config in configs)
     assert first == again != other and len({*first, *other}) == 8

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from plumbing.cli.console import UserError
 from plumbing.files import atomic_write, lock_folder, new_output, open_regular, remove_folder
-from plumbing.program import UserError
 
 from harness import ROOT, needs, patched
 

@@ -18,11 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-import tokenizer
 import train_gpt2
-from plumbing import documents, sources
+from plumbing.cli.console import UserError
+from plumbing.data import readers, sources, tokenizers
 from plumbing.files import lock_folder
-from plumbing.program import UserError
 from tqdm import tqdm
 
 from corpora import (
@@ -80,7 +79,7 @@ def test_one_document_is_cut_into_two_splits(tmp_path, dataset, length, lengths)
     text = "x" * (length - 1)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     source = {"dataset": dataset} if dataset else {"input": (str(tmp_path / "a.txt"),)}
-    with patched(documents, "python_docs", lambda: [text]):
+    with patched(readers, "python_docs", lambda: [text]):
         folder = make(tmp_path, shard_size=1000, **source)
     assert list(read_meta(folder)["shards"].values()) == lengths and len(read(folder, "*_val_*")) == lengths[0]
 
@@ -138,7 +137,7 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
-        with patched(documents, "BATCH_CHARS", chars):
+        with patched(readers, "BATCH_CHARS", chars):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
     one = listing(tmp_path / "one")
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
@@ -146,7 +145,7 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
 
 def make_and_die(tmp_path, paths, name, renames, after):
     """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
-    documents.BATCH_CHARS = documents.BLOCK_CHARS = 1000
+    readers.BATCH_CHARS = readers.BLOCK_CHARS = 1000
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
     with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
@@ -155,7 +154,7 @@ def make_and_die(tmp_path, paths, name, renames, after):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 1000)
     texts = random_texts(40) + ["one long document " * 300]
     if kind == "txt":
         (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
@@ -197,7 +196,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]), encoding="utf-8")
-    with patched(documents, "BATCH_CHARS", 1000), pytest.raises(UserError, match="Line 51"):
+    with patched(readers, "BATCH_CHARS", 1000), pytest.raises(UserError, match="Line 51"):
         make(tmp_path, str(path), shard_size=5000, num_proc=1)
     assert (tmp_path / "out" / "out_val_000000.npy").exists()
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -337,7 +336,7 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         Path(name).write_bytes(content)
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})
-    tokenizer.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
+    tokenizers.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
     make(tmp_path, "good.jsonl", name="taken")
     before = listing(tmp_path)
     for number, (words, said) in enumerate(BAD_INPUTS.items()):

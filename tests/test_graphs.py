@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint
+from plumbing.run.checkpoint import load_checkpoint
 
 from harness import examples_file, losses, make_shards, train
 

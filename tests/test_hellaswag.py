@@ -6,16 +6,16 @@ import re
 import hellaswag
 import numpy as np
 import pytest
-import tokenizer
 import torch
 import torch.nn as nn
 from hellaswag import Counts, evaluate, harness_text, read_examples, render_example, score
-from plumbing.huggingface import export_huggingface
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
 from train_gpt2 import GPTConfig
 
 from harness import four_rows, listing, refusal_of, refused, tiny_model
 
-ENC = tokenizer.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
+ENC = tokenizers.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
 # unequal lengths, text beyond ASCII, a context of one letter
 ROOF = ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]

@@ -1,4 +1,4 @@
-"""plumbing/huggingface.py: what is read is what the model computes, and what is written is read by others as it is."""
+"""plumbing/run/huggingface.py: reads what the model computes, and writes what others read as it is."""
 
 import json
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-import tokenizer
 import torch
-from plumbing.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
 from safetensors.torch import load_file, save_file
 from train_gpt2 import GPT, load_model
 
@@ -18,8 +18,8 @@ from harness import Touch, assert_same_tensors, listing, parrot_model, tiny_mode
 
 pytestmark = pytest.mark.gpt2
 
-BYTES = tokenizer.get_encoding("bytes")
-CHAT = tokenizer.get_encoding("bytes+chat")
+BYTES = tokenizers.get_encoding("bytes")
+CHAT = tokenizers.get_encoding("bytes+chat")
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def gpt2_is_bytes(monkeypatch):
 def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, gpt2_is_bytes):
     assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
     remove(hf, "tokenizer.tiktoken*")
-    tokenizer.write_encoding(CHAT, hf / "tokenizer.tiktoken")
+    tokenizers.write_encoding(CHAT, hf / "tokenizer.tiktoken")
     assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
     remove(hf, "tokenizer*")
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
@@ -260,7 +260,7 @@ def test_transformers_renders_a_chat_as_smoltalk_does_and_generates_to_the_end_o
 
     export_huggingface(parrot_model(), CHAT, tmp_path / "hf")
     theirs, model = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM))
-    ids = tokenizer.render_conversation(TALK, CHAT)[0]
+    ids = tokenizers.render_conversation(TALK, CHAT)[0]
     assert theirs.apply_chat_template(TALK)["input_ids"] == ids
     prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt")
     assert prompt["input_ids"][0].tolist() == ids + [CHAT.encode_single_token("<|assistant|>")]

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from plumbing import kernels
-from plumbing.kernels import FasterLoss, LinearCrossEntropy, losses_and_gradient
-from plumbing.machine import has_float8, peak_flops
-from plumbing.trial import is_out_of_memory
+from plumbing.system import kernels
+from plumbing.system.autofit import is_out_of_memory
+from plumbing.system.devices import has_float8, peak_flops
+from plumbing.system.kernels import FasterLoss, LinearCrossEntropy, losses_and_gradient
 
 float8_only = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from harness import ROOT, train
 
-SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
+SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/**/*.py")]
 
 
 def read_notebook(name):
@@ -119,7 +119,7 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
 
 def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own(tmp_path, run_cells):
     names = run_cells()
-    read_run, find_runs = names["journal"].read_run, names["journal"].find_runs
+    read_run, find_runs = names["logs"].read_run, names["logs"].find_runs
 
     # OpenAI's loss is that of FineWeb-Edu in GPT-2's tokens, and of nothing else
     for name, config in (("edu", {}), ("other", {"data": "texts"}), ("bytes", {"vocab_size": 320})):
@@ -134,7 +134,7 @@ def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own
     write_run(tmp_path / "log" / "c", [6.0, 5.0, 4.0, 3.0], {"total_batch_size": 1000}, branched)
     branched = {"parent": "log/c", "step": 3, "changed": {}}
     write_run(tmp_path / "log" / "b", [6.0, 5.0, 4.0, 3.0, 2.5], {"total_batch_size": 10}, branched)
-    family = names["journal"].family(read_run("log/b"), find_runs("log/*"))
+    family = names["logs"].family(read_run("log/b"), find_runs("log/*"))
     names["plot_branches"](family)
     lines = plt.gcf().axes[0].lines
     diamonds = [line.get_xydata()[0].tolist() for line in lines if line.get_marker() == "D"]

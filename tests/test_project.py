@@ -9,7 +9,7 @@ import yaml
 
 from harness import ROOT
 
-PROGRAM = ("*.py", "plumbing/*.py", "bench/*.py")
+PROGRAM = ("*.py", "plumbing/**/*.py", "bench/*.py")
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
@@ -47,11 +47,16 @@ def test_requirements_name_every_package_that_is_imported():
     assert "torch>=2.11,<2.14" in lines, "its ends are those of .github/workflows/torch.yml"
 
 
-def test_plumbing_imports_no_program_but_the_tokenizer_and_no_modules_import_each_other():
+def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
     trees = parsed(*PROGRAM)
     graph = {name: imported(tree) & trees.keys() for name, tree in trees.items()}
+    wings = re.findall(r"^    (\w+) ", ast.get_docstring(trees["plumbing.__init__"], clean=False), re.MULTILINE)
+    assert len(wings) == 5
     for name, imports in graph.items():
-        assert not name.startswith("plumbing.") or {n for n in imports if "." not in n} <= {"tokenizer"}, name
+        if name.startswith("plumbing.") and name != "plumbing.__init__":
+            above = wings[: wings.index(name.split(".")[1]) + 1]
+            assert {other.split(".")[1] for other in imports if "." in other} <= {*above}, name
+            assert all(other.startswith("plumbing.") for other in imports), name
     graphlib.TopologicalSorter(graph).prepare()  # a circle is an error that names it
 
 
@@ -77,6 +82,6 @@ def test_what_the_documents_link_to_is_there():
         missing = [link for link in links if not (document.parent / link).exists()]
         assert not missing, f"{document}: {missing}"
     cited = set()
-    for path in [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/*.py"), *ROOT.glob("*.ipynb")]:
+    for path in [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py"), *ROOT.glob("*.ipynb")]:
         cited |= set(re.findall(r"records/(20[\w-]+)", path.read_text(encoding="utf-8")))
     assert all((ROOT / "records" / name).exists() for name in cited)

@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 import train_gpt2
-from plumbing import distributed, machine
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.system import devices, distributed
 
 from harness import error_in, flags, make_shards, patched, run, tiny_flags
 
@@ -21,11 +21,11 @@ def choose_float16(*args, **options):
     return torch.float16, "float16"
 
 
-def train_alone_otherwise(args, changes, version=torch.__version__, choose_dtype=machine.choose_dtype):
+def train_alone_otherwise(args, changes, version=torch.__version__, choose_dtype=devices.choose_dtype):
     """Train with other flags, another version of torch or a GPU of another kind on rank 1."""
     if os.environ["RANK"] == "1":
         args = [*args, *flags(**changes)]
-        torch.__version__, machine.choose_dtype = version, choose_dtype
+        torch.__version__, devices.choose_dtype = version, choose_dtype
     train_gpt2.main(args)
 
 
@@ -137,8 +137,8 @@ if os.environ["RANK"] == "1":
 while not Path("started").exists():
     pass
 import train_gpt2
-from plumbing import program
-program.run(train_gpt2.main)
+from plumbing.cli import console
+console.run(train_gpt2.main)
 """
 
 

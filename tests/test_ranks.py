@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-import tokenizer
 import torch
 import train_gpt2
-from plumbing.huggingface import export_huggingface
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
@@ -65,7 +65,7 @@ def plain(request, tmp_path_factory):
     """A folder of shards, a model to begin from, and what a plain loop makes of the two."""
     folder = make_shards(tmp_path_factory.mktemp("plain") / "data", masks=request.param)
     start = folder.parent / "start"
-    export_huggingface(tiny_model(vocab_size=257), tokenizer.get_encoding("bytes"), start)
+    export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), start)
     return folder, start, plain_loop(start, folder, request.param)
 
 

@@ -70,7 +70,7 @@ NOT_RUN = {
     "python3 -m venv .venv": "installs a Python",
     "pip install": "needs a package index; .ci/run does it for the requirements",
     "python -m pytest": "is what runs this test",
-    "python -m plumbing.compare": "is no program of the top level; test_compare.py runs it",
+    "python -m plumbing.run.compare": "is no program of the top level; test_compare.py runs it",
     "transformers serve log/chats/hf": "is a server, whose packages are not among the requirements",
     "jupyter lab play.ipynb": "is a server; test_notebook.py runs the notebook",
     "python records/2026-11-22-first-chat/make_chats.py": "writes a file that is written shorter here",

@@ -8,10 +8,11 @@ import pytest
 import smoltalk
 import torch
 import train_gpt2
-from plumbing import settings, trial
-from plumbing.distributed import World
-from plumbing.journal import read_starts
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.run import options
+from plumbing.run.logs import read_starts
+from plumbing.system import autofit
+from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
 from harness import log_lines, losses, printed_commands, status_of, tiny_model, train
@@ -94,7 +95,7 @@ def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
     6 * 98,304 + 12 * 3 layers * 40 tokens * 48 channels, and that for 40 tokens; a third of it in the forward pass.
     """
     model = tiny_model(n_layer=3, n_embd=48, block_size=40)
-    sequence = trial.try_sequence(model, 320, T=40, world=World())
+    sequence = autofit.try_sequence(model, 320, T=40, world=World())
     assert 3 * sequence.flops == 40 * (6 * 98_304 + 12 * 3 * 40 * 48)
 
 
@@ -106,10 +107,10 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     for ranks in range(1, 65):
         if windows % ranks:  # the advice is not another recipe
             with pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}"):
-                settings.check_config(config, World(size=ranks), [])
+                options.check_config(config, World(size=ranks), [])
             continue
-        settings.check_config(config, World(size=ranks), [])
-        B = trial.largest_divisor(windows // ranks, config.batch_size)
+        options.check_config(config, World(size=ranks), [])
+        B = autofit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
         assert B == config.batch_size or windows // ranks % config.batch_size
 

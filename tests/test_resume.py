@@ -15,14 +15,15 @@ import threading
 from pathlib import Path
 
 import pytest
-import tokenizer
 import torch
 import train_gpt2
-from plumbing import checkpoint as checkpoints
-from plumbing import machine, runs
-from plumbing.checkpoint import newest_checkpoint
-from plumbing.huggingface import export_huggingface
-from plumbing.runs import Run
+from plumbing.data import tokenizers
+from plumbing.run import checkpoint as checkpoints
+from plumbing.run import folder as run_folder
+from plumbing.run.checkpoint import newest_checkpoint
+from plumbing.run.folder import Run
+from plumbing.run.huggingface import export_huggingface
+from plumbing.system import devices
 
 from harness import (
     KILLED,
@@ -73,7 +74,7 @@ MOMENTS = {
     "checkpoint 8 written, not renamed": ([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
     "in step 9": ([4, 8], Run, "report", lambda run, step, *rest: step == 9),
     "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
-    "in the export at the end": ([8, 12], tokenizer, "write_encoding", lambda *args: True),
+    "in the export at the end": ([8, 12], tokenizers, "write_encoding", lambda *args: True),
 }
 
 
@@ -170,7 +171,7 @@ def test_a_finished_run_says_so_and_is_exported_again_unless_hf_holds_its_model(
     before = listing(straight)
     assert "is finished" in train(folder, straight, **OPTIONS) and listing(straight) == before
     hf = shutil.copytree(straight, tmp_path / "out") / "hf"
-    export_huggingface(tiny_model(vocab_size=320), tokenizer.get_encoding("bytes"), hf, step=12)
+    export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), hf, step=12)
     train(folder, tmp_path / "out", **OPTIONS)
     assert_same_run(tmp_path / "out", straight)
 
@@ -210,7 +211,7 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
 @needs("SIGHUP")
 def test_under_nohup_a_closed_terminal_stops_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals = runs.install_signal_handlers()
+    signals = run_folder.install_signal_handlers()
     os.kill(os.getpid(), signal.SIGHUP)
     signal.signal(signal.SIGHUP, before)
     assert signals == []
@@ -225,7 +226,7 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path
     def choose(name, device, is_wide=False):
         return choose_dtype("float16" if name == "auto" else name, device, is_wide)
 
-    with patched(machine, "choose_dtype", choose) as choose_dtype:
+    with patched(devices, "choose_dtype", choose) as choose_dtype:
         train(folder, tmp_path / "out", **options)
     assert_same_run(tmp_path / "out", straight)
 
@@ -301,7 +302,7 @@ def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, straight, st
 
 @pytest.mark.slow
 def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
-    """torchrun --nnodes=2 twice on this machine, as on two; the losses are those of one process."""
+    """torchrun --nnodes=2 twice on this devices, as on two; the losses are those of one process."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})

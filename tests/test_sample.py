@@ -10,10 +10,10 @@ import types
 
 import pytest
 import sample
-import tokenizer
 import torch
 import train_gpt2
-from plumbing.huggingface import export_huggingface
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
 from corpora import train_small
@@ -32,8 +32,8 @@ from harness import (
     tiny_model,
 )
 
-BYTES = tokenizer.get_encoding("bytes")
-CHAT = tokenizer.get_encoding("bytes+chat")
+BYTES = tokenizers.get_encoding("bytes")
+CHAT = tokenizers.get_encoding("bytes+chat")
 PROMPT = [72, 101, 108, 108, 111]
 ENDLESS = types.SimpleNamespace(n_vocab=257, _special_tokens={})  # bytes whose end never comes
 
@@ -226,7 +226,7 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
             messages = []
             continue
         messages.append({"role": "user", "content": line})
-        ids = tokenizer.render_question(messages, CHAT)
+        ids = tokenizers.render_question(messages, CHAT)
         text = "".join(stream_text(talker, CHAT, ids, Options(temperature=0, max_new_tokens=5)))
         messages.append({"role": "assistant", "content": text.strip()})
         expected += f"{text}\n"

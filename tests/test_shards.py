@@ -1,4 +1,4 @@
-"""plumbing/shards.py: the format on disk, what is refused, and what a folder of shards is known by."""
+"""plumbing/data/shards.py: the format on disk, what is refused, and what a folder of shards is known by."""
 
 import errno
 import io
@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tokenizer
-from plumbing import files, shards
-from plumbing.program import UserError
+from plumbing import files
+from plumbing.cli.console import UserError
+from plumbing.data import shards, tokenizers
 
 from harness import make_shards, patched, refused
 
@@ -155,7 +155,7 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
     # the parts that an earlier version made: a run trained on half of the data without a word
     (folder / "meta.part-0-of-2.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="meta.part-0-of-2.json is of shards made in parts.* another folder"):
-        tokenizer.folder_encoding(folder)
+        tokenizers.folder_encoding(folder)
 
 
 def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path):

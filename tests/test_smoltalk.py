@@ -10,19 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import smoltalk
-import tokenizer
 import train_gpt2
-from plumbing import sources
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import sources, tokenizers
+from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
-from tokenizer import render_conversation
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from corpora import read, read_meta
 from harness import TINY, flags, printed_commands, refused, status_of, talk
 
-ENC = tokenizer.get_encoding("bytes+chat")
-USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizer.CHAT_TOKENS)
+ENC = tokenizers.get_encoding("bytes+chat")
+USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizers.CHAT_TOKENS)
 
 
 PAIRS = [
@@ -96,7 +95,7 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert "1 without one were left out" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
-    assert tokenizer.folder_encoding(folder).name == "bytes+chat"
+    assert tokenizers.folder_encoding(folder).name == "bytes+chat"
     answers = []
     for tokens, mask in shards.values():
         assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and tokens.shape == mask.shape

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tiktoken
 import tokenizer
-from plumbing.huggingface import tokenizer_files
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import tokenizer_files
 from tiktoken.load import load_tiktoken_bpe
 
 from corpora import corpus, odd_texts, train_small
@@ -17,7 +18,7 @@ from harness import ROOT, full_disk, listing, patched, printed_commands, refused
 
 
 def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
-    enc = tokenizer.get_encoding("bytes")
+    enc = tokenizers.get_encoding("bytes")
     assert isinstance(enc, tiktoken.Encoding) and (enc.name, enc.n_vocab, enc.eot_token) == ("bytes", 257, 256)
     for text in [*odd_texts(500), "x" * 10_000, "<|endoftext|>"]:
         assert enc.encode_ordinary(text) == list(text.encode())
@@ -27,9 +28,9 @@ def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
 
 def test_chat_markers_take_the_ids_after_the_tokenizers_own():
     trained = train_small("gpt4")
-    chat = tokenizer.with_chat(trained)
+    chat = tokenizers.with_chat(trained)
     assert (chat.name, chat.n_vocab, chat.eot_token) == (trained.name + "+chat", 1004, trained.eot_token)
-    for i, token in enumerate(tokenizer.CHAT_TOKENS):
+    for i, token in enumerate(tokenizers.CHAT_TOKENS):
         assert chat.encode(token, allowed_special="all") == [1000 + i]
         assert chat.encode_ordinary(token) == trained.encode_ordinary(token)  # typed by a user, it is text
 
@@ -50,59 +51,59 @@ def test_the_first_merges_are_those_that_can_be_counted_by_hand():
 def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer_which_loses_nothing(tmp_path, pattern, monkeypatch):
     trained, path = train_small(pattern), tmp_path / "x.tiktoken"
     assert (trained.n_vocab, trained.eot_token) == (1000, 998)
-    sizes = tokenizer.token_bytes(trained)
+    sizes = tokenizers.token_bytes(trained)
     assert sizes.shape == (1000,) and sizes[998:].tolist() == [0, 0]  # the special tokens
-    tokenizer.write_encoding(trained, path)
-    encs = tokenizer.get_encoding(path), tokenizer.loads(tokenizer.dumps(trained))
+    tokenizers.write_encoding(trained, path)
+    encs = tokenizers.get_encoding(path), tokenizers.loads(tokenizers.dumps(trained))
     assert all((enc.name, enc._special_tokens) == (trained.name, trained._special_tokens) for enc in encs)
     for text in odd_texts(2000) + corpus()[:5]:
         ids = trained.encode_ordinary(text)
         assert trained.decode(ids) == text
         assert sizes[ids].sum() == len(text.encode())
         assert all(enc.encode_ordinary(text) == ids for enc in encs)
-    assert tokenizer.get_encoding(f"{path}+chat").n_vocab == 1004
+    assert tokenizers.get_encoding(f"{path}+chat").n_vocab == 1004
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # tiktoken caches local files as well
     assert load_tiktoken_bpe(str(path)) == trained._mergeable_ranks
 
 
 def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path):
     """A user's own tokenizer in the folder of the shards was, and one that appeared while another was learned."""
-    trained, enc = train_small("gpt4"), tokenizer.get_encoding("bytes")
-    tokenizer.write_encoding(enc, tmp_path / "tokenizer.tiktoken")
+    trained, enc = train_small("gpt4"), tokenizers.get_encoding("bytes")
+    tokenizers.write_encoding(enc, tmp_path / "tokenizer.tiktoken")
     (tmp_path / "x.tiktoken.json").write_bytes(b"\xffmine")
     before = listing(tmp_path)
     for name in ("tokenizer.tiktoken", "x.tiktoken"):
         with pytest.raises(UserError, match=f"{name}.* exists already, with other contents"):
-            tokenizer.write_encoding(trained, tmp_path / name)
-    tokenizer.save_for_folder(tokenizer.with_chat(enc), tmp_path)  # the same without its markers
+            tokenizers.write_encoding(trained, tmp_path / name)
+    tokenizers.save_for_folder(tokenizers.with_chat(enc), tmp_path)  # the same without its markers
     assert listing(tmp_path) == before
 
 
 def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, monkeypatch):
     """GPT-2's, too: a node without a network and without tiktoken's cache has its tables from the shards."""
     trained = train_small("gpt4")
-    gpt2 = tokenizer.copy_encoding(trained, "gpt2", trained._special_tokens)
+    gpt2 = tokenizers.copy_encoding(trained, "gpt2", trained._special_tokens)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gpt2)
-    assert tokenizer.folder_encoding(tmp_path) is gpt2  # shards of others, which have neither of the two files
+    assert tokenizers.folder_encoding(tmp_path) is gpt2  # shards of others, which have neither of the two files
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("it asked for the network"))
-    for i, enc in enumerate((trained, tokenizer.with_chat(trained), tokenizer.get_encoding("bytes"), gpt2)):
+    for i, enc in enumerate((trained, tokenizers.with_chat(trained), tokenizers.get_encoding("bytes"), gpt2)):
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / "meta.json").write_text(json.dumps({"tokenizer": enc.name}), encoding="utf-8")
-        tokenizer.save_for_folder(enc, folder)
-        again = tokenizer.folder_encoding(folder)
-        assert (again.name, tokenizer.dumps(again)) == (enc.name, tokenizer.dumps(enc))
+        tokenizers.save_for_folder(enc, folder)
+        again = tokenizers.folder_encoding(folder)
+        assert (again.name, tokenizers.dumps(again)) == (enc.name, tokenizers.dumps(enc))
         assert sorted(listing(folder)) == ["meta.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"]
     (folder / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     with pytest.raises(UserError, match="holds tokenizer gpt2, but the meta.json beside it names bytes"):
-        tokenizer.folder_encoding(folder)
+        tokenizers.folder_encoding(folder)
 
 
 def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
-    enc, path, json_path = tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
+    enc, path, json_path = tokenizers.get_encoding("bytes"), tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
     with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file"):
-        tokenizer.get_encoding(path)
-    tokenizer.write_encoding(enc, path)
+        tokenizers.get_encoding(path)
+    tokenizers.write_encoding(enc, path)
     fields = json.loads(json_path.read_text(encoding="ascii"))
     changes = [{"name": value} for value in (3, "x\x1b[31m")]
     changes += [{"special_tokens": value} for value in (3, ["<|endoftext|>"], {"<|endoftext|>": "256"})]
@@ -112,9 +113,9 @@ def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
     for content in [*headers, json.dumps(fields | {"sha256": "0"})]:
         json_path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="Tokenizer .*x.tiktoken is missing or damaged: ") as caught:
-            tokenizer.get_encoding(path)
+            tokenizers.get_encoding(path)
         assert str(caught.value).isprintable()
-    text = tokenizer.dumps(enc)  # a checkpoint holds it as one text
+    text = tokenizers.dumps(enc)  # a checkpoint holds it as one text
     damaged = [header + "\n" + text.split("\n", 1)[1] for header in headers]
     # no base64; a byte twice, another one missing; an id twice
     for old, new in (("IQ== ", "I "), ("IQ== ", "Ig== "), ("eg== 122", "eg== 123")):
@@ -122,14 +123,14 @@ def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
         damaged.append(text.replace(old, new, 1))
     for content in damaged:
         with pytest.raises(ValueError):
-            tokenizer.loads(content)
+            tokenizers.loads(content)
 
 
 @pytest.mark.parametrize("calls", [0, 1])  # the full disk refuses the first of the two files, or the second
 def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
     answers = iter([os.fsync] * calls + [full_disk] * 2)
     with patched(os, "fsync", lambda number: next(answers)(number)), pytest.raises((UserError, OSError)):
-        tokenizer.write_encoding(tokenizer.get_encoding("bytes"), tmp_path / "x.tiktoken")
+        tokenizers.write_encoding(tokenizers.get_encoding("bytes"), tmp_path / "x.tiktoken")
     assert not any(tmp_path.iterdir())
 
 
@@ -137,7 +138,7 @@ def test_on_a_full_disk_neither_of_the_two_files_is_left(tmp_path, calls):
 def test_transformers_reads_an_export(tmp_path, name):
     from transformers import AutoTokenizer
 
-    enc = tokenizer.get_encoding(name) if "+" in name else train_small(name)
+    enc = tokenizers.get_encoding(name) if "+" in name else train_small(name)
     for file, content in tokenizer_files(enc).items():
         (tmp_path / file).write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")  # as beside an exported model
@@ -152,7 +153,7 @@ def test_transformers_reads_an_export(tmp_path, name):
 
 def test_a_special_token_that_is_a_word_too_is_not_exported_as_one():
     enc = tokenizer.train(["aaabdaaabac"], 260)
-    enc = tokenizer.copy_encoding(enc, enc.name, enc._special_tokens | {"aaab": 260})
+    enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens | {"aaab": 260})
     with pytest.raises(UserError, match="its special token 'aaab' is an ordinary one, too"):
         tokenizer_files(enc)
 
@@ -164,8 +165,8 @@ def test_the_command_trains_and_goes_on_if_it_was_killed_between_its_two_files(t
     args = ["--input=-a.txt", "--out", "x.tiktoken", "--vocab-size", "500"]
     monkeypatch.setattr(tokenizer, "tqdm", functools.partial(tokenizer.tqdm, disable=True))  # as by TQDM_DISABLE=1
     tokenizer.main(args)
-    enc = tokenizer.get_encoding("x.tiktoken")
-    assert enc.name.startswith("x-") and enc._special_tokens == {tokenizer.EOT: 499}
+    enc = tokenizers.get_encoding("x.tiktoken")
+    assert enc.name.startswith("x-") and enc._special_tokens == {tokenizers.EOT: 499}
     before = listing(tmp_path)
     Path("x.tiktoken").unlink()
     tokenizer.main(args)

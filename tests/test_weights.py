@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import sample
-import tokenizer
 import torch
 import train_gpt2
-from plumbing.checkpoint import load_checkpoint, load_weights
+from plumbing.data import tokenizers
+from plumbing.run.checkpoint import load_checkpoint, load_weights
 
 from harness import (
     TINY,
@@ -125,7 +125,7 @@ def peers(tmp_path, monkeypatch):
     """A folder with checkpoints of nanoGPT and build-nanogpt, whose weights are these, in their names."""
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
     # their tokenizer is not looked at, and GPT-2's need not be there
-    monkeypatch.setattr(tokenizer, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
+    monkeypatch.setattr(tokenizers, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
     shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
     weights = tiny_model(**shape).state_dict()
     wrapped = {f"module._orig_mod.{name}": w for name, w in weights.items() if not name.endswith("bias")}

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import tokenizer
 from fineweb import Options, prepare
-from plumbing import documents, sources
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.data import readers, sources, tokenizers
 
 from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
 
@@ -37,7 +36,7 @@ def written(kind, texts):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 100 if kind.startswith("json") else 2**13)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 100 if kind.startswith("json") else 2**13)
     texts = random_texts(40)
     path, column = tmp_path / f"data.{kind}", "text"
     if kind == "parquet":
@@ -59,11 +58,11 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
 
 def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
     enc = train_small("gpt2")
-    tokenizer.write_encoding(enc, tmp_path / "small.tiktoken")
+    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
     texts = ["", "<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, tokenizer=str(tmp_path / "small.tiktoken"), shard_size=100)
-    tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of few documents, the last tokens validate
+    tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of few readers, the last tokens validate
     assert tokens == [i for text in texts for i in [enc.eot_token, *enc.encode_ordinary(text)]]
 
 
@@ -92,7 +91,7 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     for text in texts:
         for size in (1, 7, 50):
             blocks = (text[i : i + size] for i in range(0, len(text), size))
-            pieces = [piece.text for piece in documents.split_text(blocks)]
+            pieces = [piece.text for piece in readers.split_text(blocks)]
             num_pieces += len(pieces)
             assert "".join(pieces) == text
             for enc in encs:
@@ -108,31 +107,29 @@ HINDI, ARABIC = "\u0939\u093f\u0928 ", "\u0643\u062a\u0627\n"
 @pytest.mark.parametrize("unit", [CYRILLIC, CHINESE, HINDI, ARABIC, "a", "\x00", "\n", "1,2\n"])
 def test_a_long_text_is_not_held_in_memory(unit, separator, monkeypatch):
     """The only places to cut at were after an ASCII letter."""
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 1000)
-    monkeypatch.setattr(documents, "MAX_PIECE", 10_000)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 1000)
+    monkeypatch.setattr(readers, "MAX_PIECE", 10_000)
     text = "x" + unit * (100_000 // len(unit)) + "x"
     blocks = (text[i : i + 1000] for i in range(0, len(text), 1000))
-    pieces = [text for text, _ in documents.split_text(blocks, separator)]
+    pieces = [text for text, _ in readers.split_text(blocks, separator)]
     assert "".join(pieces) == text and max(map(len, pieces)) <= 12_000
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "THE END OF IT"])  # the second may be cut after a word
 @pytest.mark.parametrize("block", [1, 5, 40, 100_000])
 def test_a_separator_ends_a_document(block, separator, capsys, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_CHARS", block)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", block)
     texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five " + separator[:7]]
     joined = f"\n{separator}\n".join(texts[:2]) + f"\n{separator}\r\n\n{separator}"
     joined += f"{separator}\n".join(texts[2:]) + f"\n{separator}\n"
     found = []
-    for text, starts in documents.split_text(
-        (joined[i : i + block] for i in range(0, len(joined), block)), separator
-    ):
+    for text, starts in readers.split_text((joined[i : i + block] for i in range(0, len(joined), block)), separator):
         found += [""] if starts else []
         found[-1] += text
     assert found == texts
     # what ends as the separator begins is whole, and a single document that ends with it needs no note
-    assert list(documents.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
-    assert list(documents.split_text(["a\n---\n"], "---")) == [("a", True)] and not capsys.readouterr().out
+    assert list(readers.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
+    assert list(readers.split_text(["a\n---\n"], "---")) == [("a", True)] and not capsys.readouterr().out
 
 
 def test_stories_between_separators_become_documents_and_notes_say_how(tmp_path, capsys):
@@ -178,9 +175,9 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     (tmp_path / "old.py").write_text("print 1", encoding="utf-8")  # not Python 3
     for i in range(5):
         (tmp_path / f"m{i}.py").write_text(f'"""Module {i}."""', encoding="utf-8")
-    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(readers.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
-    texts = documents.python_docs()
+    texts = readers.python_docs()
     package = "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes."
     assert sorted(texts) == sorted(["The if statement.", package, *(f"module m{i}\n\nModule {i}." for i in range(5))])
 
@@ -190,7 +187,7 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
 
     walk = os.walk
     monkeypatch.setattr(os, "walk", walk_backwards)
-    assert documents.python_docs() == texts
+    assert readers.python_docs() == texts
 
 
 def test_a_note_says_what_is_left_out(tmp_path, capsys):
@@ -228,15 +225,15 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 5)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 5)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
-        list(documents.read_pieces(sources.local_source(str(tmp_path / name)), "text"))
+        list(readers.read_pieces(sources.local_source(str(tmp_path / name)), "text"))
 
 
 def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
     """Entries far longer than a block, too: none is read more than a few times."""
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 100)
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 100)
     entries = [json.dumps({"text": "x" * (50_000 if n == 7 else 30)}) for n in range(3000)]
 
     class File(io.StringIO):
@@ -246,5 +243,5 @@ def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
             File.largest = max(File.largest, size)
             return super().read(size)
 
-    assert list(documents.read_array("[", File(" ,\n".join(entries) + "]"))) == entries
+    assert list(readers.read_array("[", File(" ,\n".join(entries) + "]"))) == entries
     assert 50_000 < 2 * File.largest < 200_000

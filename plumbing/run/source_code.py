@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from plumbing.cli.console import ROOT, UserError, first_line, output_of
 from plumbing.files import atomic_write
-from plumbing.program import UserError, first_line
 
 NAME = "train_gpt2.py"
 Code = dict[str, str]  # of a file: its "name", that of its "copy" in the run's folder, and a "hash" of its code
@@ -34,6 +34,16 @@ def describe(config_class: type) -> Code:
     path, source = file_of(config_class), source_of(config_class)
     copy = f"{path.stem}-{hashlib.sha256(source).hexdigest()[:8]}.py"
     return {"name": path.name, "copy": copy, "hash": hash_of(source)}
+
+
+def git(*words: str) -> str:
+    """What git says of this program's folder; "" if that is not a clone."""
+    return output_of("git", "-C", str(ROOT), *words)
+
+
+def git_commit() -> str:
+    """The commit of this program, with "-dirty" if it was changed since; "" if that is not known."""
+    return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
 class WithoutDocstrings(ast.NodeTransformer):

@@ -12,10 +12,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import tokenizer
+from plumbing.cli.console import UserError, first_line
+from plumbing.data import tokenizers
 from plumbing.files import atomic_write, free_name, open_regular, read_json, remove_folder
-from plumbing.machine import exact_matmuls
-from plumbing.program import UserError, first_line
+from plumbing.system.devices import exact_matmuls
 
 # what defines a GPT-2: fields of GPTConfig, with GPT-2's values, which transformers assumes if config.json has none
 FIELDS = {"block_size": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
@@ -160,13 +160,13 @@ def load_tokenizer(name_or_directory, settings):
     """
     directory, vocab_size = Path(name_or_directory), settings["vocab_size"]
     if (directory / "tokenizer.tiktoken").exists():
-        return tokenizer.read_encoding(directory / "tokenizer.tiktoken")
+        return tokenizers.read_encoding(directory / "tokenizer.tiktoken")
     found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
     if found:
         content = read_json(found[0], COPY_AGAIN)
         model = content.get("model")  # of tokenizer.json; vocab.json has nothing but the vocabulary
         vocab = model.get("vocab") if isinstance(model, dict) else content
-        enc = tokenizer.get_encoding("gpt2")
+        enc = tokenizers.get_encoding("gpt2")
         expected = json.loads(tokenizer_files(enc)["tokenizer.json"])["model"]["vocab"]
         special = enc._special_tokens  # some files list them elsewhere
         is_gpt2 = isinstance(vocab, dict) and vocab | special == expected | special
@@ -178,7 +178,7 @@ def load_tokenizer(name_or_directory, settings):
             "those of this program are read. If it was trained here, copy its tokenizer.tiktoken and "
             "tokenizer.tiktoken.json there. Otherwise use another model."
         )
-    return tokenizer.get_encoding("gpt2")
+    return tokenizers.get_encoding("gpt2")
 
 
 def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
@@ -198,7 +198,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
             with atomic_write(part / name) as file:
                 file.write(content)
         write_weights(export_weights(weights, enc), describe(weights, step), part / "model.safetensors")
-        tokenizer.write_encoding(enc, part / "tokenizer.tiktoken")
+        tokenizers.write_encoding(enc, part / "tokenizer.tiktoken")
         check_export(model, part)
         card = make_card(part) if make_card else ""
         if card:
@@ -276,7 +276,7 @@ def export_files(shape, enc):
     if missing:
         raise UserError(f"The model is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
     eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
-    ends = [special_tokens[token] for token in (tokenizer.EOT, "<|end|>") if token in special_tokens]
+    ends = [special_tokens[token] for token in (tokenizers.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
     config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
     config |= dict(n_positions=length, n_ctx=length, vocab_size=enc.n_vocab)
@@ -294,7 +294,7 @@ def tokenizer_files(enc, max_length=None):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
-    pattern: Any = tokenizer.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
+    pattern: Any = tokenizers.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
     converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special_tokens)
     # its own reads a file through tiktoken, which keeps a copy of that by its path, for good
     converter.load_tiktoken_bpe = lambda path: enc._mergeable_ranks
@@ -305,10 +305,10 @@ def tokenizer_files(enc, max_length=None):
                 f"Tokenizer {enc.name} cannot be exported: its special token {token!r} is an ordinary one, too, or has "
                 "not one of the last ids. Use another tokenizer."
             )
-    config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizer.EOT)
+    config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizers.EOT)
     config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     config["model_max_length"] = max_length
-    if tokenizer.has_chat_tokens(enc):
+    if tokenizers.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
     return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from plumbing import checkpoint as checkpoints
-from plumbing import journal, machine, settings, shards, trainer
-from plumbing.checkpoint import Checkpoint
-from plumbing.distributed import World
+from plumbing.cli.console import UserError, count, duration, first_line, print0, print_next, quote_group, short
+from plumbing.data import shards
+from plumbing.data.tokenizers import has_chat_tokens
 from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, lock_folder, open_regular
-from plumbing.huggingface import export_huggingface, is_export_of
-from plumbing.mirror import Mirror
-from plumbing.modelcard import make_card
-from plumbing.program import UserError, count, duration, first_line, print0, print_next, quote_group, short
-from plumbing.trial import Fit, is_out_of_memory
-from tokenizer import has_chat_tokens
+from plumbing.run import checkpoint as checkpoints
+from plumbing.run import logs, options, source_code
+from plumbing.run.checkpoint import Checkpoint
+from plumbing.run.huggingface import export_huggingface, is_export_of
+from plumbing.run.model_card import make_card
+from plumbing.run.wandb_log import Mirror
+from plumbing.system import devices
+from plumbing.system.autofit import Fit, is_out_of_memory
+from plumbing.system.distributed import World
 
 # the names of what a run writes into its folder
 SOURCE_COPY = re.compile(r".+-[0-9a-f]{8}\.py")
@@ -73,17 +75,17 @@ def find_start(config: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
 
     fingerprints: those of this run's data, {"training data": ..., "validation data": ...}.
     """
-    resumes = config.resume or journal.is_restart(Path(config.out_dir))
+    resumes = config.resume or logs.is_restart(Path(config.out_dir))
     saved = load_state(config.out_dir) if resumes else None
     begins_branch = bool(config.branch_from and not saved)
     if begins_branch:
         saved = load_state(config.branch_from)
-        if not saved:  # `settings.inherit` has found one
+        if not saved:  # `options.inherit` has found one
             raise UserError(f"There is no longer a checkpoint in {config.branch_from}. Use another one.")
     if not saved and config.init_from:
         model = checkpoints.load_saved_model(config.init_from)
         checkpoints.check_tokenizer(model.enc, enc, config.data)
-        trainer.compare(model.code, type(config), config.init_from, may_be_a_copy=True)
+        source_code.compare(model.code, type(config), config.init_from, may_be_a_copy=True)
         return Start(initial=(model.settings, model.weights))
     if not saved:
         return Start()
@@ -102,26 +104,26 @@ def find_start(config: Any, enc: Any, fingerprints: dict[str, str]) -> Start:
     out_dir = Path(config.out_dir)
     hf, step = out_dir / "hf", saved["step"]
     is_exported = is_export_of(hf, saved["model"], step)
-    if step == config.max_steps and (is_exported or journal.is_export_noted(out_dir)):
+    if step == config.max_steps and (is_exported or logs.is_export_noted(out_dir)):
         model = hf if is_exported else checkpoints.list_checkpoints(out_dir)[-1]
         print(f"The run in {config.out_dir} is finished. Its model is in {model}.")
         print("To train again, name another --out-dir, or add --no-resume to move it aside.")
         print_next_commands(config, enc)
         return Start(finished=True)
     source = config.branch_from if branched else config.out_dir
-    trainer.compare(saved.get("code", {}), type(config), source, may_be_a_copy=True)
+    source_code.compare(saved.get("code", {}), type(config), source, may_be_a_copy=True)
     return Start(saved, branched=branched)
 
 
 def refuse_other_settings(config: Any, saved: Checkpoint) -> None:
     """Raise UserError if the run in out_dir has other settings, with the command that does what may be wanted."""
-    different = settings.changes(config, saved["config"])
+    different = options.changes(config, saved["config"])
     if not different:
         return
     advice = f"add --branch-from {config.out_dir} --out-dir NEW to branch off"
     if config.max_steps == 0:
         advice = f"evaluate it: add --init-from {config.out_dir} --out-dir NEW"
-    elif settings.changes(config, saved["config"], fixed=True):
+    elif options.changes(config, saved["config"], fixed=True):
         advice = "begin a new run with another --out-dir"
     elif different.keys() == {"max_steps"}:
         # a run that is to be shorter than what it has done still needs some steps in which its rate decays
@@ -130,7 +132,7 @@ def refuse_other_settings(config: Any, saved: Checkpoint) -> None:
         words = " ".join(map(quote_group, longer_command(config, max_steps)))
         advice = f"train it for {max_steps} steps{done} as a branch: {words}"
     raise UserError(
-        f"{config.out_dir} has a run with other settings ({settings.in_words(different)}). Repeat its command "
+        f"{config.out_dir} has a run with other settings ({options.in_words(different)}). Repeat its command "
         f"(in run.txt) to continue it, add --no-resume to move it aside, or {advice}"
     )
 
@@ -154,12 +156,12 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
         raise UserError(
             f"--out-dir is the folder of the parent (--branch-from), {folder}. Give the branch a folder of its own."
         )
-    changed = settings.changes(config, saved["config"])
+    changed = options.changes(config, saved["config"])
     changed.pop("branch_from", None)
-    fixed = settings.changes(config, saved["config"], fixed=True)
+    fixed = options.changes(config, saved["config"], fixed=True)
     if fixed:
         raise UserError(
-            f"A branch of {parent} cannot change these settings: {settings.in_words(fixed)}. Leave their flags out, or "
+            f"A branch of {parent} cannot change these settings: {options.in_words(fixed)}. Leave their flags out, or "
             f"begin a new run, with --init-from {parent} unless the model's shape changes."
         )
     if saved["step"] >= config.max_steps:
@@ -192,8 +194,8 @@ def prepare_folder(config: Any, start: Start, ran: dict[str, Any]) -> None:
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    journal.write_start(config, start.step, start.branched, ran)
-    trainer.keep_copy(config)
+    logs.write_start(config, start.step, start.branched, ran)
+    source_code.keep_copy(config)
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
@@ -253,7 +255,7 @@ def diverged(
 
 def print_next_commands(config: Any, enc: Any) -> None:
     """Print two commands that come after a run: one to see what it has learned, one to train it for longer."""
-    sample = sample_command(config.out_dir, enc, config.sample_prompt, trainer.file_of(type(config)))
+    sample = sample_command(config.out_dir, enc, config.sample_prompt, source_code.file_of(type(config)))
     print_next(sample, longer_command(config, 2 * config.max_steps))
 
 
@@ -261,13 +263,13 @@ def longer_command(config: Any, max_steps: int) -> list[Any]:
     """The command that trains a run for longer, as a branch."""
     out_dir = f"{config.out_dir.rstrip('/')}-longer"
     flags = [("--branch-from", config.out_dir), ("--out-dir", out_dir), ("--max-steps", max_steps)]
-    return [*journal.launcher(), os.path.relpath(trainer.file_of(type(config))), *flags]
+    return [*logs.launcher(), os.path.relpath(source_code.file_of(type(config))), *flags]
 
 
 def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
     """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
     flags: list[Any] = [("-m", source)]
-    if code and code.name != trainer.NAME:
+    if code and code.name != source_code.NAME:
         flags += [("--code", os.path.relpath(code))]
     if has_chat_tokens(enc):
         return ["python", "sample.py", "--chat", *flags]
@@ -308,7 +310,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
         self.flops_per_token = fit.flops_per_token
-        self.peak = machine.peak_flops(world.device_name)
+        self.peak = devices.peak_flops(world.device_name)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.mirror: Mirror | None = None
@@ -322,15 +324,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
         c, saved = self.config, start.checkpoint
         prepare_folder(c, start, {name: value for name, value in fit._asdict().items() if name != "model"})
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
-        self.log = journal.open_log(self.out_dir, parent, self.start_step)
+        self.log = logs.open_log(self.out_dir, parent, self.start_step)
         check_replaceable(self.out_dir / "samples.txt")  # a link would be followed
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
         deletable = saved["temporary"] if saved else []
         self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
         if c.wandb:
-            self.mirror = Mirror(c, journal.read_log(self.out_dir / "log.txt"))
+            self.mirror = Mirror(c, logs.read_log(self.out_dir / "log.txt"))
         if saved and start.branched:
-            rates = [value for _, stream, value in journal.read_log(self.out_dir / "log.txt") if stream == "lr"]
+            rates = [value for _, stream, value in logs.read_log(self.out_dir / "log.txt") if stream == "lr"]
             self.lr_before = rates[-1] if rates else None
             # with a checkpoint of its own, a branch no longer depends on its parent
             self.writer.write({**saved, **self.metadata})
@@ -358,7 +360,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
         if text:
             print(f"step {step:5d} | {text}", flush=True)
-        journal.write_log(self.log, step, streams)
+        logs.write_log(self.log, step, streams)
         if self.mirror:
             self.mirror.log(step, streams)
 
@@ -467,7 +469,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if stopped:
             again = "The same command" if self.config.resume else "The same command without --no-resume"
             print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
-            print_next(journal.command(without="resume"))
+            print_next(logs.command(without="resume"))
             return status
         if self.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):
@@ -497,4 +499,4 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 raise
             reason = first_line(error)
             print(f"note: There is no {hf}. {reason}. The checkpoints have the model, for sample.py, too.")
-            journal.note_export(self.out_dir, reason)
+            logs.note_export(self.out_dir, reason)

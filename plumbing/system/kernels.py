@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from plumbing.program import UserError, print0
+from plumbing.cli.console import UserError, print0
 
 # A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
 # finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]  # the folder of the programs
+ROOT = Path(__file__).resolve().parents[2]  # the folder of the programs
 SCRIPTS = {path.name for path in ROOT.glob("*.py")}
 
 
@@ -29,16 +29,6 @@ def output_of(*command: str) -> str:
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
-
-
-def git(*words: str) -> str:
-    """What git says of this program's folder; "" if that is not a clone."""
-    return output_of("git", "-C", str(ROOT), *words)
-
-
-def git_commit() -> str:
-    """The commit of this program, with "-dirty" if it was changed since; "" if that is not known."""
-    return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
 class UserError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from plumbing.program import first_line
+from plumbing.cli.console import first_line
 
 
 def is_installed() -> bool:

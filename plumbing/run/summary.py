@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from plumbing import journal
-from plumbing.checkpoint import BEST
-from plumbing.distributed import World
-from plumbing.flags import flag_of
-from plumbing.program import count, duration, print0, print_next, short
-from plumbing.runs import Start
-from plumbing.trial import Fit
+from plumbing.cli.console import count, duration, print0, print_next, short
+from plumbing.cli.flags import flag_of
+from plumbing.run import logs
+from plumbing.run.checkpoint import BEST
+from plumbing.run.folder import Start
+from plumbing.system.autofit import Fit
+from plumbing.system.distributed import World
 
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3)
 
@@ -64,7 +64,7 @@ def print_account(
         print0("note: That is long. Use --preset quickstart or a smaller model here, or a GPU.")
     if c.dry_run and world.is_master:
         print("Nothing was written, because of --dry-run. The command without it begins the run.")
-        print_next(journal.command(without="dry-run"))
+        print_next(logs.command(without="dry-run"))
 
 
 def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:

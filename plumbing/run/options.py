@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from plumbing import checkpoint as checkpoints
-from plumbing import journal, machine, mirror, trainer
-from plumbing.distributed import World
-from plumbing.flags import check
-from plumbing.program import UserError, print0, quote
+from plumbing.cli.console import UserError, print0, quote
+from plumbing.cli.flags import check
+from plumbing.run import checkpoint as checkpoints
+from plumbing.run import logs, source_code, wandb_log
+from plumbing.system import devices
+from plumbing.system.distributed import World
 
 # settings that may change when a run is resumed, because they do not affect what the model learns
 MAY_CHANGE_ON_RESUME = set(
@@ -45,7 +46,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
     """A sentence for each thing that is wrong with the TrainConfig `c`, except for numbers that are out of range."""
     T, total, smallest = c.sequence_length, c.total_batch_size, c.sequence_length * world.size
     try:
-        machine.choose_dtype(c.dtype, world.device)
+        devices.choose_dtype(c.dtype, world.device)
     except UserError as error:
         yield str(error)
     if T > 0 and total > 0 and total % smallest:
@@ -53,7 +54,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         nearest = ["--total-batch-size", str(max(1, round(total / smallest)) * smallest)]
         yield (
             f"--total-batch-size {total} is not a multiple of {smallest} (--sequence-length {T} x {world.size} "
-            f"ranks). {ranks} {' '.join(nearest)}: {' '.join(map(quote, [*journal.command(), *nearest]))}"
+            f"ranks). {ranks} {' '.join(nearest)}: {' '.join(map(quote, [*logs.command(), *nearest]))}"
         )
     if c.batch_ramp and T > 0 and (total % 2**15 or 2**15 % smallest):
         yield (
@@ -66,7 +67,7 @@ def complaints(c: Any, world: World) -> Iterator[str]:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
-    if c.wandb and not mirror.is_installed():
+    if c.wandb and not wandb_log.is_installed():
         yield "--wandb needs the package wandb. Install it with: pip install wandb"
 
 
@@ -140,7 +141,7 @@ def in_words(different: dict[str, tuple[Any, Any]]) -> str:
 def facts_for_all_ranks(config: Any) -> dict[str, Any]:
     """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
     facts = {name: value for name, value in vars(config).items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    code = trainer.describe(type(config))
+    code = source_code.describe(type(config))
     facts[f"the version of {code['name']}"] = code["copy"]
     facts["the version of torch"] = str(torch.__version__)
     return facts

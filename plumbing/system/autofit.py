@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from plumbing import machine
-from plumbing.checkpoint import SkipInit, model_config
-from plumbing.distributed import World, environment_number
-from plumbing.program import UserError, count, first_line, print0
+from plumbing.cli.console import UserError, count, first_line, print0
+from plumbing.system import devices
+from plumbing.system.distributed import World, environment_number
 
 FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on the worst one
 # what is given up if a trial fails, the last first, and the attention kernels to disable. torch prefers cuDNN's
-KERNELS = {"fused attention": machine.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
+KERNELS = {"fused attention": devices.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
 FLOPS_OF_SECONDS = 1e12  # a CPU works on them for ten seconds or more
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # torch's counter lacks it; and if the loss is computed in float8, the product that this stands for is counted already
@@ -27,7 +27,6 @@ FLOPS_OF = {
     ATTENTION_ON_CPU: lambda q, k, v, *_, **_more: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_mm: lambda *_, **_more: 0,
 }
-SELF_CHECK_PARAMETERS = 10_000_000  # up to this size, the self-check takes less than half a second on a CPU
 TOO_LARGE = (
     "Even one sequence does not fit in memory. Lower --sequence-length or the model's size, or add "
     "--activation-checkpointing."
@@ -99,7 +98,7 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
     seconds_per_token = seconds / (B * T * world.size)
     if world.device_type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
-    found = "torch.compile" in optional, machine.enabled_attention(world.device_type), list(given_up)
+    found = "torch.compile" in optional, devices.enabled_attention(world.device_type), list(given_up)
     return Fit(model, B, *found, 3 * sequence.flops // T, sequence.kept_bytes, seconds_per_token)
 
 
@@ -134,7 +133,7 @@ def attempt(
             raise error or UserError("A training step failed on another rank, which says why.")
         name = optional.pop()
         given_up[name] = f"{type(error).__name__}: {first_line(error)}" if error else "on another rank"
-        machine.disable_attention(*KERNELS[name])
+        devices.disable_attention(*KERNELS[name])
 
 
 def prepare_gpu(T: int, world: World) -> None:
@@ -146,7 +145,7 @@ def prepare_gpu(T: int, world: World) -> None:
     if world.size > 1:
         world.all_reduce_sum(torch.zeros(25 * 2**20, device=world.device))
     if T % 128:  # for such T, cuDNN's backward pass has given NaN (pytorch issue 196678)
-        machine.disable_attention("cudnn")
+        devices.disable_attention("cudnn")
 
 
 def check_unused(sequence: Sequence, world: World) -> None:
@@ -235,16 +234,26 @@ def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: Wor
     # compiled, GPT-2 keeps less than half as much
     kept_bytes = max(1, sequence.kept_bytes / (3 if compiles else 1))
     # gradients and the optimizer's two moments; the weights are there already
-    free = machine.free_memory(world.device) - 12 * sum(p.numel() for p in raw_model.parameters())
+    free = devices.free_memory(world.device) - 12 * sum(p.numel() for p in raw_model.parameters())
     if world.device_type != "cuda" or torch.cuda.get_device_properties(world.device).is_integrated:
         # main memory runs out without an error, and a step needs more than what it keeps
         free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
     return max(1, int(min(free / kept_bytes, 2**30)))  # it may be infinite
 
 
+class SkipInit(TorchFunctionMode):
+    """Context in which torch.nn.init does nothing: for a model whose weights are loaded next, seconds are saved."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 def check_memory(make_model: Callable[[], Any], device: str) -> None:
     """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights."""
-    available, most = machine.free_memory(device), 0
+    available, most = devices.free_memory(device), 0
     too_large = UserError(
         "This model is too large: training takes 16 bytes for each parameter, more than the "
         f"{available / 2**30:,.1f} GiB that are free. Use a smaller model, or a larger device."
@@ -268,42 +277,6 @@ def check_memory(make_model: Callable[[], Any], device: str) -> None:
         hook.remove()
     if 16 * sum(p.numel() for p in model.parameters()) > available:
         raise too_large
-
-
-def self_check(
-    raw_model: Any, from_state: Callable[[Any, Any], Any], num_ids: int, *, T: int, world: World
-) -> None:
-    """Warn if a second model with the saved weights computes something else, or if tokens see later ones.
-
-    Only where that takes less than half a second, and where there is memory for it.
-    """
-    is_small = sum(p.numel() for p in raw_model.parameters()) <= SELF_CHECK_PARAMETERS
-    if not world.is_master or not (is_small or world.device_type == "cuda"):
-        return
-    half = max(1, min(T, 64) // 2)
-    try:
-        with unchanged(raw_model, world), torch.no_grad():
-            raw_model.eval()
-            one, other = random_batch(num_ids, 1, 2 * half, world)
-            other[:, :half] = one[:, :half]
-            logits, of_other = raw_model(one)[0], raw_model(other)[0]
-            # a model is loaded with GPTConfig's fields alone, so here it must not need other settings either
-            second = from_state(model_config(raw_model.config), raw_model.state_dict()).to(world.device).eval()
-            differences = [(second(one)[0] - logits).abs().max(), (of_other - logits)[:, :half].abs().max()]
-            is_same, is_causal = [bool(difference <= 1e-3 * logits.std()) for difference in differences]
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return
-        raise
-    if not is_same:
-        print0(
-            "warning: A second model with the saved weights computes other logits, so a resumed run will not be the "
-            "same. Keep all that the model computes with in its parameters and buffers."
-        )
-    if not is_causal:
-        print0(
-            "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
-        )
 
 
 def largest_divisor(number: int, at_most: int) -> int:

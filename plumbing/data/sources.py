@@ -21,9 +21,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import program
+from plumbing.cli import console
+from plumbing.cli.console import UserError
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
-from plumbing.program import UserError
 
 OURS = re.compile(r"(^|[/\\])(meta|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -71,7 +71,7 @@ class Found(NamedTuple):
 
 def example(flag: str, value: str) -> str:
     """A sentence with the command that was typed and one more flag; of a flag that is typed twice, the last counts."""
-    return f"For example: {' '.join(map(program.quote_group, ['python', *sys.argv, (flag, value)]))}"
+    return f"For example: {' '.join(map(console.quote_group, ['python', *sys.argv, (flag, value)]))}"
 
 
 def file_type(name: str) -> str:
@@ -187,8 +187,8 @@ def list_saved(folder, split):
     try:
         saved: Any = datasets.load_from_disk(folder)
     except Exception as error:  # of many kinds
-        reason = program.first_line(error)
-        raise UserError(f"{folder} is damaged: {program.plain(reason)}. Save the data set again.") from None
+        reason = console.first_line(error)
+        raise UserError(f"{folder} is damaged: {console.plain(reason)}. Save the data set again.") from None
     if not isinstance(saved, dict):  # a single split, which may be asked for by its name
         saved = {str(saved.split or "train"): saved, "train": saved}
     check_choice(folder, "split", split, list(saved))
@@ -226,7 +226,7 @@ def choose_files(
             is_known = chosen in known
             builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
         except Exception as error:  # of many kinds, YAML's among them
-            raise nothing_is_read(dataset, names, f" ({program.plain(program.first_line(error))})") from None
+            raise nothing_is_read(dataset, names, f" ({console.plain(console.first_line(error))})") from None
         check_choice(dataset, "config", chosen, known)
         found = builder.config.data_files or {}
         by_split = {
@@ -237,7 +237,7 @@ def choose_files(
         raise nothing_is_read(dataset, names)
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
     if unused and not re.search(r"(?m)^configs:", card):
-        print(f"note: {program.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
+        print(f"note: {console.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
     return builder.config.name, by_split[split]
 
 
@@ -260,7 +260,7 @@ def check_name(name: str) -> None:
     if not is_name or os.path.isfile(name) or (file_type(name) and "/" not in name):
         raise UserError(
             f"{plain_address(name)!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset "
-            f"OWNER/NAME. Your own files are given with --input {'FILES' if '://' in name else program.quote(name)}."
+            f"OWNER/NAME. Your own files are given with --input {'FILES' if '://' in name else console.quote(name)}."
         )
 
 
@@ -396,10 +396,10 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
             is_refused = status in (401, 403, 404)
             if is_refused:
                 advice = "The file is not there, or you may not read it: check the address and your access."
-            is_lasting = is_refused or number in program.ADVICE
+            is_lasting = is_refused or number in console.ADVICE
             if attempt == 2 or is_lasting or time.monotonic() - begun > PATIENCE:
-                wrong = program.plain(program.first_line(cause))
-                advice = program.ADVICE.get(number, advice)
+                wrong = console.plain(console.first_line(cause))
+                advice = console.ADVICE.get(number, advice)
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
             time.sleep(RETRY_SECONDS)
 

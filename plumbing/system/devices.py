@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from plumbing.program import UserError, is_rank_0, output_of
+from plumbing.cli.console import UserError, is_rank_0, output_of
 
 
 def choose_device(name: str) -> str:

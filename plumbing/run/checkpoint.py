@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import tiktoken
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-import tokenizer
-from plumbing import huggingface, trainer
+from plumbing.cli.console import UserError, first_line, plain, print0
+from plumbing.cli.flags import suggest
+from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
-from plumbing.flags import suggest
-from plumbing.program import UserError, first_line, plain, print0
+from plumbing.run import huggingface, source_code
+from plumbing.system.autofit import SkipInit
 
 Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -42,7 +42,7 @@ class Checkpoint(TypedDict):
     config: dict[str, Any]  # TrainConfig's fields
     model_fields: list[str]  # those of them that define the model
     tokenizer: str  # its name
-    tokenizer_file: str  # all of it, as tokenizer.dumps gives it; "" is GPT-2's
+    tokenizer_file: str  # all of it, as tokenizers.dumps gives it; "" is GPT-2's
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state of each optimizer, see `optimizer_states`
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
@@ -50,7 +50,7 @@ class Checkpoint(TypedDict):
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
-    code: dict[str, str]  # of the file that trained it, see trainer.py
+    code: dict[str, str]  # of the file that trained it, see source_code.py
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
 
 
@@ -126,9 +126,9 @@ def load_checkpoint(path: Name) -> Checkpoint:
 
 def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[str, Any]:
     """What every checkpoint of a run holds beside its state."""
-    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizer.dumps(enc), "val_fingerprint": val_fingerprint}
+    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc), "val_fingerprint": val_fingerprint}
     settings = {"config": dataclasses.asdict(config), "model_fields": model_fields(config)}
-    return settings | texts | {"code": trainer.describe(type(config))}
+    return settings | texts | {"code": source_code.describe(type(config))}
 
 
 def model_fields(config: Any) -> list[str]:
@@ -183,7 +183,7 @@ class SavedModel(NamedTuple):
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     enc: tiktoken.Encoding
-    code: dict[str, str]  # of the file that trained it, see trainer.py; {} if that is not known
+    code: dict[str, str]  # of the file that trained it, see source_code.py; {} if that is not known
 
 
 def is_huggingface(source: Name) -> bool:
@@ -204,7 +204,7 @@ def load_saved_model(source: str, config_class: type | None = None) -> SavedMode
     if checkpoint:
         code = checkpoint.get("code", {})
         if config_class:
-            trainer.compare(code, config_class, source, may_be_a_copy=False)
+            source_code.compare(code, config_class, source, may_be_a_copy=False)
         return SavedModel(model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint), code)
     runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
     if runs:
@@ -226,7 +226,7 @@ def model_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 def model_tokenizer(checkpoint: Checkpoint) -> tiktoken.Encoding:
     text = checkpoint["tokenizer_file"]
     try:
-        return tokenizer.loads(text) if text else tokenizer.get_encoding("gpt2")
+        return tokenizers.loads(text) if text else tokenizers.get_encoding("gpt2")
     except ValueError as error:
         raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
 
@@ -249,16 +249,6 @@ def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
-
-
-class SkipInit(TorchFunctionMode):
-    """Context in which torch.nn.init does nothing: for a model whose weights are loaded next, seconds are saved."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:

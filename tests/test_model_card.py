@@ -1,13 +1,13 @@
-"""plumbing/modelcard.py: a page with what the run measured, and nothing else."""
+"""plumbing/run/model_card.py: a page with what the run measured, and nothing else."""
 
 import json
 import re
 
 import pytest
-import tokenizer
 import yaml
-from plumbing.huggingface import export_huggingface
-from plumbing.modelcard import make_card
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
+from plumbing.run.model_card import make_card
 
 from harness import tiny_model
 
@@ -33,7 +33,7 @@ RUN = start_text()
 @pytest.fixture
 def run(tmp_path):
     """A run's folder with an exported model that has no card yet."""
-    export_huggingface(tiny_model(block_size=256), tokenizer.get_encoding("bytes"), tmp_path / "hf")
+    export_huggingface(tiny_model(block_size=256), tokenizers.get_encoding("bytes"), tmp_path / "hf")
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_data_and_weights_of_the_hub_are_named(run):
 @pytest.mark.parametrize("chat", ["", "+chat"])
 def test_the_lines_that_load_the_model_work(run, chat, capsys):
     if chat:
-        export_huggingface(tiny_model(block_size=256), tokenizer.get_encoding("bytes+chat"), run / "hf")
+        export_huggingface(tiny_model(block_size=256), tokenizers.get_encoding("bytes+chat"), run / "hf")
     [code] = re.findall("```python\n(.*?)```", card(run), re.DOTALL)
     exec(code.replace('folder = "."', f"folder = {str(run / 'hf')!r}"), {})
     out = capsys.readouterr().out

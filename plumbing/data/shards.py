@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plumbing import program, sources
+from plumbing.cli import console
+from plumbing.cli.console import UserError
+from plumbing.data import sources
 from plumbing.files import Name, atomic_write, file_sample, lock_folder, named_errors, open_regular, read_json
-from plumbing.program import UserError
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
@@ -84,7 +85,7 @@ def open_shard(
                 f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
             )
     except (ValueError, FileNotFoundError) as error:
-        reason = program.first_line(error)
+        reason = console.first_line(error)
         raise UserError(
             f"{path} is missing or damaged: {reason}. Delete {path.stem}.* and make it again."
         ) from None
@@ -100,7 +101,7 @@ def open_npy(path):
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python, which may raise anything; a zip has no shape
-        raise ValueError(program.first_line(error)) from None
+        raise ValueError(console.first_line(error)) from None
 
 
 def open_bin(path):
@@ -142,9 +143,9 @@ def command_for(folder):
     """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
     files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
     types = {sources.file_type(file.name) for file in files if not sources.OURS.search(file.name)} - {""}
-    texts = program.quote_group(("--input", folder))
+    texts = console.quote_group(("--input", folder))
     if not types:
-        out_dir = program.quote_group(("--out-dir", folder))
+        out_dir = console.quote_group(("--out-dir", folder))
         return OWN_FOLDERS.get(str(folder), f"python fineweb.py --input FILES {out_dir}")
     conversations = f" (for conversations: python smoltalk.py {texts})" if ".jsonl" in types else ""
     return f"python fineweb.py {texts}{conversations}"
@@ -270,7 +271,7 @@ def read_meta(folder: Name) -> Meta:
         numbers = [entry if key == "ends" else [entry] for entry in entries]  # an end is a Position
         is_whole = all(isinstance(each, list) and {int} >= set(map(type, each)) for each in numbers)
         if type(value) is not type(kinds[key]) or not is_whole:
-            raise UserError(f"{path} is damaged: its {key} cannot be {program.plain(repr(value), 60)}. {remedy}")
+            raise UserError(f"{path} is damaged: its {key} cannot be {console.plain(repr(value), 60)}. {remedy}")
     return Meta(**found)
 
 
@@ -324,8 +325,8 @@ def continue_meta(folder, meta):
     for key, before, after in pairs_of(old, meta):
         if before != after:
             raise UserError(
-                f"{folder} has shards of other data: {key} was {program.plain(repr(before))} and is now "
-                f"{program.plain(repr(after))}. Move it away, or make the new ones elsewhere."
+                f"{folder} has shards of other data: {key} was {console.plain(repr(before))} and is now "
+                f"{console.plain(repr(after))}. Move it away, or make the new ones elsewhere."
             )
     return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
 
@@ -382,7 +383,7 @@ class ShardWriter:
             )
         self.folder, self.eot_token = folder, enc.eot_token
         self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab)
-        self.title = program.plain(folder)  # to be printed
+        self.title = console.plain(folder)  # to be printed
         name = os.path.basename(os.path.abspath(folder))
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
         self.load()
@@ -457,5 +458,5 @@ class ShardWriter:
         self.save()
         train, val = (sum(self.meta.lengths(split)) for split in ("train", "val"))
         print(f"{self.title}: {train:,} tokens to train on, {val:,} to validate on")
-        num_shards = program.count(len(self.meta.shards), "shard")
-        print(f"in {num_shards}, from {program.count(self.meta.documents, noun)}")
+        num_shards = console.count(len(self.meta.shards), "shard")
+        print(f"in {num_shards}, from {console.count(self.meta.documents, noun)}")

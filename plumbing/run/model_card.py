@@ -8,10 +8,10 @@ import re
 import textwrap
 from pathlib import Path
 
-from plumbing.checkpoint import OPENAI_MODELS
+from plumbing.cli.console import first_line, plain
 from plumbing.files import read_json
-from plumbing.journal import read_run
-from plumbing.program import first_line, plain
+from plumbing.run.checkpoint import OPENAI_MODELS
+from plumbing.run.logs import read_run
 
 MEASURED = {
     "val": "validation loss on unseen tokens, nats per token",

@@ -1,6 +1,6 @@
 """Compare ideas by runs with several seeds: which one is better, by how much, and whether the seeds can tell.
 
-    python -m plumbing.compare "log/gelu-*" "log/relu2-*"
+    python -m plumbing.run.compare "log/gelu-*" "log/relu2-*"
 
 Runs that differ in nothing but their seed make a group. The other groups are compared with the first one, seed by seed,
 by the last validation loss of finished runs on the same data.
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from plumbing import flags, program
+from plumbing.cli import console, flags
 
 
 @dataclasses.dataclass
@@ -21,15 +21,15 @@ class Options:
 
 
 if __name__ == "__main__":
-    program.run(lambda: flags.parse(Options))  # answers --help and mistyped flags before the slow imports below
+    console.run(lambda: flags.parse(Options))  # answers --help and mistyped flags before the slow imports below
 
 import numpy as np
 
-from plumbing import settings, trainer
-from plumbing.journal import Logged, find_runs
+from plumbing.run import options, source_code
+from plumbing.run.logs import Logged, find_runs
 
 # what changes neither what a run learns nor what its validation loss means
-IGNORED = settings.MAY_CHANGE_ON_RESUME | {"seed", "branch_from"}
+IGNORED = options.MAY_CHANGE_ON_RESUME | {"seed", "branch_from"}
 # the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
 T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
@@ -64,7 +64,7 @@ def traits_of(run: Logged) -> dict[str, Any]:
         traits["branched at"] = run.branch_step
     # the files that ran, one unless it was changed in between
     paths = run.folder.glob("*-????????.py")
-    copies = [f"{path.stem[:-9]} {trainer.hash_of(path.read_bytes())[:8]}" for path in paths]
+    copies = [f"{path.stem[:-9]} {source_code.hash_of(path.read_bytes())[:8]}" for path in paths]
     # a record has the commit instead, perhaps with "-dirty" after its 40 digits
     script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
     commit = run.fact("commit", "?")
@@ -130,7 +130,7 @@ def main(args=None):
     runs = find_runs(*patterns)
     if not runs:
         found = " ".join(patterns)
-        raise program.UserError(
+        raise console.UserError(
             f"No folder with a log.txt matches {found}. Give the runs' folders, such as log/*."
         )
     for groups in group_runs(runs):
@@ -138,4 +138,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    program.run(main)
+    console.run(main)

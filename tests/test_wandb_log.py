@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import train_gpt2
-from plumbing import mirror, trainer
+from plumbing.run import source_code, wandb_log
 
 from harness import ROOT, listing, read_log, refused, status_of, tiny_flags, train
 
@@ -32,7 +32,7 @@ def wandb(monkeypatch):
 
     wandb.init.side_effect = init
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(mirror, "is_installed", lambda: True)
+    monkeypatch.setattr(wandb_log, "is_installed", lambda: True)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return wandb
 
@@ -105,7 +105,7 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     changed = tmp_path / "train_own.py"
     others = line.replace("wte", "seconds")  # any name may be taken
     changed.write_text(source.replace(place, f"{place}    {line}\n    {others}\n"), encoding="utf-8")
-    assert status_of(trainer.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
+    assert status_of(source_code.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
     ours = read_log(tmp_path / "run", "wte")
     assert read_log(tmp_path / "run", "seconds") == ours
     assert len(ours) == 12 and "wte" not in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
     (tmp_path / "packages" / "wandb").mkdir(parents=True)  # what wandb leaves in a working directory is no package
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     if importlib.util.find_spec("wandb").origin:
-        monkeypatch.setattr(mirror, "is_installed", lambda: False)
+        monkeypatch.setattr(wandb_log, "is_installed", lambda: False)
     before = listing(tmp_path)
     args = tiny_flags(data, tmp_path / "run", wandb="gpt2")
     assert "pip install wandb" in refused(train_gpt2.main, *args)
@@ -133,7 +133,7 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
 
 
 def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
-    if not mirror.is_installed():
+    if not wandb_log.is_installed():
         pytest.skip("wandb is optional and not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import machine, trial
-from plumbing.checkpoint import load_checkpoint
-from plumbing.distributed import World
-from plumbing.machine import has_float8
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.run.checkpoint import load_checkpoint
+from plumbing.system import autofit, devices
+from plumbing.system.devices import has_float8
+from plumbing.system.distributed import World
 from torch.nn import functional as F
 
 from harness import losses, patched, read_log, refused, run, tiny_flags, tiny_model, train
@@ -136,7 +136,7 @@ def train_on_a_machine_that_can_do_less_on_rank_1(args):
     with contextlib.ExitStack() as stack:
         if os.environ["RANK"] == "1":
             stack.enter_context(no_flash())
-            stack.enter_context(patched(trial, "bound_on_B", lambda *args, **options: 3))
+            stack.enter_context(patched(autofit, "bound_on_B", lambda *args, **options: 3))
         train_gpt2.main(args)
 
 
@@ -163,7 +163,7 @@ def as_on_cuda(monkeypatch):
 def find_what_fits(wrap, **changes):
     options = dict(total_batch_size=128, sequence_length=16, compile=False) | changes
     model = tiny_model(block_size=max(32, options["sequence_length"]))
-    return trial.find_what_fits(model, wrap, train_gpt2.TrainConfig(**options), num_ids=320, world=World())
+    return autofit.find_what_fits(model, wrap, train_gpt2.TrainConfig(**options), num_ids=320, world=World())
 
 
 def kernels_enabled():
@@ -195,7 +195,7 @@ def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_
 
 def test_cudnns_attention_which_has_given_nan_at_some_lengths_is_not_used_for_them(as_on_cuda):
     for T in (128, 192):
-        trial.prepare_gpu(T, World())
+        autofit.prepare_gpu(T, World())
         assert kernels_enabled() == [T == 128, True, True]
 
 
@@ -208,7 +208,7 @@ def test_what_a_sequence_keeps_is_counted(recomputes):
     """
     model = tiny_model(n_layer=3, n_embd=48, block_size=80, vocab_size=320)
     model.activation_checkpointing = recomputes
-    kept = [trial.try_sequence(model, 320, T=T, world=World()).kept_bytes for T in (40, 80)]
+    kept = [autofit.try_sequence(model, 320, T=T, world=World()).kept_bytes for T in (40, 80)]
     # x, ln_1, q, k, v (in one), attention's output, x, ln_2, c_fc and its GELU; small ones: norms' and attention's sums
     block = 48 if recomputes else 48 * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4)
     per_token = 4 * (3 * block + 2 * 48 + 320)  # and the last norm's input and output, and the log-probabilities
@@ -217,16 +217,16 @@ def test_what_a_sequence_keeps_is_counted(recomputes):
 
 def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, monkeypatch):
     """A compiled model may keep a third. Of memory that is the CPU's, too, half is used, and ranks share it."""
-    model, sequence = tiny_model(), trial.Sequence(flops=0, kept_bytes=1000, unused=[])
+    model, sequence = tiny_model(), autofit.Sequence(flops=0, kept_bytes=1000, unused=[])
     enough = 12 * sum(p.numel() for p in model.parameters()) + 6 * 1000
     cases = [(enough, False, False, 1, 6), (enough - 1, False, False, 1, 5), (0, False, False, 1, 1)]
     cases += [(enough, True, False, 1, 18), (enough, False, True, 1, 3), (enough, False, True, 3, 1)]
     for free, compiles, is_integrated, local_ranks, B in cases:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", f"{local_ranks}")
-        monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(devices, "free_memory", lambda device, free=free: free)
         properties = types.SimpleNamespace(is_integrated=is_integrated)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name, properties=properties: properties)
-        assert trial.bound_on_B(model, sequence, compiles, world=World()) == B
+        assert autofit.bound_on_B(model, sequence, compiles, world=World()) == B
 
 
 def test_free_memory_is_what_linux_and_a_container_say(tmp_path):
@@ -236,10 +236,10 @@ def test_free_memory_is_what_linux_and_a_container_say(tmp_path):
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n", encoding="utf-8"
     )
-    assert machine.free_memory("cpu", tmp_path) == 5 * 1024
+    assert devices.free_memory("cpu", tmp_path) == 5 * 1024
     for text, free in (("max\n", 5 * 1024), ("4096\n", 4096), ("999999\n", 5 * 1024)):
         limit.write_text(text, encoding="utf-8")
-        assert machine.free_memory("cpu", tmp_path) == free
+        assert devices.free_memory("cpu", tmp_path) == free
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
@@ -247,14 +247,14 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for listed, lines in (("NVIDIA-SMI has failed", 0), ("GPU 0: NVIDIA L4 (UUID: GPU-1)", 1)):
-        monkeypatch.setattr(machine, "output_of", lambda *command, listed=listed: listed)
-        assert machine.choose_device("auto") == machine.choose_device("cpu") == "cpu"
+        monkeypatch.setattr(devices, "output_of", lambda *command, listed=listed: listed)
+        assert devices.choose_device("auto") == devices.choose_device("cpu") == "cpu"
         assert capsys.readouterr().err.count(f"PyTorch {torch.__version__} cannot use it") == lines
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides it
-    assert machine.choose_device("auto") == "cpu" and not capsys.readouterr().err
+    assert devices.choose_device("auto") == "cpu" and not capsys.readouterr().err
     for name, device in (("cuda", "cuda"), ("gpu", "cuda"), ("gpu:1", "cuda:1")):
         with pytest.raises(UserError, match=f"PyTorch .* finds no device '{device}'.* requirements.txt"):
-            machine.choose_device(name)
+            devices.choose_device(name)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_gpu_for_which_torch_has_no_kernels_is_refused(built, capability, runs
     for name in ("auto", "gpu", "cuda"):
         refusal = pytest.raises(UserError, match=f"for this machine's Tesla X.*sm_{capability[0]}.* requirements.txt")
         with contextlib.nullcontext() if runs else refusal:
-            assert machine.choose_device(name) == "cuda"
+            assert devices.choose_device(name) == "cuda"
 
 
 def test_amds_float8_is_another_format(monkeypatch):

@@ -22,11 +22,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plumbing import program
-from plumbing.distributed import environment_number
+from plumbing.cli.console import plain, quote
+from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
-from plumbing.program import plain, quote
-from plumbing.shards import origin
+from plumbing.run import source_code
+from plumbing.system.distributed import environment_number
 
 LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
 
@@ -88,7 +88,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, ran: dict[str, Any]) -> None:
     """Add a start to run.txt, which may have another program's lines in any encoding. ran: what the trial found."""
-    changes = program.git("diff", "HEAD")  # of what is not committed
+    changes = source_code.git("diff", "HEAD")  # of what is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -101,7 +101,7 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, r
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "commit": program.git_commit(),
+        "commit": source_code.git_commit(),
         "changes": json.dumps(changes[:20_000]) if changes else "",
         "branched": json.dumps(branched) if branched else "",
     }

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from plumbing.machine import check_kernels, choose_device
-from plumbing.program import UserError, count, first_line
+from plumbing.cli.console import UserError, count, first_line
+from plumbing.system.devices import check_kernels, choose_device
 
 Result = TypeVar("Result")
 

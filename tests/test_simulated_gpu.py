@@ -1,4 +1,4 @@
-"""The program on a simulated GPU (tests/card): what CUDA would do, and in which order, shown on any machine."""
+"""The program on the simulated GPU of tests/simulated_gpu: what CUDA would do, in which order, on any machine."""
 
 import functools
 import hashlib
@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
-from plumbing import distributed, machine, settings, trial
-from plumbing.checkpoint import list_checkpoints, load_checkpoint
-from plumbing.machine import has_float8
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
+from plumbing.run import options
+from plumbing.run.checkpoint import list_checkpoints, load_checkpoint
+from plumbing.system import autofit, devices, distributed
+from plumbing.system.devices import has_float8
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from card import gpu as simulated
 from harness import assert_same_run, error_in, examples_file, losses, patched, read_log, signalled, tiny_flags, train
+from simulated_gpu import gpu as simulated
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ STAGES = {  # where, and in which call of the process
     "validation": ("train_gpt2", "evaluate_val_loss", 2),
     "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 2),
     "sampling": ("train_gpt2", "generate_samples", 2),
-    "the export": ("plumbing.runs", "export_huggingface", 1),
+    "the export": ("plumbing.run.folder", "export_huggingface", 1),
 }
 
 
@@ -226,9 +227,9 @@ def decide(place, presets):
             print(build, answer(lambda: distributed.setup_distributed("cuda").device))
     torch.cuda.get_arch_list = lambda: []
     device = distributed.setup_distributed("cuda").device
-    dtype, name = machine.choose_dtype("auto", device)
+    dtype, name = devices.choose_dtype("auto", device)
     print("dtype", name)
-    print("fp8", answer(lambda: machine.choose_dtype("fp8", device)[1]))
+    print("fp8", answer(lambda: devices.choose_dtype("fp8", device)[1]))
     for preset in presets:
         world = distributed.World(device=device, dtype=dtype)
         config = train_gpt2.parse_args(["--preset", preset, "--no-compile", "--vocab-size", "50304"])
@@ -243,11 +244,11 @@ def answer(question):
 
 
 def find_B(config, world):
-    settings.check_config(config, world, train_gpt2.complaints(config))
-    trial.check_memory(lambda: train_gpt2.GPT(config), world.device)
+    options.check_config(config, world, train_gpt2.complaints(config))
+    autofit.check_memory(lambda: train_gpt2.GPT(config), world.device)
     with torch.device(world.device):
         model = train_gpt2.GPT(config)
-    return trial.find_what_fits(model, lambda raw, *rest: raw, config, num_ids=50257, world=world).B
+    return autofit.find_what_fits(model, lambda raw, *rest: raw, config, num_ids=50257, world=world).B
 
 
 ALL = ["cu126", "cu128", "cu130"]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from plumbing.program import UserError
+from plumbing.cli.console import UserError
 
 Config = TypeVar("Config")
 SEE_HELP = "Run with --help to see all flags."

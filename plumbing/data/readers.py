@@ -15,10 +15,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing import program
+from plumbing.cli import console
+from plumbing.cli.console import UserError
+from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, example, file_type, suffix_of
 from plumbing.files import open_regular
-from plumbing.program import UserError
-from plumbing.sources import COMPRESSIONS, PYTHON_DOCS, example, file_type, suffix_of
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
@@ -60,10 +60,10 @@ def explain_errors(name):
     except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
-        wrong = f"is damaged, or not what its name says: {program.first_line(error)}"
+        wrong = f"is damaged, or not what its name says: {console.first_line(error)}"
         advice = "Replace it, and run this command again."
         if isinstance(error, UnicodeError):
-            wrong = f"is not UTF-8 text: {program.first_line(error)}"
+            wrong = f"is not UTF-8 text: {console.first_line(error)}"
             new = f"NEW{suffix_of(name)}"
             advice = f"If it is Latin-1, convert it, unpacked: iconv -f LATIN1 -t UTF-8 FILE > {new}"
         raise UserError(f"{name} {wrong}. {advice}") from None
@@ -181,14 +181,14 @@ def check_columns(place, fields, columns, row, number=0):
         may_lack = found is None and has_text and (is_there or number > 1)
         if isinstance(found, str) or may_lack:
             continue
-        held = "" if found is None else f", but {program.plain(found, 60)}"
+        held = "" if found is None else f", but {console.plain(found, 60)}"
         wrong = f"{place} has no text under {column!r}{held}."
         if is_there:
             raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
         others = text_columns(fields)
         if not others:
             raise UserError(f"{place} has no column of strings, so there is no text in it. Use another file.")
-        texts = {other: program.plain(find(row, other) or "", 40) for other in others}
+        texts = {other: console.plain(find(row, other) or "", 40) for other in others}
         examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
         advice = f"Choose text with --text-column: {', '.join(others)}."
         if examples:

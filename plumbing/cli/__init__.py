@@ -1,0 +1,1 @@
+"""How a program begins, ends and speaks, and its flags."""

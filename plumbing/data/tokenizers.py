@@ -1,0 +1,226 @@
+"""Tokenizers: GPT-2's, plain bytes, or one trained with tokenizer.py. Each is a `tiktoken.Encoding`.
+
+A `.tiktoken` file is in tiktoken's own format, a `base64-of-the-token rank` line per token. That has no place for the
+name, the pre-tokenization pattern and the special tokens: these are in a file of the same name with .json added.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from plumbing.cli.console import UserError, first_line, plain
+from plumbing.data import shards, sources
+from plumbing.files import atomic_write, open_regular
+
+EOT = "<|endoftext|>"  # stands before every document
+ROLES = ("user", "assistant", "system")
+# their ids follow the tokenizer's own, where the embedding has padding: after GPT-2's, 50257..50260 of 50304
+CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+MAX_VOCAB = 2**16  # shards hold uint16
+# many kinds of text, to test a tokenizer
+PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
+
+# GPT-2's pattern: no token crosses a split
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# tiktoken's faster equivalent; in Hugging Face's engine, `$` differs
+FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
+FOR_HUGGINGFACE = {FAST_GPT2: GPT2, BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
+
+# ----- Opening a tokenizer, by its name or with a folder of shards --------------------------------------
+
+
+def get_encoding(name_or_path):
+    """Return the tokenizer called "gpt2" or "bytes", or the one in a `.tiktoken` file; each also with "+chat"."""
+    name = str(name_or_path)
+    if name.endswith("+chat"):
+        return with_chat(get_encoding(name.removesuffix("+chat")))
+    if name == "bytes":  # without a single merge: ids 0..255 are the bytes of UTF-8
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
+    if name == "gpt2":
+        advice = "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
+        # tiktoken pins the vocabulary by its hash
+        return sources.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
+    if not name.endswith(".tiktoken") and not os.path.exists(name):
+        raise UserError(
+            f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
+        )
+    return read_encoding(name)
+
+
+def copy_encoding(enc, name, special_tokens):
+    ranks = enc._mergeable_ranks
+    return tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+
+
+def with_chat(enc):
+    """Return the same tokenizer with CHAT_TOKENS appended: "gpt2" -> "gpt2+chat", ids 50257..50260."""
+    markers = {token: enc.n_vocab + i for i, token in enumerate(CHAT_TOKENS)}
+    return copy_encoding(enc, enc.name + "+chat", enc._special_tokens | markers)
+
+
+def has_chat_tokens(enc):
+    """Whether the tokenizer has role markers, that is, whether its model was fine-tuned on conversations."""
+    return set(CHAT_TOKENS) <= enc._special_tokens.keys()
+
+
+def folder_encoding(folder):
+    """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
+    path = Path(folder, "tokenizer.tiktoken")
+    recorded = shards.read_meta(folder).tokenizer
+    name = recorded or "gpt2"
+    base = name.removesuffix("+chat")
+    is_here = path.exists() or base not in ("gpt2", "bytes")
+    enc = get_encoding(path if is_here else base)
+    if recorded and enc.name != base:
+        raise UserError(
+            f"{path} holds tokenizer {enc.name}, but the meta.json beside it names {base}. Make the shards again in a "
+            "new folder."
+        )
+    return enc if name == base else with_chat(enc)
+
+
+def save_for_folder(enc, folder):
+    """Save what `folder_encoding` needs with a folder of shards: the tokenizer, without its chat markers."""
+    if enc.name.endswith("+chat"):
+        special_tokens = {token: i for token, i in enc._special_tokens.items() if token not in CHAT_TOKENS}
+        enc = copy_encoding(enc, enc.name.removesuffix("+chat"), special_tokens)
+    write_encoding(enc, Path(folder, "tokenizer.tiktoken"))
+
+
+# ----- Tokenizers in files and in checkpoints -----------------------------------------------------------
+
+
+def write_encoding(enc, path):
+    """Write `enc` to the `.tiktoken` file `path` and its JSON file, or neither; what is there must be the same."""
+    header, ranks = dumps(enc).split("\n", 1)
+    fields = json.dumps(json.loads(header) | {"sha256": sha256(ranks)}, indent=2) + "\n"
+    json_path = Path(f"{path}.json")
+    for name, text in ((Path(path), ranks), (json_path, fields)):
+        if name.is_file() and name.read_text(encoding="ascii", errors="replace") != text:
+            raise UserError(f"{name} exists already, with other contents. Choose another name or folder.")
+    with atomic_write(path) as file:
+        file.write(ranks.encode())
+        file.flush()
+        os.fsync(file.fileno())  # if the disk is full, this shows here: before either file has its name
+        with atomic_write(json_path) as json_file:
+            json_file.write(fields.encode())
+
+
+def read_encoding(path):
+    """Return the tokenizer in the `.tiktoken` file `path` (see `write_encoding`)."""
+    try:
+        with open_regular(path, "r", encoding="ascii") as file:
+            ranks = file.read()
+        with open_regular(f"{path}.json", "r", encoding="ascii") as file:
+            fields = json.load(file)
+        if fields["sha256"] != sha256(ranks):
+            raise ValueError("the checksum in its .json is not that of its tokens")
+        return loads(json.dumps(fields) + "\n" + ranks)
+    except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
+        reason = plain(error)
+        raise UserError(
+            f"Tokenizer {path} is missing or damaged: {reason}. Restore it and its .json, or use another."
+        ) from None
+
+
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dumps(enc):
+    """Return all of a tokenizer as text: one line of JSON, then a `base64 rank` line per token."""
+    header = {"name": enc.name, "pat_str": enc._pat_str, "special_tokens": enc._special_tokens}
+    ranks = enc._mergeable_ranks
+    lines = [f"{base64.b64encode(token).decode()} {ranks[token]}" for token in sorted(ranks, key=ranks.get)]
+    return "\n".join([json.dumps(header), *lines]) + "\n"
+
+
+def loads(text):
+    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged or made by hand, and unusable.
+
+    Its name is printed in many places, so it must not hold a terminal's control characters.
+    """
+    try:
+        header, *lines = text.splitlines()
+        fields, ranks = json.loads(header), {}
+        for line in lines:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        name, special_tokens = fields["name"], fields["special_tokens"]
+        # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
+        ids = sorted([*ranks.values(), *special_tokens.values()])
+        has_bytes = all(bytes([i]) in ranks for i in range(256))
+        if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
+            raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
+        pattern = fields["pat_str"]
+        enc = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
+            raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
+        return enc
+    except (ValueError, KeyboardInterrupt):
+        raise
+    # where tiktoken panics, it raises no Exception, and the Rust frames that it prints cannot be held back
+    except BaseException as error:
+        raise ValueError(f"its fields or its pattern cannot be used: {first_line(error)}") from None
+
+
+def whole_characters(text):
+    """The text with lone halves of surrogate pairs, which JSON can hold, replaced as tiktoken's `encode` does it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def encode_text(enc, text):
+    """The ids of `text` as uint32, with special tokens treated as plain text. Avoids a Python list of ints."""
+    try:
+        return enc.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        return encode_text(enc, whole_characters(text))
+    except ValueError:  # tiktoken's regex fails on a million blanks; two halves lose nothing
+        middle = len(text) // 2
+        if middle < 5000:
+            raise
+        halves = encode_text(enc, text[:middle]), encode_text(enc, text[middle:])
+        return np.concatenate(halves)
+
+
+def token_bytes(enc):
+    """The number of bytes of each id, 0 for special tokens, (n_vocab,), to convert losses to bits per byte."""
+    num_bytes = np.zeros(enc.n_vocab, dtype=np.int64)
+    for token, i in enc._mergeable_ranks.items():
+        num_bytes[i] = len(token)
+    return num_bytes
+
+
+# ----- The chat format ----------------------------------------------------------------------------------
+
+
+def render_conversation(
+    messages: list[dict[str, str]], enc: tiktoken.Encoding, max_length: int = sys.maxsize
+) -> tuple[list[int], list[int], int]:
+    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
+
+    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
+    """
+    ids, mask, stop = [enc.eot_token], [0], 0
+    end = enc.encode_single_token("<|end|>")
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        body = [*encode_text(enc, message["content"]).tolist(), end]
+        ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
+        mask += [0] + [int(is_answer)] * len(body)
+        if is_answer and len(ids) <= max_length:
+            stop = len(ids)
+    return ids, mask, stop
+
+
+def render_question(messages: list[dict[str, str]], enc: tiktoken.Encoding) -> list[int]:
+    """The ids of a conversation, up to where the assistant answers."""
+    return render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]

@@ -1,0 +1,1 @@
+"""A run: its settings, start, folder, checkpoints, logs and exports."""

@@ -1,0 +1,1 @@
+"""The machine: devices, ranks, kernels, and what works and fits."""
