@@ -70,9 +70,8 @@ def train(texts, vocab_size, name="tokenizer"):
     ranks = {bytes(char_bytes[char] for char in token): rank for token, rank in vocab}
     special = {tokenizers.EOT: len(ranks)}
     enc = tiktoken.Encoding("", pat_str=tokenizers.FAST_GPT2, mergeable_ranks=ranks, special_tokens=special)
-    return tokenizers.copy_encoding(
-        enc, f"{name}-{tokenizers.sha256(tokenizers.dumps(enc))[:8]}", special
-    )  # the hash tells tokenizers apart
+    digest = tokenizers.sha256(tokenizers.dumps(enc))[:8]  # tells tokenizers apart
+    return tokenizers.copy_encoding(enc, f"{name}-{digest}", special)
 
 
 def read_texts(patterns, text_column):
