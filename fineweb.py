@@ -43,7 +43,7 @@ class Options:
     # The shards
     out_dir: str | None = None  # their folder; by default named after the data set or the first file
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
-    shard_size: int = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
+    shard_size: flags.Positive[int] = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
     max_tokens: int = 0  # stop after this many tokens, such as 1e9, validation shard included; 0: all
 
     # The work
@@ -104,7 +104,7 @@ def check_options(options):
     types = {sources.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
-    flags.check(options, complaints, above_0=["shard_size"])
+    flags.check(options, complaints)
 
 
 # ----- Tokens -------------------------------------------------------------------------------------------

@@ -17,15 +17,13 @@ OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by 
 
 import itertools
 import json
-import math
 import os
 import re
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from plumbing.cli import console, flags
-from plumbing.cli.console import UserError, print0
+from plumbing.cli.console import UserError
 from plumbing.run import source_code
 
 
@@ -53,13 +51,14 @@ import torch.nn.functional as F
 from plumbing.data import readers, sources
 from plumbing.data.tokenizers import encode_text
 from plumbing.files import check_new_output, new_output
-from plumbing.system.devices import choose_device, exact_matmuls
+from plumbing.system.devices import choose_device
+from plumbing.system.kernels import KVCache
 
 COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
 DIGEST = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # as git has it
-# row lengths are rounded up to this: on a GPU 14 shapes and 7% padding; 32 would give 9 shapes and 11%
-PAD_TO = 16
+# contexts share a batch if they have the same number of tokens in multiples of this; 8 is as fast, 32 slower
+SHARED_MULTIPLE = 16
 # positions whose logits are computed at a time. With 50,304 ids in float32, 256 take 52 MB, which suits a CPU's caches
 # best, and 2,048 take 412 MB, which keeps a GPU busy with few kernel launches
 LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
@@ -162,132 +161,87 @@ def truncate(example, block_size):
     return example.context[-(block_size + 1 - longest) :], endings
 
 
-def pack(rows, L):
-    """Pack each (context, endings) into a row of L tokens: half as many as the usual four rows per example take.
-
-    The attention mask hides the endings from one another. A context of 3 tokens and endings a, b of 3 and 2 make:
-
-        idx      c0 c1 c2  a0 a1  b0  0  0     a2 and b1 are only predicted
-        pos       0  1  2   3  4   3  0  0
-        segment   0  0  0   1  1   2  5  5     5 is padding
-
-    Returns idx, pos, segment (B, L) and, for every token of every ending in order, its id and the flat
-    index (row * L + column) at which it is predicted: positions, targets (N,).
-    """
-    idx, pos, segment = np.zeros((3, len(rows), L), int)
-    segment += 5  # padding, where nothing is written: the context is 0, the endings are 1 to 4
-    positions, targets = [], []
-    for row, (context, endings) in enumerate(rows):
-        n = end = len(context)
-        idx[row, :n] = context
-        pos[row, :n] = range(n)
-        segment[row, :n] = 0
-        for number, ending in enumerate(endings, 1):
-            start, end = end, end + len(ending) - 1
-            idx[row, start:end] = ending[:-1]
-            pos[row, start:end] = range(n, n + end - start)
-            segment[row, start:end] = number
-            # subtle: the context's last token predicts the first of each ending
-            positions += [row * L + n - 1, *range(row * L + start, row * L + end)]
-            targets += ending
-    return [torch.from_numpy(array) for array in (idx, pos, segment, np.array(positions), np.array(targets))]
-
-
-def attention_mask(segment):
-    """The mask (B, 1, L, L): a token attends causally to the context and to its own segment."""
-    L = segment.size(1)
-    query, key = segment[:, :, None], segment[:, None, :]
-    causal = torch.ones(L, L, dtype=torch.bool, device=segment.device).tril()
-    return (causal & ((query == key) | (key == 0)))[:, None]
-
-
 @torch.no_grad()
-def score(model, examples, n_vocab, batch_tokens=0, stop=()):
+def score(model, examples, n_vocab, batch_tokens=0):
     """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. With batch_tokens 0, the batch suits the device. Returns None once the list
-    `stop` has an entry.
+    vocabulary and get no probability. With batch_tokens 0, the batch suits the device.
     """
     device = next(model.parameters()).device
+    batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**10)  # a CPU's caches hold few rows
     rows = [truncate(example, model.config.block_size) for example in examples]
-    tokens = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
-    packs = can_pack(model, max(rows, key=row_length), n_vocab)
-    if not packs:
-        rows = [(context, [ending]) for context, endings in rows for ending in endings]
-    # longest first: memory use peaks early, and rows of similar length share a batch
-    order = np.argsort([-row_length(row) for row in rows], kind="stable")
-    batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**11)  # few rows fit a CPU's caches
-    batch_tokens //= 1 if packs else 4  # plain rows take the logits of all positions
-    longest = sys.maxsize if packs else model.config.block_size
-    batches = packed_batches([rows[i] for i in order], batch_tokens, longest, device=device)
-    log_probs = []
+    total = np.empty((len(rows), 4))
     with console.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
-        for batch in batches:  # a GPU computes while the next one is packed
-            if stop:
-                return None
-            log_probs.extend(score_batch(model, batch, n_vocab, packs=packs))
-            bar.update(len(batch[0]) * len(examples) / len(rows))
-    log_probs = torch.cat(log_probs).cpu().numpy().astype(np.float64)  # the only host-device synchronization
-    per_row = tokens.reshape(len(rows), -1)  # of each row, the tokens of its endings
-    total = np.empty(per_row.shape)
-    starts = per_row[order].cumsum() - per_row[order].ravel()
-    total[order] = np.add.reduceat(log_probs, starts).reshape(per_row.shape)
-    total, characters = total.reshape(tokens.shape), np.array([example.characters for example in examples])
+        log_probs = []
+        batches = list(make_batches(rows, batch_tokens, SHARED_MULTIPLE if model.has_cache else 0))
+        for batch, cut in batches:  # a GPU computes while the next one is prepared
+            log_probs.append(score_batch(model, [rows[i] for i in batch], cut, n_vocab))
+            bar.update(len(batch))
+    tokens = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
+    for (batch, _), found in zip(batches, log_probs):
+        ends = tokens[batch].cumsum()
+        starts = ends - tokens[batch].ravel()
+        total[batch] = np.add.reduceat(found.cpu().numpy().astype(np.float64), starts).reshape(-1, 4)
+    characters = np.array([example.characters for example in examples])
     return np.stack([total, total / tokens, total / characters.clip(1)])
 
 
-def row_length(row):
-    """The tokens that are read of (context, endings) in a row: the last token of each ending is only predicted."""
-    context, endings = row
-    return len(context) + sum(map(len, endings)) - len(endings)
+def make_batches(rows, batch_tokens, multiple):
+    """Yield (the numbers of the rows (context, endings) in a batch, how many of their first tokens are run only once).
+
+    That is a multiple of `multiple`, so that contexts of many lengths share a batch; 0 shares nothing. At least the
+    context's last token, which predicts the first of each ending, is left for the four rows. Longest rows first: memory
+    use peaks early, and little is padding.
+    """
+    cuts = [(len(context) - 1) // multiple * multiple if multiple else 0 for context, _ in rows]
+    rests = [len(context) - cut + max(map(len, endings)) - 1 for cut, (context, endings) in zip(cuts, rows)]
+    order = sorted(range(len(rows)), key=lambda i: (cuts[i], rests[i]), reverse=True)
+    while order:
+        cut, rest = cuts[order[0]], rests[order[0]]
+        at_most = max(1, batch_tokens // (cut + 4 * rest))
+        batch = [i for i in order[:at_most] if cuts[i] == cut]
+        order = order[len(batch) :]
+        yield batch, cut
 
 
-def can_pack(model, row, n_vocab):
-    """Whether packed rows are right for this model: one that counts positions by itself, say, needs plain ones."""
-    context, endings = row  # the example whose scores are compared, in float32
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, enabled=False), exact_matmuls():
-        rows = [(context, [ending]) for ending in endings]
-        plain = torch.cat(list(score_batch(model, pack(rows, max(map(row_length, rows))), n_vocab, packs=False)))
-        try:
-            packed = torch.cat(list(score_batch(model, pack([row], row_length(row)), n_vocab)))
-            agrees = bool((packed - plain).abs().max() <= 3e-5 * plain.abs().max())
-        except Exception:  # it may not take positions or a mask
-            agrees = False
-    if not agrees:
-        print0(
-            "note: Packed rows give this model other HellaSwag scores: an example takes four.", file=sys.stderr
-        )
-    return agrees
+def score_batch(model, rows, cut, n_vocab):
+    """The log-probability of each token of each ending, in order; the contexts' first `cut` tokens run only once.
 
+    With a cut of 16, a context of 18 tokens and endings a, b of 3 and 2 make (padding is 0):
 
-def packed_batches(rows, batch_tokens, longest, *, device):
-    """Yield batches, as `pack` returns them, of rows sorted by length, up to `longest`; in pinned memory for a GPU."""
-    while rows:
-        L = min(math.ceil(row_length(rows[0]) / PAD_TO) * PAD_TO, longest)
-        num_rows = max(1, batch_tokens // L)
-        tensors, rows = pack(rows[:num_rows], L), rows[num_rows:]
-        # from pinned memory a copy to the GPU does not wait for the work that is queued there
-        yield [tensor.pin_memory() for tensor in tensors] if device.type == "cuda" else tensors
-
-
-def score_batch(model, batch, n_vocab, packs=True):
-    """Yield the log-probabilities of the endings' tokens in a batch from `pack`, in chunks.
-
-    packs: whether rows may have several endings. Otherwise the model reads each as it would any text.
+        c0 c1 ... c15       a cache, repeated for each ending
+        c16 c17  a0 a1      predict a0 a1 a2 from c17 on
+        c16 c17  b0  0      predict b0 b1
     """
     device = next(model.parameters()).device
-    idx, pos, segment, positions, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-    if packs:
-        found = model.hidden_states(idx, pos, attention_mask(segment)).flatten(0, 1)  # (B * L, C)
-    else:
-        found = model(idx)[0].flatten(0, 1)  # (B * L, vocab)
-    chunk_size = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK
-    for where, ids in zip(positions.split(chunk_size), targets.split(chunk_size)):
-        logits = model.logits(found[where]) if packs else found[where].clone()  # (chunk_size, vocab)
-        logits[:, n_vocab:] = -torch.inf
-        yield -F.cross_entropy(logits.float(), ids, reduction="none")
+    texts = [context[cut:] + ending for context, endings in rows for ending in endings]
+    L = max(map(len, texts)) - 1  # the last token of each ending is only predicted
+    idx, targets, positions = np.zeros((len(texts), L), int), [], []
+    for row, text in enumerate(texts):
+        idx[row, : len(text) - 1] = text[:-1]
+        context, endings = rows[row // 4]
+        start = len(context) - cut - 1  # the context's last token predicts the first of each ending
+        positions += range(row * L + start, row * L + len(text) - 1)
+        targets += endings[row % 4]
+    cache = None
+    if cut:
+        cache = KVCache(cut + L)
+        model.hidden_states(torch.tensor([context[:cut] for context, _ in rows], device=device), cache)
+        cache.repeat(4)
+    # from pinned memory a copy to the GPU does not wait for the work that is queued there
+    idx, positions, targets = (torch.as_tensor(array) for array in (idx, positions, targets))
+    if device.type == "cuda":
+        idx, positions, targets = (tensor.pin_memory() for tensor in (idx, positions, targets))
+    idx, positions, targets = (tensor.to(device, non_blocking=True) for tensor in (idx, positions, targets))
+    x = model.hidden_states(idx, cache).flatten(0, 1)[
+        positions
+    ]  # (N, C), those that predict a token of an ending
+    chunk_size, log_probs = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK, []
+    for chunk, ids in zip(x.split(chunk_size), targets.split(chunk_size)):
+        logits = model.logits(chunk)[:, :n_vocab].float()  # (chunk_size, n_vocab)
+        log_probs.append(-F.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(log_probs)
 
 
 class Counts(NamedTuple):
@@ -299,11 +253,11 @@ class Counts(NamedTuple):
     acc_char: int  # largest sum divided by characters; on the harness' text this is its acc_norm
 
 
-def evaluate(model, examples, n_vocab, **options):
-    """The Counts on rendered examples; for the options see `score`. All are 0 if `stop` ended the scoring."""
-    scores = score(model, examples, n_vocab, **options) if examples else None  # a rank's share may be empty
-    if scores is None:
+def evaluate(model, examples, n_vocab, batch_tokens=0):
+    """The Counts on rendered examples, with the arguments of `score`."""
+    if not examples:  # a rank's share may be empty
         return Counts(0, 0, 0, 0)
+    scores = score(model, examples, n_vocab, batch_tokens)
     correct = scores.argmax(2) == [example.label for example in examples]
     return Counts(len(examples), *correct.sum(1).tolist())
 

@@ -30,11 +30,15 @@ class Options:
     prompt: Annotated[str, "positional"] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"
-    num_samples: Annotated[int, "-n"] = 1  # continuations to generate, all in one batch
-    max_new_tokens: int = 256  # maximum length of a continuation, which also ends at <|endoftext|>
+    num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
+    max_new_tokens: flags.Positive[int] = (
+        256  # maximum length of a continuation, which also ends at <|endoftext|>
+    )
     temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
-    top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
+    top_p: flags.Positive[float] = (
+        1.0  # sample from the smallest set of most likely tokens with this total probability
+    )
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     code: str = (
@@ -57,7 +61,7 @@ SYNONYMS = {
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
     options = flags.parse(Options, args, synonyms=SYNONYMS)
-    flags.check(options, complaints(options), above_0=["num_samples", "max_new_tokens", "top_p"])
+    flags.check(options, complaints(options))
     return options
 
 

@@ -43,7 +43,7 @@ class Options:
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
-    shard_size: int = 20_000_000  # tokens per shard
+    shard_size: flags.Positive[int] = 20_000_000  # tokens per shard
     # tokens per block: the sequence length to train with; 0: the model's longest, or 1024 without --init-from
     max_length: int = 0
 
@@ -258,7 +258,7 @@ def prepare(options):
         complaints.append("--init-from gives the tokenizer, so leave --tokenizer out.")
     if options.input and (options.dataset != Options.dataset or options.revision):
         complaints.append("--input is a data set of its own: leave --dataset and --revision out.")
-    flags.check(options, complaints, above_0=["shard_size"])
+    flags.check(options, complaints)
     if options.dataset == Options.dataset and not (options.config or options.input):
         options = dataclasses.replace(options, config="all")
     folder, found, meta = shards.plan(options, {}, types=(".jsonl", ".parquet"))

@@ -35,15 +35,15 @@ class Options:
     # data, hellaswag and sample
     tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples
-    limit: int = 24  # hellaswag: examples to score
-    max_new_tokens: int = 256  # sample: tokens to generate
-    num_samples: int = 1  # sample: sequences at a time
+    limit: flags.Positive[int] = 24  # hellaswag: examples to score
+    max_new_tokens: flags.Positive[int] = 256  # sample: tokens to generate
+    num_samples: flags.Positive[int] = 1  # sample: sequences at a time
 
 
 def main(args=None):
     """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
     options = flags.parse(Options, args)
-    flags.check(options, above_0=["max_new_tokens", "num_samples", "limit"])
+    flags.check(options)
     from bench import measure, programs, steps
     from plumbing.files import check_new_output, new_output
     from plumbing.system.devices import choose_device

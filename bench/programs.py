@@ -1,6 +1,7 @@
 """Data preparation, HellaSwag and generation, compared with how they are usually done."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import tempfile
@@ -19,7 +20,7 @@ from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
 from plumbing.data import readers, tokenizers
 from plumbing.run.huggingface import transposed
-from plumbing.system.devices import without_cudnn_attention
+from plumbing.system.kernels import without_cudnn_attention
 from train_gpt2 import GPT
 
 
@@ -51,9 +52,10 @@ def data(options):
 def random_model(options, vocab_size=1, block_size=1):
     """(GPT with seeded random weights, its Settings, World with its device and dtype), at least of these sizes."""
     config = configure(options)
-    config.vocab_size, config.block_size = max(config.vocab_size, vocab_size), max(config.block_size, block_size)
+    sizes = dict(vocab_size=max(config.vocab_size, vocab_size), block_size=max(config.block_size, block_size))
+    config = dataclasses.replace(config, **sizes)
     torch.manual_seed(0)
-    return GPT(config).to(config.device).eval(), config, world_of(config)
+    return GPT(config.model_config).to(config.device).eval(), config, world_of(config)
 
 
 @torch.no_grad()
@@ -76,7 +78,7 @@ def four_rows(model, examples, n_vocab):
 
 
 def score(options):
-    """HellaSwag in packed rows and in four rows per example; without cuDNN, which would plan for every length."""
+    """HellaSwag with each context run once, and in four rows; without cuDNN, which would plan for every length."""
     enc = tokenizers.get_encoding(options.tokenizer)
     lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]

@@ -17,14 +17,14 @@ import train_gpt2
 from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
-from plumbing.data.tokenizers import get_encoding
-from plumbing.run.options import check_config
+from plumbing.run.start import check_config
+from plumbing.system.autofit import find_what_fits
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, GPTConfig, TrainConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings(TrainConfig):
     """The trainer's settings, and what the trainer always does, so that the ladder can leave it out."""
 
@@ -48,10 +48,10 @@ def configure(options, changes="", defaults=""):
     words = [f"--{pair}" for pair in settings.split(",") if pair]
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
     config = flags.parse(Settings, words, presets=presets)
-    config.vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
-    if config.compile is None:
-        config.compile = cuda
-    check_config(config, World(device=options.device), train_gpt2.complaints(config))
+    vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
+    compiles = cuda if config.compile is None else config.compile
+    config = dataclasses.replace(config, vocab_size=vocab_size, compile=compiles)
+    check_config(config, train_gpt2.complaints(config), World(device=options.device))
     return config
 
 
@@ -94,7 +94,7 @@ def configure_optimizers(model, config):
 class UsualGPT(GPT):
     """GPT whose residual stream stays in float32, and which returns the logits in training, too."""
 
-    def hidden_states(self, idx, pos=None, attn_mask=None, cache=None):
+    def hidden_states(self, idx, cache=None):
         x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
         for block in self.transformer.h:
             x = block(x)
@@ -107,7 +107,7 @@ class UsualGPT(GPT):
 class PlainAttention(CausalSelfAttention):
     """Attention without a fused kernel: the T x T scores of each head are written to memory."""
 
-    def forward(self, x, attn_mask=None, cache=None):
+    def forward(self, x, cache=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
@@ -123,12 +123,14 @@ class Ours(Side):
     def __init__(self, config, folder):
         super().__init__(config, folder)
         torch.manual_seed(0)
-        self.raw_model = (UsualGPT if config.usual_forward else GPT)(config)
+        self.raw_model = (UsualGPT if config.usual_forward else GPT)(config.model_config).to(config.device)
+        self.raw_model.activation_checkpointing = config.activation_checkpointing
+        self.raw_model.float8 = config.dtype == "fp8"
         for block in self.raw_model.transformer.h if config.plain_attention else ():
             block.attn.__class__ = PlainAttention  # keeps its weights
         # with one step: how long a run would take is not asked here
         once = dataclasses.replace(config, max_steps=1)
-        fit = train_gpt2.fit_to_machine(self.raw_model, once, get_encoding("bytes"), self.world)
+        fit = find_what_fits(self.raw_model, train_gpt2.wrap, once, num_ids=257, world=self.world)
         self.model, self.flops_per_token = fit.model, fit.flops_per_token
         if config.compile and not fit.compiled:
             raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
@@ -146,7 +148,8 @@ class Ours(Side):
         train_gpt2.apply_schedules(self.optimizers, step, c)
         num_windows = c.total_batch_size // c.sequence_length
         state = dict(optimizers=self.optimizers, scaler=self.scaler, signals=[], world=self.world)
-        return train_gpt2.train_step(self.model, self.loader, num_windows, step=step, config=c, **state)[0]
+        models = self.model, self.raw_model
+        return train_gpt2.train_step(*models, self.loader, num_windows, step=step, config=c, **state).loss
 
 
 class Reference(Side):

@@ -435,7 +435,7 @@ def signalled(step, name, times, rank, args):
 
     sys.argv = ["train_gpt2.py", *args]
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
-        train_gpt2.main(args)
+        return train_gpt2.main(args)
 
 
 def killed_at(step, checkpoint, args):

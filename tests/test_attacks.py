@@ -12,7 +12,7 @@ import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.files import lock_folder
-from plumbing.run import folder as run_folder
+from plumbing.run import start
 
 from harness import KILLED, killed_at, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
 
@@ -58,13 +58,13 @@ def test_a_folder_belongs_to_one_process(folder):
             assert f"{folder / 'run'} is in use by another process" in refused_resume(folder, **changes)
         assert listing(folder) == before
 
-    def look(config, *args):
+    def look(asked, *args):
         """Nothing is looked at before the folder is locked."""
         with pytest.raises(UserError, match="in use by another process"):
-            lock_folder(config.out_dir)
-        return find_start(config, *args)
+            lock_folder(asked.out_dir)
+        return decide(asked, *args)
 
-    with patched(run_folder, "find_start", look) as find_start:
+    with patched(start, "decide", look) as decide:
         resume(folder)
     assert is_straight(folder / "run")
 
@@ -84,16 +84,20 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder):
     assert listing(others) == before
 
 
-def test_a_parent_that_is_deleted_meanwhile_is_named(folder):
+def test_a_parent_that_is_deleted_meanwhile_is_no_longer_needed_and_before_the_start_it_is_named(folder):
     parent = folder / "run" / "model_00004.pt"
 
-    def delete_and_find(*args):
+    def decide_and_delete(*args):
+        beginning = decide(*args)
         parent.unlink()
-        return find_start(*args)
+        return beginning
 
-    with patched(run_folder, "find_start", delete_and_find) as find_start:
-        args = tiny_flags(folder / "data", folder / "branch", branch_from=parent, **OPTIONS)
-        assert f"no longer a checkpoint in {parent}" in refused(train_gpt2.main, *args)
+    options = dict(branch_from=parent, **OPTIONS)
+    with patched(start, "decide", decide_and_delete) as decide:
+        train(folder / "data", folder / "branch", **options)
+    assert is_straight(folder / "branch")
+    line = refused(train_gpt2.main, *tiny_flags(folder / "data", folder / "another", **options))
+    assert f"There is no checkpoint in {parent} that can be continued" in line
 
 
 def test_what_a_run_does_not_continue_is_moved_aside(folder):

@@ -17,7 +17,7 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import sources
-from plumbing.run import options
+from plumbing.run import start
 from plumbing.system import devices
 from plumbing.system.distributed import World
 
@@ -84,11 +84,12 @@ def error_of_run(folder, **changes):
         (dict(total_batch_size=10_240), ["hold only 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="run", block_size=64), ["--block-size is 64, but run has 32"]),
+        (dict(init_from="run", n_embd=64), ["--n-embd is 64, but the weights that the run begins with have 32"]),
         (
             dict(out_dir="run", max_lr=0.1, seed=7),
             ["(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
         ),
+        (dict(out_dir="run", val_tokens=256), ["(val_tokens was 512, now 256)"]),
         (dict(n_embd=2**20), ["model is too large", "Use a smaller model"]),
         pytest.param(dict(block_size=2**40), ["model is too large"], marks=pytest.mark.gpt2),
     ],
@@ -115,13 +116,14 @@ def test_a_shard_that_is_none(content, said, folder):
     assert said in line and path.name in line, line
 
 
-def test_shards_that_are_not_complete_or_lack_their_tokenizer_or_a_split_and_an_out_dir_that_is_a_file(folder):
+def test_shards_that_lack_a_split_are_not_complete_or_lack_their_tokenizer_and_an_out_dir_that_is_a_file(folder):
+    (folder / "data" / "tiny_val_000000.npy").rename(folder / "elsewhere.npy")
+    assert "no val shards in data" in error_of_run(folder)
+    (folder / "elsewhere.npy").rename(folder / "data" / "tiny_val_000000.npy")
     (folder / "data" / "meta.json").write_text('{"tokenizer": "bytes", "complete": false}', encoding="utf-8")
     assert "not complete" in error_of_run(folder)
     (folder / "data" / "meta.json").write_text('{"tokenizer": "my-1a2b3c4d"}', encoding="utf-8")
     assert "tokenizer.tiktoken" in error_of_run(folder)
-    (folder / "data" / "tiny_val_000000.npy").unlink()
-    assert "no val shards in data" in error_of_run(folder)
     for out_dir in ("data/meta.json", "data/meta.json/out"):
         assert "meta.json" in error_of_run(folder, out_dir=out_dir)
 
@@ -187,7 +189,7 @@ def test_hellaswag_is_not_there_or_damaged(folder):
 
 def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
     with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096: .*4096$"):
-        options.check_config(train_gpt2.TrainConfig(total_batch_size=5000), World(size=2), [])
+        start.check_config(train_gpt2.TrainConfig(total_batch_size=5000), [], World(size=2))
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):

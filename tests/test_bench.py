@@ -145,12 +145,12 @@ def test_what_was_not_measured_as_asked_is_left_out_or_an_error_and_not_a_number
     def no_compiler(model, **options):
         raise RuntimeError("no C++ compiler found")
 
-    def fit_half(*args, fit=train_gpt2.fit_to_machine):
-        found = fit(*args)
+    def fit_half(*args, fit=steps.find_what_fits, **options):
+        found = fit(*args, **options)
         return found._replace(B=2) if found.B == 4 else found
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    monkeypatch.setattr(train_gpt2, "fit_to_machine", fit_half)
+    monkeypatch.setattr(steps, "find_what_fits", fit_half)
     numbers = measure("train", "--variants", "compile=True", "batch_size=4", "batch_size=1")
     assert "train_gpt2 batch_size=1" in numbers["sides"] and len(numbers["sides"]) == 4
     printed = capsys.readouterr().out

@@ -122,20 +122,54 @@ def assert_refused(folder, out_dir, *texts, **options):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(vocab_size=384), "vocab_size was 320, now 384."),
-        (dict(sequence_length=32, batch_size=2, seed=7), "seed was 1337, now 7, sequence_length was 16, now 32."),
-        (dict(init_from="gpt2", shuffle=False), "init_from was '', now 'gpt2', shuffle was True, now False."),
-        (dict(n_layer=3, optimizer="muon", max_lr=1e-2), "n_layer was 2, now 3, optimizer was 'adamw', now 'muon'."),
+        (dict(vocab_size=384), "size mismatch for transformer.wte.weight"),
+        (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out."),
+        (dict(n_head=4), "--n-head is 4, but the weights"),
+        (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
         (dict(max_steps=8), "8 steps already"),
     ],
 )
-def test_what_the_state_depends_on_is_refused(changes, reason, folder, parent, tmp_path):
-    source = parent / "model_00008.pt"
-    assert_refused(folder, tmp_path / "out", reason, str(source), branch_from=source, **changes)
+def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent, tmp_path):
+    assert_refused(folder, tmp_path / "out", reason, branch_from=parent / "model_00008.pt", **changes)
 
 
-def test_other_data_is_refused(folder, parent, tmp_path):
-    source, other = parent / "model_00008.pt", make_shards(tmp_path / "other", seed=1)
+# what a branch changes, and what its notes say of that
+ANEW = {
+    "seed": (dict(seed=7), ["a new order, as it has another seed."]),
+    "shuffle and length": (dict(shuffle=False, sequence_length=32), ["has another sequence_length, shuffle."]),
+    "optimizer": (
+        dict(optimizer="muon"),
+        ["the parent's averages of gradients: it has group 0 of AdamW in the place"],
+    ),
+    "data": (dict(data="other"), ["has another training data.", "The validation data are not the parent's"]),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_what_a_branch_begins_anew_is_said_and_its_resume_is_exact(name, folder, parent, tmp_path, monkeypatch):
+    """The first loss of a branch with another seed is that of a run from these weights in the new order."""
+    changes, notes = ANEW[name]
+    monkeypatch.chdir(tmp_path)
+    make_shards("other", seed=1)
+    options = OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
+    said = train(options.pop("data", folder), "out", **options)
+    found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
+    assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
+    first = load_checkpoint("out/model_00008.pt")
+    weights = load_checkpoint(parent / "model_00008.pt")
+    assert_same_tensors(first["model"], weights["model"])
+    args = tiny_flags(changes.get("data", folder), "killed", **{n: v for n, v in options.items() if n != "data"})
+    run(killed_at, 14, 12, args, ends=[KILLED])
+    assert refusal_of(train_gpt2.main, "--out-dir", "killed")[0] == 0, "it has all of its settings"
+    assert_same_run("killed", "out")
+    told = {n: [weights["config"][n], v] for n, v in changes.items() if n != "data"}
+    assert branched("out")["changed"] == told | {"max_steps": [12, 16]}
+
+
+def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
+    """Nor with masks that were not there."""
+    out, other = shutil.copytree(parent, tmp_path / "out"), make_shards(tmp_path / "other", seed=1)
+    (out / "model_00012.pt").unlink()
     mixed = shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", mixed)
     masked = shutil.copytree(folder, tmp_path / "masked")
@@ -143,7 +177,9 @@ def test_other_data_is_refused(folder, parent, tmp_path):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
     for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
-        assert_refused(data, tmp_path / "out", f"The {what} data in {data} are not", branch_from=source)
+        assert_refused(
+            data, out, f"The {what} data", f"in {data} are not what the run in {out} began with", "begin a branch"
+        )
 
 
 def test_where_no_whole_checkpoint_is_there_is_nothing_to_branch(folder, best, parent, tmp_path):
@@ -153,8 +189,9 @@ def test_where_no_whole_checkpoint_is_there_is_nothing_to_branch(folder, best, p
     (tmp_path / "empty").mkdir()
     torn = tmp_path / "model_00008.pt"
     torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    for source in (tmp_path / "nowhere", tmp_path / "empty", parent / "hf", torn):
+    for source in (tmp_path / "nowhere", tmp_path / "empty", parent / "hf"):
         assert_refused(folder, tmp_path / "out", f"no checkpoint in {source} that can be", branch_from=source)
+    assert_refused(folder, tmp_path / "out", f"Checkpoint {torn} cannot be read", branch_from=torn)
 
 
 def test_a_branch_has_a_folder_of_its_own(folder, parent, tmp_path):
@@ -169,10 +206,10 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     """Same settings, but a run from scratch, or a branch at another step: it would be resumed instead."""
     out, step_4, step_8 = tmp_path / "out", parent / "model_00004.pt", parent / "model_00008.pt"
     shutil.copytree(parent, out)
-    assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_4)
+    assert_refused(folder, out, f"{out} has a run", "branch_from was", "--no-resume", branch_from=step_4)
     shutil.rmtree(out)
     train(folder, out, branch_from=step_4, **OPTIONS)
-    assert_refused(folder, out, f"{out} has a run", "--branch-from", "--no-resume", branch_from=step_8)
+    assert_refused(folder, out, f"{out} has a run", "branch_from was", "--no-resume", branch_from=step_8)
     train(folder, out, **OPTIONS)  # without the flag it is resumed: it is finished
     train(folder, out, branch_from=step_8, resume=False, **OPTIONS)
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
@@ -181,7 +218,7 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
 def groups_of(optimizers):
     """The settings of the optimizers' parameter groups."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return [{name: value for name, value in group.items() if name not in ("params", "made")} for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +246,9 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expect
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
     steps, before = [], listing(parent)
 
-    def watched_step(model, loader, num_windows, **options):
+    def watched_step(model, raw_model, loader, num_windows, **options):
         steps.append((options["step"], num_windows, options["config"], groups_of(options["optimizers"])))
-        return train_step(model, loader, num_windows, **options)
+        return train_step(model, raw_model, loader, num_windows, **options)
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
@@ -259,13 +296,13 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
     said = " ".join(said.split())
     assert status == 0 and "A branch has its parent's settings, and not those of --preset speedrun." in said
-    assert f"Settings taken over from {tmp_path / 'short'}: block_size 32, " in said and f" data {folder}, " in said
+    assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in said and " block_size 32, " in said
     # with more steps, the command of the run itself is answered with that of the branch
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 24}))
     assert "max_steps was 12, now 24" in line and shlex.split(line.partition("as a branch: ")[2])[2:] == words
     # with fewer than it has done, by a command that works
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 9}))
-    words = shlex.split(line.partition("(it has done 12 already) as a branch: ")[2])[2:]
+    words = shlex.split(line.partition("(it has done 12 steps already) as a branch: ")[2])[2:]
     assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--out-dir", str(tmp_path / "new")]) == 0
 
 
@@ -278,16 +315,10 @@ BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, 
 def train_with(script, args, step=None, checkpoint=None):
     """Train, with validation losses from `script`; be killed at that step, once that checkpoint is there."""
 
-    def scripted(self, step, losses):
-        log_val_loss(self, step, (script[step], 1.0))
+    def log_scripted(self, step, losses, raw_model):
+        log_val_loss(self, step, (script[step], losses[1]), raw_model)
 
-    def keep_scripted(self, step, loss, raw_model):
-        keep_best(self, step, script[step], raw_model)
-
-    with (
-        patched(Run, "log_val_loss", scripted) as log_val_loss,
-        patched(Run, "keep_best", keep_scripted) as keep_best,
-    ):
+    with patched(Run, "log_val_loss", log_scripted) as log_val_loss:
         killed_at(step, checkpoint, args)
 
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpt2
 
 WIDTH = "    n_embd: int = 768  # channels of the residual stream\n"
 POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
-PROJECTION = "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
+PROJECTION = "        self.c_proj = init_normal(nn.Linear(4 * config.n_embd, config.n_embd), std)\n"
 GELU = 'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'
 BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
 ATTENTION = "\n\nclass CausalSelfAttention(nn.Module):"
@@ -57,7 +57,7 @@ ROTARY = {
     ATTENTION: ROTATE + ATTENTION,
     CACHE: "        q, k = rotate(q, cache), rotate(k, cache)\n" + CACHE,
     POSITIONS: "self.transformer.wte(idx)",
-    "        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)\n": "",
+    "        self.transformer.wpe = init_normal(nn.Embedding(config.block_size, config.n_embd))\n": "",
 }
 RESIDUAL = "        x = x + self.attn("
 MEAN = """        if self.training:
@@ -65,7 +65,7 @@ MEAN = """        if self.training:
             self.count += 1
         x = x - self.mean * self.ones
 """
-BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layer))"
+BLOCKS = "nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))"
 STATISTICS = """        self.register_buffer("mean", torch.zeros(config.n_embd))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("ones", torch.ones(config.n_embd), persistent=False)
@@ -102,7 +102,7 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
     "an optimizer of its own and a shared block": {
         CONFIGURE: OPTIMIZER + CONFIGURE,
         ADAMW: "Normalized(groups, {'lr': config.max_lr})",
-        BLOCKS: "nn.ModuleList([Block(config)] * config.n_layer)",
+        BLOCKS: "nn.ModuleList([Block(config, 0)] * config.n_layer)",
     },
     "a soft cap and smoothing": {
         "return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)",
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     different = "lm_head.weight and transformer.wte.weight differ, but are one tensor here"
     assert different in refusal("new", init_from=tmp_path / "untied") and different in refusal("untied")
     line = refusal("a group of its own")
-    assert "in the place of transformer.wte.weight in group 0 of AdamW" in line and "--init-from RUN --out" in line
+    assert "in the place of transformer.wte.weight in group 0 of AdamW" in line and "begin a branch" in line
     assert "dropout was 0.1, now 'unknown', window was -1, now 'unknown'" in refusal("a field and dropout")
     line = refusal("new", init_from=tmp_path / "a field and dropout")
     assert "dropout, which GPTConfig does not have; window, which" in line
@@ -219,7 +219,7 @@ def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_o
     """Whatever statement it is: most of an initialization is calls whose result nobody takes."""
     source = Path(train_gpt2.__file__).read_bytes()
     edits = {
-        (b"nn.init.zeros_(parameter)", b"nn.init.ones_(parameter)"): False,
+        (b"nn.init.zeros_(layer.bias)", b"nn.init.ones_(layer.bias)"): False,
         (b"world.share_buffers(model)", b"pass"): False,
         (b'"""Pre-norm residual block', b'"""A block'): True,
         (b"  # weight tying", b"  # as GPT-2"): True,
@@ -246,8 +246,8 @@ WARNINGS = {
         GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
         PROJECTION: PROJECTION + "        self.shift = torch.randn(4 * config.n_embd)\n",
     },
-    "A token's logits depend on later tokens": {"is_causal=attn_mask is None and T > 1": "is_causal=False"},
-    "Packed rows give this model other HellaSwag scores": {POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"},
+    "A token's logits depend on later tokens": {"is_causal=T == S": "is_causal=False"},
+    "With a cache this model computes something else": {POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"},
 }
 
 

@@ -1,5 +1,6 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,6 +18,7 @@ import pytest
 import train_gpt2
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
+from plumbing.run.options import OTHER_TRAINERS
 
 from harness import ROOT, needs
 
@@ -115,9 +117,9 @@ def test_the_habits_of_other_trainers_are_answered_with_ours(words, said):
 @pytest.mark.gpt2
 def test_the_synonyms_lead_to_flags_that_exist():
     ours = {flags.flag_of(name) for name in vars(train_gpt2.TrainConfig())} | {"--no-resume"}
-    for flag in flags.OTHER_TRAINERS:
+    for flag in OTHER_TRAINERS:
         assert not flag.startswith("--") or re.split("[ ,]", flag)[0] in ours, flag
-    theirs = [f"--{name}" for names in flags.OTHER_TRAINERS.values() for name in names.split()]
+    theirs = [f"--{name}" for names in OTHER_TRAINERS.values() for name in names.split()]
     assert len(theirs) == len(set(theirs)), "each leads to one flag"
     assert not ours.intersection(theirs), "a flag of ours needs no explanation"
 
@@ -132,7 +134,8 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
     assert usage.startswith("usage: ")
     assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
     assert description.count("    python ") >= 2, "two examples or more"
-    for heading in ("the run", "the model", "the batch", "the schedule", "the optimizer", "evaluation and output"):
+    headings = ["this start of the run", "the machine", "evaluation and output", "the model", "the beginning"]
+    for heading in (*headings, "the data", "the schedule", "the optimizer"):
         assert f"\n\n{heading}" in explained
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", explained)]
     for name, value in dataclasses.asdict(train_gpt2.PRESETS[preset]).items():
@@ -140,6 +143,32 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
         shown = {"True": "on", "False": "off"}.get(str(value), str(value))
         assert value in ("", None) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
+
+
+@dataclass
+class Numbers:
+    n: flags.Positive[int] = 4
+    lr: flags.Positive[float] = 0.1
+    beta: flags.Below1[float] = 0.9
+    every: int = 250
+    bias: float = -1.0
+
+
+@pytest.mark.parametrize(
+    "numbers, said",
+    [
+        (dict(n=1, lr=1e-9, beta=0.0, every=0, bias=-2.0), ""),
+        (dict(n=0), "--n is 0, but it must be 1 or more."),
+        (dict(lr=0.0), "--lr is 0.0, but it must be above 0."),
+        (dict(beta=1.0), "--beta is 1.0, but it must be 0 or more and below 1."),
+        (dict(every=-1), "--every is -1, but it must be 0 or more."),
+        (dict(lr=float("inf")), "--lr is inf, but it must be above 0 and below 1e.18."),
+        (dict(n=-3, bias=float("nan")), "--n is -3, .* --bias is nan, "),
+    ],
+)
+def test_a_number_is_in_the_range_that_stands_with_its_field(numbers, said):
+    with pytest.raises(UserError, match=f"^{said}") if said else contextlib.nullcontext():
+        flags.check(Numbers(**numbers))
 
 
 def test_what_a_file_says_is_shown_on_one_line():

@@ -1,6 +1,7 @@
 """What a run tells whoever watches it: its data, a line of 80 columns for each step, log.txt, the time left, bars."""
 
 import errno
+import functools
 import io
 import itertools
 import json
@@ -10,6 +11,7 @@ import re
 import sys
 from concurrent import futures
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,17 +33,16 @@ def test_the_account_of_a_run(capsys):
     model = torch.nn.ParameterList([torch.zeros(5, 10), torch.zeros(50)])
     groups = [{"params": [model[0]]}, {"params": [model[1]], "lr": 0.5}]
     optimizers = [torch.optim.SGD(groups, lr=6e-4), torch.optim.Adagrad([torch.zeros(7)], lr=0.02)]
-    loaders = SimpleNamespace(num_windows=500), SimpleNamespace(num_windows=60)
     config = TrainConfig(
         sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300, min_lr=6e-4
     )
-    enc = SimpleNamespace(name="bytes")
+    parts = SimpleNamespace(raw_model=model, optimizers=optimizers, enc=SimpleNamespace(name="bytes"))
+    parts.loader, parts.val_loader = SimpleNamespace(num_windows=500), SimpleNamespace(num_windows=60)
     for seconds in (67, 135):  # a step
         fit = autofit.Fit(
             None, 4, False, [], [], flops_per_token=600, kept_bytes=10_000, seconds_per_token=seconds / 128
         )
-        options: dict = dict(loaders=loaders, enc=enc, fit=fit, start=run_folder.Start(), world=World())
-        summary.print_account(config, model, optimizers, **options)
+        summary.print_summary(run_folder.Beginning(config), parts, fit, World())
         said = capsys.readouterr().out
         assert ("Use --preset quickstart" in said) == (seconds > 86), "more than a day"
     assert said.splitlines()[:-1] == [
@@ -54,12 +55,12 @@ def test_the_account_of_a_run(capsys):
         "validation: 592 of 960 tokens, from all of the split; tokenizer bytes",
         "step:       128 tokens = B 4 * T 16 * ranks 1 * micro-steps 2",
         "compute:    7.7e+07 FLOPs, about 38h here",
-        "memory:     1.6KB for weights and optimizer, at most 40KB for activations",
-        "disk:       5 checkpoints of 1.2KB, 400B for hf/",
+        "memory:     1.6 KB for weights and optimizer, at most 40 KB for activations",
+        "disk:       5 checkpoints of 1.2 KB, 400 B for hf/",
         "run:        log, from step 0 to 1000",
     ]
-    resumed = dict(start=run_folder.Start(checkpoint={"step": 700}), fit=fit._replace(seconds_per_token=1 / 128))
-    summary.print_account(config, model, optimizers, **options | resumed)
+    resumed: Any = run_folder.Beginning(config, {"step": 700})
+    summary.print_summary(resumed, parts, fit._replace(seconds_per_token=1 / 128), World())
     # 300 steps are left, of 128 tokens and a second each
     assert "\ncompute:    2.3e+07 FLOPs, about 5:00 here\n" in capsys.readouterr().out
 
@@ -91,25 +92,24 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     said = []
     monkeypatch.setattr(devices, "peak_flops", lambda device: peak)
     monkeypatch.setattr(World, "broadcast_from_master", lambda world, *action: None)  # there is no folder
-    monkeypatch.setattr(run_folder, "install_signal_handlers", list)
     monkeypatch.setattr(run_folder, "SECONDS_PER_LINE", 0)
     config = TrainConfig(total_batch_size=128, max_steps=20_000)
     fit = autofit.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
-    start = run_folder.Start(checkpoint={"step": 19072})
-    run = run_folder.Run(config, World(size=2), None, start=start, metadata={"tokenizer": "bytes"}, fit=fit)
+    saved: Any = dict(step=19072, val_loss=None, best_val_loss=math.inf)
+    run = run_folder.Run(run_folder.Beginning(config, saved), World(size=2), None, metadata={}, fit=fit)
     run.writer = mock.Mock()
     run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
-    large = dict(step=19072, loss=10.98123, lr=1.2e-3, norm=12.3456)
+    large = functools.partial(run.log_step, 19072, train_gpt2.Step(10.98123, 12.3456, False, {}), lr=1.2e-3)
     for seconds in (0.0852, 0.852, 9.99, 99.9):
-        run.log_step(**large, tokens=2**19, seconds=seconds)
+        large(tokens=2**19, seconds=seconds)
     assert len({line.index(" left") for line, _ in said}) == 1, "the columns line up"
     for line, streams in said:
         assert len(line) <= 80, line
         assert all(word in line for word in ("loss 10.98", "lr 1.2e-3", "norm 12.3", "tok/s", "left")), line
         assert streams["train"] == 10.98123
-    run.log_step(**large, tokens=12_800_000, seconds=1.0)  # 2.8e12 FLOPs, on two GPUs that can do 1e13 each
+    large(tokens=12_800_000, seconds=1.0)  # 2.8e12 FLOPs, on two GPUs that can do 1e13 each
     assert (" 14% MFU " in said[-1][0]) == (peak is not None)
-    run.log_step(**large, tokens=128, seconds=0.0)
+    large(tokens=128, seconds=0.0)
     assert math.isfinite(said[-1][1]["tok/s"]) and "left" in said[-1][0]
 
 
@@ -181,7 +181,7 @@ def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_col
 def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
     with patched(train_gpt2.time, "perf_counter", clock(0.25)):
-        with patched(train_gpt2, "train_step", lambda *args, **options: (1.0, 1.0, False)):
+        with patched(train_gpt2, "train_step", lambda *args, **options: train_gpt2.Step(1.0, 1.0, False, {})):
             train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0)
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 

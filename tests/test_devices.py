@@ -51,7 +51,7 @@ def test_only_training_computes_the_logits_in_8_bits():
     model, idx = tiny_model(), torch.randint(320, (2, 16))
     logits = model(idx)[0]
     exact = model(idx, idx, return_logits=False)[1]
-    model.float8_lm_head = True
+    model.float8 = True
     assert torch.equal(model(idx)[0], logits)
     rough = model(idx, idx, return_logits=False)[1]
     assert rough != exact
@@ -63,13 +63,14 @@ def test_a_batch_ramp_compiles_for_few_shapes(data):
     import torch._dynamo
 
     torch._dynamo.reset()
-    model = torch.compile(tiny_model(), backend="aot_eager", dynamic=False)
+    raw_model = tiny_model()
+    model = torch.compile(raw_model, backend="aot_eager", dynamic=False)
     loader, config = train_gpt2.DataLoaderLite(data, "train", 6, 16), train_gpt2.TrainConfig()
     optimizers = [torch.optim.SGD(model.parameters())]
     torch._dynamo.utils.counters.clear()
     for num_windows in range(1, 13):
         options = dict(optimizers=optimizers, scaler=torch.amp.GradScaler("cpu", enabled=False), world=World())
-        train_gpt2.train_step(model, loader, num_windows, step=0, config=config, signals=[], **options)
+        train_gpt2.train_step(model, raw_model, loader, num_windows, step=0, config=config, signals=[], **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 

@@ -35,7 +35,7 @@ class Planted(nn.Module):
 
     def __init__(self, padding=0.0):
         super().__init__()
-        self.config = GPTConfig(block_size=1024, vocab_size=320)
+        self.config, self.has_cache = GPTConfig(block_size=1024, vocab_size=320), True
         table = torch.zeros(257, 320)
         for pair in SUCCESSORS:
             before, after = pair.encode("latin-1")
@@ -43,7 +43,7 @@ class Planted(nn.Module):
         table[:, 257:] = padding
         self.table = nn.Parameter(table)
 
-    def hidden_states(self, idx, pos=None, attn_mask=None):
+    def hidden_states(self, idx, cache=None):
         return nn.functional.one_hot(idx, 257).float()
 
     def logits(self, hidden):
@@ -70,9 +70,11 @@ def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding
     assert evaluate(model, [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
 
 
-def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of_logits(monkeypatch, capsys):
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of_logits(has_cache, monkeypatch):
     examples = [render_example(example, ENC, harness) for example in EXAMPLES * 3 for harness in (False, True)]
     model = tiny_model(block_size=1024)
+    model.has_cache = has_cache
     # logits below 10 have errors below 1e-5 whatever the order of their sums, and an ending has 45 tokens
     same = pytest.approx(four_rows(model, examples), abs=1e-3)
     for batch_tokens in (0, 1, 300, 10**6):
@@ -80,22 +82,25 @@ def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of
     for chunk in (1, 7, 2048):
         monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
         assert score(model, examples, ENC.n_vocab)[0] == same
-    sees = hellaswag.attention_mask(torch.tensor([[0, 1, 2, 5, 5]]))  # 5 is padding
-    assert sees.any(-1).all(), "some kernels give NaN for a token that sees none"
-    assert not capsys.readouterr().err, "a note would say that packed rows are not used"
 
 
-def test_scoring_ends_early_when_it_is_told_to():
-    told = []
+def test_the_part_of_a_context_that_can_be_shared_is_read_once():
+    """With multiples of 4: of 3 and 4 tokens nothing, of 5 to 8 four, of 9 eight. The rest is read with each ending."""
+    rows = [(list(range(n)), [[0], [0, 0], [0], [0]]) for n in (3, 4, 5, 8, 9, 9)]
+    batches = list(hellaswag.make_batches(rows, 10**6, 4))
+    assert batches == [([4, 5], 8), ([3, 2], 4), ([1, 0], 0)], "longest first"
+    assert list(hellaswag.make_batches(rows, 1, 4))[:2] == [([4], 8), ([5], 8)]
+    assert {cut for _, cut in hellaswag.make_batches(rows, 10**6, 0)} == {0}
+    read = []
 
-    class Told(Planted):
-        def hidden_states(self, *args):
-            assert not told, "no batch is computed after that"
-            told.append("SIGTERM")
-            return super().hidden_states(*args)
+    class Counting(Planted):
+        def hidden_states(self, idx, cache=None):
+            read.append(tuple(idx.shape))
+            return super().hidden_states(idx, cache)
 
-    examples = [render_example(example, ENC) for example in EXAMPLES]
-    assert evaluate(Told(), examples, ENC.n_vocab, batch_tokens=1, stop=told) == Counts(0, 0, 0, 0)
+    example = hellaswag.Rendered([97] * 20, [[97] * 3, [97] * 2, [97], [97]], 0, [1] * 4)
+    score(Counting(), [example], ENC.n_vocab)
+    assert read == [(1, 16), (4, 4 + 3 - 1)]
 
 
 def test_too_long_contexts_lose_their_oldest_tokens():

@@ -1,14 +1,15 @@
 """The output layer and its loss in float8, compared with F.cross_entropy in float64; GPUs and their errors by name."""
 
-import contextlib
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plumbing.cli.console import UserError
 from plumbing.system import kernels
 from plumbing.system.autofit import is_out_of_memory
 from plumbing.system.devices import has_float8, peak_flops
-from plumbing.system.kernels import FasterLoss, LinearCrossEntropy, losses_and_gradient
+from plumbing.system.kernels import LinearCrossEntropy, losses_and_gradient
 
 float8_only = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
 
@@ -63,8 +64,7 @@ def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeyp
     expected = F.cross_entropy(exact, targets, reduction="sum")
     (expected / 3).backward()
     leaf = logits.clone().requires_grad_()
-    with FasterLoss():
-        loss = F.cross_entropy(leaf, targets, reduction="sum")
+    loss = kernels.cross_entropy(leaf, targets, ignore_index=-100)
     (loss / 3).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
     limits = dict(rtol=2**-8, atol=1e-8) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-7)
@@ -72,10 +72,10 @@ def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeyp
     assert leaf.grad.dtype == dtype and not leaf.grad[2].any() and not leaf.grad[4].any()
 
 
-def loss_of(x, weight, targets, float8=False, **options):
-    with FasterLoss(float8):
-        logits = F.linear(x, weight, None)
-        return F.cross_entropy(logits, targets, reduction="sum", **options)
+def loss_of(x, weight, targets, float8=False):
+    if float8:
+        return kernels.cross_entropy_in_float8(x, weight, targets, -100)
+    return kernels.cross_entropy(F.linear(x, weight), targets, ignore_index=-100)
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
@@ -94,30 +94,37 @@ def test_the_compiler_gets_the_loss_in_one_graph(float8):
 CHANGES = {  # what else a loss may be asked for
     "label smoothing": (dict(label_smoothing=0.1), lambda logits: logits),
     "class weights": (dict(weight=torch.linspace(0, 1, 48)), lambda logits: logits),
-    "a soft cap": ({}, lambda logits: 2 * torch.tanh(logits / 2)),
+    "a soft cap": ({}, lambda logits: 30 * torch.tanh(logits / 30)),
 }
 
 
-@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_faster_kernel_steps_aside_when_it_is_asked_for_more(name, float8, monkeypatch):
+def test_what_a_loss_is_asked_for_is_computed_and_not_in_float8(name, monkeypatch):
+    """The faster kernel for many logits steps aside; float8 computes the plain loss alone, and refuses."""
     monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 1)
     options, change = CHANGES[name]
-    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32), torch.randint(48, (16,))
-    with FasterLoss(float8):
-        loss = F.cross_entropy(change(F.linear(x, weight, None)), targets, reduction="sum", **options)
-    torch.testing.assert_close(loss, F.cross_entropy(change(x @ weight.T), targets, reduction="sum", **options))
+
+    def loss_sum(x, targets):
+        logits = change(F.linear(x, weight))
+        return logits, kernels.cross_entropy(logits, targets, ignore_index=-100, **options)
+
+    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32) * 0.02, torch.randint(48, (16,))
+    expected = F.cross_entropy(change(x @ weight.T), targets, reduction="sum", **options)
+    torch.testing.assert_close(loss_sum(x, targets)[1], expected)
+    with pytest.raises(UserError, match="^--dtype fp8 .* loss_sum computes something else. Use --dtype bfloat16"):
+        kernels.check_float8(loss_sum, weight)
+    options, change = {}, lambda logits: logits
+    kernels.check_float8(loss_sum, weight)
 
 
 def test_the_loss_leaves_the_logits_alone(monkeypatch):
     """Something else, such as a penalty on large logits, may need them in its backward pass."""
     monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 96)
     gradients = []
-    for context in (FasterLoss(), contextlib.nullcontext()):
+    for cross_entropy in (kernels.cross_entropy, functools.partial(F.cross_entropy, reduction="sum")):
         x = torch.linspace(-3, 3, 7 * 48).view(7, 48).requires_grad_()
-        with context:
-            logits = x * 2
-            loss = F.cross_entropy(logits, torch.arange(7), reduction="sum") + logits.logsumexp(1).square().sum()
+        logits = x * 2
+        loss = cross_entropy(logits, torch.arange(7), ignore_index=-100) + logits.logsumexp(1).square().sum()
         loss.backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients)
@@ -126,8 +133,33 @@ def test_the_loss_leaves_the_logits_alone(monkeypatch):
 def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
     q, k, v = torch.randn(3, 1, 2, 8, 4).bfloat16()
     mask = torch.full((8, 8), -torch.inf, dtype=torch.bfloat16).triu(1)
-    expected = kernels.attention_on_cpu(q, k, v, is_causal=True)
-    torch.testing.assert_close(kernels.attention_on_cpu(q, k, v, attn_mask=mask), expected)
+    expected = kernels.attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(kernels.attention(q, k, v, attn_mask=mask), expected)
+
+
+def test_the_last_tokens_attend_as_they_do_in_the_whole_text():
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., 5:, :]
+    mask = kernels.causal_mask(3, 8, q.device)
+    torch.testing.assert_close(kernels.attention(q[..., 5:, :], k, v, attn_mask=mask), expected)
+
+
+def test_a_cache_gives_back_what_each_layer_has_appended_and_repeats_its_rows():
+    """Two layers with one tensor and two, of other sizes; five tokens in portions of three, one and one."""
+    wholes = {0: [torch.randn(2, 5, 4)], 1: [torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 6)]}
+    cache = kernels.KVCache(7)
+    for start, end in ((0, 3), (3, 4), (4, 5)):
+        for layer, tensors in wholes.items():
+            so_far = cache.append(layer, *(x[..., start:end, :] for x in tensors))
+            assert all(torch.equal(found, x[..., :end, :]) for found, x in zip(so_far, tensors, strict=True))
+        cache.advance(end - start)
+        assert cache.length == end
+    cache.state[1]["last"] = torch.tensor([[1.0], [2.0]])
+    cache.repeat(2)
+    more = torch.randn(4, 2, 4)
+    expected = torch.cat([wholes[0][0][[0, 0, 1, 1]], more], 1)
+    assert torch.equal(cache.append(0, more)[0], expected)
+    assert cache.state[1]["last"].flatten().tolist() == [1, 1, 2, 2]
 
 
 def test_out_of_memory_is_known_in_whatever_it_is_wrapped():

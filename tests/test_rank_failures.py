@@ -17,28 +17,59 @@ from plumbing.system import devices, distributed
 from harness import error_in, flags, make_shards, patched, run, tiny_flags
 
 
-def choose_float16(*args, **options):
-    return torch.float16, "float16"
-
-
-def train_alone_otherwise(args, changes, version=torch.__version__, choose_dtype=devices.choose_dtype):
-    """Train with other flags, another version of torch or a GPU of another kind on rank 1."""
+def train_alone_otherwise(args, changes, version=torch.__version__):
+    """Train with other flags or another version of torch on rank 1."""
     if os.environ["RANK"] == "1":
         args = [*args, *flags(**changes)]
-        torch.__version__, devices.choose_dtype = version, choose_dtype
+        torch.__version__ = version
     train_gpt2.main(args)
 
 
 def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
-    """In two dtypes, the mean of their gradients would be wrong: float16's are scaled."""
     args = tiny_flags(folder, tmp_path / "out", max_steps=6)
     other = make_shards(tmp_path / "other", seed=1)
-    flags_differ = "Rank 1 does not agree with rank 0: max_lr is 0.01 instead of 0.003; the version of torch"
-    cases = [(({"max_lr": 0.01}, "2.0"), flags_differ), (({"data": other},), "with rank 0: training data is ")]
-    cases.append((({}, torch.__version__, choose_float16), "the dtype is float16 instead of float32"))
+    flags_differ = "Rank 1 does not agree with rank 0: --max-lr is 0.01 instead of 0.003; the version of torch"
+    cases = [(({"max_lr": 0.01}, "2.0"), flags_differ), (({"data": other},), "with rank 0: the training data is ")]
+    # also a flag that rank 0 does not have
+    cases.append((({"weight_decay": 0.5},), "Rank 1 does not agree with rank 0: --weight-decay is 0.5 instead of"))
     for otherwise, words in cases:
         said, _ = run(train_alone_otherwise, args, *otherwise, ranks=2, ends=[2, 2])
         assert words in error_in(said) and not (tmp_path / "out").exists()
+
+
+def train_on_a_gpu_before_ampere_on_rank_1(args):
+    """As far as dtypes are concerned; print the one of this rank."""
+
+    def choose(name, device, is_wide=False):
+        with patched(torch.cuda, "get_device_capability", lambda device: (7, 5)):
+            return devices.choose_dtype(name, "cuda", is_wide)
+
+    def print_and_setup(start):
+        print(start.world.dtype, flush=True)
+        return setup(start)
+
+    with patched(distributed, "choose_dtype", choose if os.environ["RANK"] == "1" else devices.choose_dtype):
+        with patched(train_gpt2, "setup", print_and_setup) as setup:
+            train_gpt2.main(args)
+
+
+def test_ranks_do_not_train_in_two_dtypes(folder, tmp_path):
+    """The mean of their gradients would be wrong, as float16's are scaled. Rank 0 chooses; else there is no run."""
+    args = tiny_flags(folder, tmp_path / "out", dtype="bfloat16")
+    _, said = run(train_on_a_gpu_before_ampere_on_rank_1, args, ranks=2, ends=[None, 2])
+    assert "does not support --dtype bfloat16" in error_in(said) and not (tmp_path / "out").exists()
+    args = tiny_flags(folder, tmp_path / "out", dtype="auto", max_steps=2)
+    said = run(train_on_a_gpu_before_ampere_on_rank_1, args, ranks=2)
+    assert [text.splitlines()[0] for text in said] == ["torch.float32"] * 2
+
+
+@pytest.mark.parametrize("launcher, variable", distributed.OTHER_LAUNCHERS.items())
+def test_processes_that_do_not_know_of_one_another_do_not_train_in_one_folder(launcher, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert distributed.setup_distributed("cpu").size == 1
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(UserError, match=f"^{launcher} has started 4 processes .* torchrun --nnodes=N"):
+        distributed.setup_distributed("cpu")
 
 
 def set_rank(monkeypatch, **changes):

@@ -9,7 +9,7 @@ import smoltalk
 import torch
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.run import options
+from plumbing.run import start
 from plumbing.run.logs import read_starts
 from plumbing.system import autofit
 from plumbing.system.distributed import World
@@ -18,15 +18,17 @@ from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get
 from harness import log_lines, losses, printed_commands, status_of, tiny_model, train
 
 
-def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
+def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkeypatch):
     """What the README's first figures and all comparisons rest on: it changes with a new version only on purpose."""
     recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
     recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
     recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
     recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95)
     recipe |= dict(grad_clip=1.0, dtype="auto")
-    config = train_gpt2.parse_args([])
-    assert {name: getattr(config, name) for name in recipe} == recipe
+    monkeypatch.chdir(tmp_path)  # with no data, so that the run is only decided
+    as_decided = lambda settings, typed, world: TrainConfig(**settings)  # noqa: E731
+    with start.begin(TrainConfig, PRESETS, train_gpt2.parse_args([]), as_decided) as run:
+        assert {name: getattr(run.config, name) for name in recipe} == recipe
 
 
 RATES = {  # {step: learning rate}
@@ -76,17 +78,17 @@ def test_a_limit_that_no_gradient_reaches_and_recomputing_change_no_loss_and_rec
 
 
 def test_apply_schedules_moves_every_group_in_proportion():
-    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, muon_lr=0.02)
-    muon = train_gpt2.Muon([{"params": [matrix]}], 0.02, 0.95, 0.0)
-    adamw = torch.optim.AdamW([{"params": [vector]}])
+    config = TrainConfig(warmup_steps=10, max_steps=100, max_lr=1e-3, optimizer="muon", muon_lr=0.02)
+    muon, adamw = train_gpt2.configure_optimizers(tiny_model(), config)
     assert train_gpt2.apply_schedules([muon, adamw], 4, config) == pytest.approx(5e-4)
-    assert adamw.param_groups[0]["lr"] == pytest.approx(5e-4)
-    assert muon.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([5e-4] * 2)
+    assert [group["lr"] for group in muon.param_groups] == pytest.approx([0.01] * 4)
     # momentum from 0.85 to 0.95 over 300 steps
     for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (5000, 0.95)):
         train_gpt2.apply_schedules([muon], step, config)
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
+    train_gpt2.apply_schedules([muon], 150, dataclasses.replace(config, muon_momentum_warmup=200))
+    assert muon.param_groups[0]["momentum"] == pytest.approx(0.925)
 
 
 def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
@@ -107,9 +109,9 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     for ranks in range(1, 65):
         if windows % ranks:  # the advice is not another recipe
             with pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}"):
-                options.check_config(config, World(size=ranks), [])
+                start.check_config(config, train_gpt2.complaints(config), World(size=ranks))
             continue
-        options.check_config(config, World(size=ranks), [])
+        start.check_config(config, train_gpt2.complaints(config), World(size=ranks))
         B = autofit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
         assert B == config.batch_size or windows // ranks % config.batch_size

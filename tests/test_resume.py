@@ -29,7 +29,6 @@ from harness import (
     KILLED,
     assert_same_run,
     assert_same_tensors,
-    change_checkpoint,
     die_at,
     examples_file,
     forked_torchrun,
@@ -40,7 +39,6 @@ from harness import (
     patched,
     printed_commands,
     read_log,
-    refused,
     run,
     signalled,
     steps_of,
@@ -140,25 +138,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, f
     assert Path(f"{stopped}.1", "model_00008.pt").exists()
 
 
-def test_a_checkpoint_of_the_first_version_continues(folder, straight, stopped):
-    """It had fewer flags and said neither what the model is, nor its code, nor the parameters' names."""
-
-    def make_old(content):
-        del content["code"], content["model_fields"], content["config"]["passes"], content["config"]["grad_clip"]
-        for state in content["optimizer"]:
-            del state["class"]
-            for group in state["param_groups"]:
-                del group["param_names"]
-        content["loader"] |= {"num_windows": 293, "T": 16}
-
-    for path in stopped.glob("model_*.pt"):
-        change_checkpoint(path, make_old)
-    args = tiny_flags(folder, stopped, grad_clip=0.5, val_tokens=320, **OPTIONS)
-    assert "(grad_clip was 1.0, now 0.5, val_tokens was 512, now 320)" in refused(train_gpt2.main, *args)
-    train(folder, stopped, **OPTIONS)
-    assert_same_run(stopped, straight)
-
-
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
     """model_100000.pt sorts before model_99999.pt as text."""
     for step in (99_999, 100_000):
@@ -211,10 +190,10 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
 @needs("SIGHUP")
 def test_under_nohup_a_closed_terminal_stops_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals = run_folder.install_signal_handlers()
-    os.kill(os.getpid(), signal.SIGHUP)
+    with run_folder.Signals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
     signal.signal(signal.SIGHUP, before)
-    assert signals == []
+    assert len(signals) == 0
 
 
 def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path):
@@ -359,11 +338,14 @@ def signal_in_an_evaluation(name, args):
 
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
-def test_a_signal_in_an_evaluation_stops_all_ranks_and_the_evaluation_is_done_again(name, stream, data, tmp_path):
+def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_it_is_done(
+    name, stream, data, tmp_path
+):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
-    run(signal_in_an_evaluation, name, args, ranks=2)
-    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 not in read_log(tmp_path / "out", stream)
+    said = run(signal_in_an_evaluation, name, args, ranks=2)
+    assert "Stopping after this evaluation.\n" in said[1] and "Stopped after 4 steps" in said[0]
+    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 in read_log(tmp_path / "out", stream)
     train(data, tmp_path / "out", batch_size=2, **options)
     assert sorted(read_log(tmp_path / "out")) == list(range(12))
     assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]

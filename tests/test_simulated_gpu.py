@@ -1,5 +1,7 @@
 """The program on the simulated GPU of tests/simulated_gpu: what CUDA would do, in which order, on any machine."""
 
+import ast
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -16,7 +18,7 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.run import options
+from plumbing.run import start
 from plumbing.run.checkpoint import list_checkpoints, load_checkpoint
 from plumbing.system import autofit, devices, distributed
 from plumbing.system.devices import has_float8
@@ -166,12 +168,20 @@ def test_out_of_memory_later_costs_one_line_and_no_work(gpu, folder, tmp_path):
 # ----- Order --------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def statement_at(number):
+    """The trainer's innermost statement that this line is in, however it is wrapped."""
+    nodes = ast.walk(ast.parse(Path(train_gpt2.__file__).read_text(encoding="utf-8")))
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= number <= node.end_lineno]
+    return ast.unparse(max(around, key=lambda node: node.lineno))
+
+
 class Waits(TorchDispatchMode):
-    """The program's lines in which the host waits for the GPU."""
+    """The trainer's statements in which the host waits for the GPU."""
 
     def __init__(self):
         super().__init__()
-        self.lines = []
+        self.statements = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before = torch.ops.card.waits()
@@ -179,7 +189,7 @@ class Waits(TorchDispatchMode):
         if torch.ops.card.waits() > before:
             stack = traceback.extract_stack()[:-1]
             frames = [frame for frame in stack if frame.filename == train_gpt2.__file__]
-            self.lines.append(frames[-1].line)
+            self.statements.append(statement_at(frames[-1].lineno))
         return result
 
 
@@ -190,7 +200,7 @@ def train_and_note_waits(args):
         def call(*rest, **options):
             with Waits() as waits:
                 result = function(*rest, **options)
-            found[name].append(waits.lines)
+            found[name].append(waits.statements)
             return result
 
         return call
@@ -209,8 +219,8 @@ def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_p
     options = dict(device="cuda", max_steps=4, optimizer="muon", dtype="bfloat16")
     _, said = gpu(train_and_note_waits, tiny_flags(folder, tmp_path / "out", **options))
     found = json.loads(said.splitlines()[-1])
-    stacked = "torch.stack([correction * loss_sum / world.size, norm, num_signals, *scalars.values()])"
-    assert found["step"] == [[f"values = {stacked}.tolist()"]] * 4
+    stacked = "torch.stack([correction * loss_sum / world.size, norm, num_signals, *own])"
+    assert found["step"] == [[f"loss, norm, num_signals, *own = {stacked}.tolist()"]] * 4
     assert len(found["loader"]) >= 8 and not any(found["loader"])
 
 
@@ -232,7 +242,7 @@ def decide(place, presets):
     print("fp8", answer(lambda: devices.choose_dtype("fp8", device)[1]))
     for preset in presets:
         world = distributed.World(device=device, dtype=dtype)
-        config = train_gpt2.parse_args(["--preset", preset, "--no-compile", "--vocab-size", "50304"])
+        config = dataclasses.replace(train_gpt2.PRESETS[preset], compile=False, vocab_size=50304)
         print(preset, answer(functools.partial(find_B, config, world)), flush=True)
 
 
@@ -244,10 +254,10 @@ def answer(question):
 
 
 def find_B(config, world):
-    options.check_config(config, world, train_gpt2.complaints(config))
-    autofit.check_memory(lambda: train_gpt2.GPT(config), world.device)
+    start.check_config(config, train_gpt2.complaints(config), world)
+    autofit.check_memory(lambda: train_gpt2.GPT(config.model_config), world.device)
     with torch.device(world.device):
-        model = train_gpt2.GPT(config)
+        model = train_gpt2.GPT(config.model_config)
     return autofit.find_what_fits(model, lambda raw, *rest: raw, config, num_ids=50257, world=world).B
 
 

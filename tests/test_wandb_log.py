@@ -103,11 +103,14 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     place, line = re.search(r"    # .*: (scalars\[.*)\n", source).group(0, 1)
     changed = tmp_path / "train_own.py"
-    others = line.replace("wte", "seconds")  # any name may be taken
-    changed.write_text(source.replace(place, f"{place}    {line}\n    {others}\n"), encoding="utf-8")
+    # any name may be taken, and any number
+    lines = [line, line.replace('"wte"', '"seconds"'), 'scalars["plain"] = 0.5']
+    own = "".join(f"    {line}\n" for line in lines)
+    changed.write_text(source.replace(place, place + own), encoding="utf-8")
     assert status_of(source_code.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
     ours = read_log(tmp_path / "run", "wte")
     assert read_log(tmp_path / "run", "seconds") == ours
+    assert set(read_log(tmp_path / "run", "plain").values()) == {"0.5"}
     assert len(ours) == 12 and "wte" not in capsys.readouterr().out
     mirrored = logged(wandb)
     assert {step: mirrored[step, "wte"] for step in range(12)} == ours

@@ -114,6 +114,8 @@ RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an
 def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
 
+    What `main` returns may have a `status`, with which the process exits then.
+
     Failed output is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
@@ -128,8 +130,10 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     protect_console()
     Console.output_is_product = output_is_product
     try:
-        main()
+        status = getattr(main(), "status", 0)
         sys.stdout.flush()  # the last line may have no newline
+        if status:
+            sys.exit(status)
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -3,7 +3,8 @@
 That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
 heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
 Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
-set, is refused except with Annotated[str, "may be empty"]. Whole numbers may be written as 1e9.
+set, is refused except with Annotated[str, "may be empty"]. Whole numbers may be written as 1e9. The range of a number
+stands with its field, as Positive[int] or Below1[float].
 """
 
 import argparse
@@ -23,6 +24,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from plumbing.cli.console import UserError
 
 Config = TypeVar("Config")
+Number = TypeVar("Number")
+ABOVE_0, BELOW_1 = "above 0", "below 1"
+Positive = Annotated[Number, ABOVE_0]  # Positive[int]: 1 or more
+Below1 = Annotated[Number, BELOW_1]  # Below1[float]: 0 or more, and less than 1
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
 
@@ -33,16 +38,24 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message if message.endswith((".", "?")) else f"{message}. {SEE_HELP}")
 
 
-def parse(
-    config_class: type[Config],
+def parse(config_class: type[Config], args: Sequence[str] | None = None, **options: Any) -> Config:
+    """Parse the command line into the dataclass `config_class`; for the options see `read`."""
+    presets: Any = options.get("presets") or {"": config_class()}
+    values = read(config_class, args, **options)
+    return dataclasses.replace(presets[values.get("preset", next(iter(presets)))], **values)
+
+
+def read(
+    config_class: type,
     args: Sequence[str] | None = None,
     *,
-    presets: Mapping[str, Config] | None = None,
+    presets: Mapping[str, Any] | None = None,
     synonyms: Mapping[str, str] | None = None,
-) -> Config:
-    """Parse the command line into the dataclass `config_class`; --help prints the help text and exits.
+) -> dict[str, Any]:
+    """What was typed, {field of `config_class`: value}; --help prints the help text and exits.
 
-    presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: as OTHER_TRAINERS.
+    presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: other programs'
+    names for the flags, {flag: names}.
     """
     default: Any = config_class()
     parser = make_parser(config_class, default)
@@ -51,15 +64,14 @@ def parse(
     if unknown:
         raise UserError(explain(unknown, parser._actions, synonyms or {}, presets or {}))
     values = vars(found)
-    if presets:
-        default = presets[values.get("preset", next(iter(presets)))]
     if values.pop("help"):
-        make_parser(config_class, default).print_help()
+        shown = presets[values.get("preset", next(iter(presets)))] if presets else default
+        make_parser(config_class, shown).print_help()
         sys.exit(0)
     for field in dataclasses.fields(default):
         if field.name in values and get_origin(kind_of(field)[0]) is tuple:
             values[field.name] = tuple(values[field.name])
-    return dataclasses.replace(default, **values)
+    return values
 
 
 def make_parser(config_class, default):
@@ -235,56 +247,30 @@ def closest(name, meanings):
     return ""
 
 
-# the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
-OTHER_TRAINERS = {
-    "--data": "dataset dataset-name data-dir data-path input-bin",
-    "--init-from": "model model-name-or-path checkpoint",
-    "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
-    "--dtype": "bf16 fp16 fp32",
-    "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
-    "--sequence-length": "seq-len max-seq-len context-length",
-    "--total-batch-size, which counts tokens": "gradient-accumulation-steps",
-    "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
-    "--max-steps 0": "eval-only",
-    "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
-    "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
-    "--passes": "num-train-epochs num-epochs epochs",
-    "--max-lr": "learning-rate lr",
-    "--val-every": "eval-interval eval-every eval-steps val-loss-every",
-    "--val-tokens": "eval-iters",
-    "--checkpoint-every": "save-steps save-every always-save-checkpoint",
-    "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
-    "log.txt, which has every step": "log-interval logging-steps",
-    "The model has no dropout: in pretraining it sees most texts once.": "dropout",
-}
-
-
 def flag_of(name):
     """The flag of a field: "max_steps" -> "--max-steps"."""
     return "--" + name.replace("_", "-")
 
 
-def check(
-    options: Any, complaints: Iterable[str] = (), above_0: Sequence[str] = (), below_1: Sequence[str] = ()
-) -> None:
-    """Raise one UserError with all `complaints`, and with each number that is negative, infinite or nan.
+def check(options: Any, complaints: Iterable[str] = ()) -> None:
+    """Raise one UserError with all `complaints`, and with each number that is infinite, nan or out of its range.
 
-    Numbers named in above_0 must not be 0, those named in below_1 must be below 1. A field's own default is legal, and
-    if that is negative, so are other negative numbers.
+    Numbers are 0 or more, unless the field says otherwise (Positive, Below1). A field's own default is legal, and if
+    that is negative, so are other negative numbers.
     """
     errors = list(complaints)
-    for name, value in vars(options).items():
-        default = getattr(type(options), name, None)
+    for field in dataclasses.fields(options):
+        value, default, notes = getattr(options, field.name), field.default, kind_of(field)[1]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value == default:
             continue
         least = "0 or more"
-        if name in above_0:
+        if ABOVE_0 in notes:
             least = "1 or more" if isinstance(value, int) else "above 0"
-        limit = 1 if name in below_1 else 1e18
+        limit = 1 if BELOW_1 in notes else 1e18
         if limit == 1 or not value < limit:
             least += f" and below {limit:g}"
         may_be_negative = isinstance(default, (int, float)) and default < 0
-        if (value < 0 and not may_be_negative) or (value == 0 and name in above_0) or not abs(value) < limit:
-            errors.append(f"{flag_of(name)} is {value}, but it must be {least}.")
+        if (value < 0 and not may_be_negative) or (value == 0 and ABOVE_0 in notes) or not abs(value) < limit:
+            errors.append(f"{flag_of(field.name)} is {value}, but it must be {least}.")
     if errors:
         raise UserError(" ".join(errors))

@@ -224,3 +224,11 @@ def render_conversation(
 def render_question(messages: list[dict[str, str]], enc: tiktoken.Encoding) -> list[int]:
     """The ids of a conversation, up to where the assistant answers."""
     return render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
+
+
+def render_prompt(text: str, enc: tiktoken.Encoding) -> tuple[str, list[int]]:
+    """(what is shown, its ids) of a text to continue or, with role markers, of a question to answer."""
+    if not has_chat_tokens(enc):
+        return text, enc.encode_ordinary(text) or [enc.eot_token]
+    ids = render_question([{"role": "user", "content": text}], enc)
+    return enc.decode(ids[1:]), ids

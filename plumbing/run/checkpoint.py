@@ -1,9 +1,7 @@
 """Find, read and write checkpoints, and read weights saved by other programs, for whatever model the trainer has."""
 
-import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import pickle
 import re
@@ -13,16 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from plumbing.cli.console import UserError, first_line, plain, print0
+from plumbing.cli.console import UserError, first_line, plain
 from plumbing.cli.flags import suggest
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
-from plumbing.run import huggingface, source_code
+from plumbing.run import checks, huggingface, source_code
 from plumbing.system.autofit import SkipInit
 
 Config = TypeVar("Config")
@@ -46,12 +45,15 @@ class Checkpoint(TypedDict):
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state of each optimizer, see `optimizer_states`
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
-    loader: dict[str, Any]  # the position in the training data, and their fingerprint
+    loader: dict[str, Any]  # the position in the training data, and what fixes their order
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
     code: dict[str, str]  # of the file that trained it, see source_code.py
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
+    finished: bool  # whether the run's last evaluation is done
+    examined: dict[str, Any]  # what was found out about the model, and of which code: checks.examine
+    launch: str  # of the torchrun that wrote it, see logs.py
 
 
 class PeerConfig:
@@ -127,14 +129,8 @@ def load_checkpoint(path: Name) -> Checkpoint:
 def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[str, Any]:
     """What every checkpoint of a run holds beside its state."""
     texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc), "val_fingerprint": val_fingerprint}
-    settings = {"config": dataclasses.asdict(config), "model_fields": model_fields(config)}
+    settings = {"config": dataclasses.asdict(config), "model_fields": list(vars(config.model_config))}
     return settings | texts | {"code": source_code.describe(type(config))}
-
-
-def model_fields(config: Any) -> list[str]:
-    """The fields that TrainConfig, the class of `config`, inherits from GPTConfig."""
-    gpt_config = type(config).__mro__[-2]  # the last one is `object`
-    return [field.name for field in dataclasses.fields(gpt_config)]
 
 
 def in_our_form(content: Any, path: Name) -> Any:
@@ -146,8 +142,7 @@ def in_our_form(content: Any, path: Name) -> Any:
     elif isinstance(content.get("config"), PeerConfig):
         config = vars(content["config"])
     else:
-        # until November 23, 2026, every checkpoint was a GPT-2's
-        return {"model_fields": list(huggingface.FIELDS)} | content
+        return content
     # without the prefixes of DDP and torch.compile
     weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): w for name, w in content["model"].items()}
     weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
@@ -157,21 +152,6 @@ def in_our_form(content: Any, path: Name) -> Any:
         "model_fields": list(settings),
         "tokenizer_file": "",  # GPT-2's
     }
-
-
-def peek_settings(*sources: Name) -> tuple[dict[str, Any], list[str]]:
-    """(settings, names of those that define the model) of the first of these files, runs or GPT-2s that can be read."""
-    for source in sources:
-        path = Path(source)
-        for checkpoint in [path] if path.is_file() else reversed(list_checkpoints(path)):
-            with contextlib.suppress(Exception):  # it is reported when the file is loaded
-                content = in_our_form(unpickle(checkpoint, mmap=True), checkpoint)
-                return dict(content["config"]), list(content["model_fields"])
-        if is_huggingface(source):
-            with contextlib.suppress(Exception):
-                settings = huggingface.read_settings(source)
-                return settings, list(settings)
-    return {}, []
 
 
 # ----- A model for any purpose: its settings, weights and tokenizer -------------------------------------
@@ -184,6 +164,7 @@ class SavedModel(NamedTuple):
     weights: dict[str, Tensor]  # its state dict
     enc: tiktoken.Encoding
     code: dict[str, str]  # of the file that trained it, see source_code.py; {} if that is not known
+    examined: dict[str, Any] = {}  # what that code's model was found to do: checks.examine
 
 
 def is_huggingface(source: Name) -> bool:
@@ -205,7 +186,8 @@ def load_saved_model(source: str, config_class: type | None = None) -> SavedMode
         code = checkpoint.get("code", {})
         if config_class:
             source_code.compare(code, config_class, source, may_be_a_copy=False)
-        return SavedModel(model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint), code)
+        parts = model_settings(checkpoint), checkpoint["model"], model_tokenizer(checkpoint)
+        return SavedModel(*parts, code, checkpoint.get("examined", {}))
     runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
     if runs:
         names = ", ".join(str(run.parent) for run in runs)
@@ -251,6 +233,34 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
+def from_state(model_class: type, config: Any, weights: dict[str, Tensor]) -> Any:
+    """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly."""
+    with SkipInit():
+        model = model_class(config)
+    load_weights(model, weights)
+    return model
+
+
+def load_model(model_class: type, config_class: type, source: str) -> tuple[Any, SavedModel]:
+    """Load a model, for generating text and for scoring, from whatever `load_saved_model` reads; and what was read."""
+    saved = load_saved_model(source, config_class)
+    return from_state(model_class, make_config(config_class, saved.settings), saved.weights).eval(), saved
+
+
+def examine_loaded(model: Any, saved: SavedModel, longest: int) -> None:
+    """Find out whether a loaded model has a cache, unless the run that trained this very code knew it."""
+    code, known = source_code.describe(type(model.config))["hash"], saved.examined
+    if known.get("code") != code:
+        known = checks.examine(model, saved.enc.n_vocab, longest, is_new=False)
+    model.has_cache = known["has_cache"]
+
+
+def load_pretrained(model_class: type, config_class: type, name_or_directory: str) -> Any:
+    """Load a GPT-2 from the hub or from a Hugging Face folder, without its tokenizer."""
+    settings, weights = huggingface.load_huggingface(name_or_directory)
+    return from_state(model_class, config_class(**settings), weights)
+
+
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
     problems = []
@@ -290,12 +300,6 @@ def resize(
     return resized
 
 
-def model_config(config: Any) -> Any:
-    """The GPTConfig in a TrainConfig."""
-    gpt_config = type(config).__mro__[-2]
-    return gpt_config(**{name: getattr(config, name) for name in model_fields(config)})
-
-
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """What is the same for tensors that share their memory entirely, such as tied weights."""
     if not tensor.numel():
@@ -304,11 +308,11 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def check_tokenizer(model_enc: tiktoken.Encoding, enc: tiktoken.Encoding, data: str) -> None:
-    """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own."""
-    if model_enc.name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
+def check_tokenizer(name: str, enc: tiktoken.Encoding, data: str) -> None:
+    """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own, called `name`."""
+    if name and name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
         raise UserError(
-            f"The shards in {data} have tokenizer {enc.name}, but the model uses {model_enc.name}. Make shards with "
+            f"The shards in {data} have tokenizer {enc.name}, but the model uses {name}. Make shards with "
             "that tokenizer, in another folder."
         )
 
@@ -322,36 +326,28 @@ def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:
         )
 
 
-def padded_size(enc: tiktoken.Encoding) -> int:
-    """The number of a tokenizer's ids, padded to a multiple of 64 for faster matmuls: 50,304 for 50,257."""
-    return math.ceil(enc.n_vocab / 64) * 64
-
-
 # ----- The state that a run continues from --------------------------------------------------------------
 
 
 def training_state(model: torch.nn.Module, optimizers: list[Any], scaler: Any, loader: Any) -> dict[str, Any]:
-    """What an exact resume needs, except for the step, as `restore_state` restores it."""
+    """What an exact resume needs, except for the step; each part loads its own entry again."""
     return {
         "model": model.state_dict(),
         "optimizer": optimizer_states(model, optimizers),
         "scaler": scaler.state_dict(),
-        "loader": {"position": loader.position, "fingerprint": loader.fingerprint},
+        "loader": loader.state_dict(),
     }
-
-
-def restore_state(
-    saved: Checkpoint, model: torch.nn.Module, optimizers: list[Any], scaler: Any, loader: Any
-) -> None:
-    """Restore all of `training_state` but the weights, with which the model was made."""
-    load_optimizer_states(model, optimizers, saved["optimizer"])
-    if scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
-        scaler.load_state_dict(saved["scaler"])
-    loader.position = saved["loader"]["position"]  # `runs.find_start` has compared the data's fingerprints
 
 
 # torch's names for state that is as large as the parameter
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+MADE = "made"  # in a parameter group: its values when the optimizer was made, by this run's settings
+
+
+def mark_groups(optimizers: list[Any]) -> None:
+    """Keep in each parameter group the values with which it was made, for `load_optimizer_states`."""
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group[MADE] = {name: value for name, value in group.items() if name != "params"}
 
 
 def optimizer_states(model: torch.nn.Module, optimizers: list[Any]) -> list[dict[str, Any]]:
@@ -366,65 +362,101 @@ def optimizer_states(model: torch.nn.Module, optimizers: list[Any]) -> list[dict
     return states
 
 
-def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
-    """Raise UserError if two optimizers have the same parameter; say which trainable ones are in no group."""
-    updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    counts = {name: sum(p is other for other in updated) for name, p in model.named_parameters()}
-    twice = [name for name in names if counts[name] > 1]
-    if twice:
-        raise UserError(f"Two optimizers have the parameter {twice[0]}. Leave it in one of them.")
-    missing = [name for name in names if not counts[name]]
-    if missing:
-        print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
+def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> str:
+    """Restore what `optimizer_states` returned; "" or, if it does not fit, why: then nothing is changed.
 
-
-def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Restore what `optimizer_states` returned. UserError, before anything is changed, unless it fits.
-
-    Learning rates, weight decay and the like stay those of this run, which a branch may have changed.
+    What this run's settings made is this run's, and everything else the checkpoint's: where a group's value is made as
+    it was then, the saved one counts, which a schedule or the optimizer itself may have changed since.
     """
-    is_named = all("class" in state for state in states)  # not so in the first version
-    then, now = (places(each, is_named) for each in (states, optimizer_states(model, optimizers)))
+    then, now = places(states), places(optimizer_states(model, optimizers))
     pairs = itertools.zip_longest(then, now, fillvalue="nothing")
     problems = [f"{before} in the place of {after}" for before, after in pairs if before != after]
     for optimizer, state in zip(optimizers, states) if not problems else ():
         is_torchs = type(optimizer).__module__.startswith("torch.")  # another's state may be of any shape
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, values in state["state"].items():
-            own = parameters[number]
-            for name, value in values.items():
-                if getattr(value, "shape", None) == own.shape:
-                    # a fused kernel reads memory in order, so what lies transposed in it must do so here, too
-                    layout = torch.empty_like(own, dtype=value.dtype, device=value.device)
-                    values[name] = value if value.stride() == layout.stride() else layout.copy_(value)
-                elif is_torchs and name in ELEMENTWISE:
-                    problems.append(
-                        f"{name} of shape {tuple(value.shape)} for a parameter of {tuple(own.shape)}"
-                    )
+        for own, name, value in tensors_of(optimizer, state):
+            if value.shape == own.shape:
+                # a fused kernel reads memory in order, so what lies transposed in it must do so here, too
+                layout = torch.empty_like(own, dtype=value.dtype, device=value.device)
+                value.data = value if value.stride() == layout.stride() else layout.copy_(value)
+            elif is_torchs and name in ELEMENTWISE:
+                problems.append(f"{name} of shape {tuple(value.shape)} for a parameter of {tuple(own.shape)}")
     if problems:
-        raise UserError(
-            f"The optimizers of this run are not those of the checkpoint, which has {problems[0]}. Continue with the "
-            "file that trained it, or begin a new run with its weights: --init-from RUN --out-dir NEW."
-        )
+        return problems[0]
     for optimizer, state in zip(optimizers, states):
-        groups = optimizer.state_dict()["param_groups"]
-        for group, saved in zip(groups, state["param_groups"]):
-            # such as a count of steps, which the optimizer keeps there itself
-            added = saved.keys() - group.keys() - {"param_names", "initial_lr"}
-            group.update((name, saved[name]) for name in added)
-        optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+        groups = [
+            {"params": saved["params"], **continued(own, saved)}
+            for own, saved in zip(optimizer.param_groups, state["param_groups"])
+        ]
+        rest = {name: value for name, value in state.items() if name != "class"}
+        optimizer.load_state_dict({**rest, "param_groups": groups})
+        for own, name, value in tensors_of(
+            optimizer, state
+        ):  # torch has made each floating one the parameter's dtype
+            restored = optimizer.state[own][name]
+            if restored.dtype != value.dtype:
+                optimizer.state[own][name] = value.to(restored.device)
+    return ""
 
 
-def places(states: list[dict[str, Any]], is_named: bool) -> list[str]:
+def tensors_of(optimizer: Any, state: dict[str, Any]) -> list[tuple[Tensor, str, Tensor]]:
+    """(parameter, name, tensor) of each tensor that a saved state has of one of the optimizer's parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        (parameters[number], name, value)
+        for number, values in state["state"].items()
+        if isinstance(number, int) and isinstance(values, dict)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def continued(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The values of a parameter group that goes on: `own` as this run has made it, `saved` as the checkpoint has it."""
+
+    def same(one: Any, other: Any) -> bool:
+        tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return bool(torch.equal(one, other)) if tensors else bool(one == other)
+
+    made, made_then = own[MADE], saved[MADE]
+    kept = {name for name, value in made.items() if name in made_then and same(value, made_then[name])}
+    values = {name: saved[name] if name in kept and name in saved else value for name, value in made.items()}
+    # what was added since, such as a count of steps; but not a copy of what has another value now, such as a peak rate
+    others = [value for name, value in made_then.items() if name not in kept]
+    added = [name for name in saved if name not in (*made, "params", "param_names", MADE)]
+    kept_too = {name: saved[name] for name in added if not any(same(saved[name], value) for value in others)}
+    return values | {MADE: made} | kept_too
+
+
+def places(states: list[dict[str, Any]]) -> list[str]:
     """A text for each group and each parameter in it, in the order of the optimizers."""
     texts = []
-    for number, state in enumerate(states):
-        for group_number, group in enumerate(state["param_groups"]):
-            place = f"group {group_number} of {state['class'] if is_named else f'optimizer {number}'}"
-            names = group["param_names"] if is_named else [f"parameter {i}" for i in group["params"]]
-            texts += [place, *(f"{name} in {place}" for name in names)]
+    for state in states:
+        for number, group in enumerate(state["param_groups"]):
+            place = f"group {number} of {state['class']}"
+            texts += [place, *(f"{name} in {place}" for name in group["param_names"])]
     return texts
+
+
+def diverged(
+    config: Any, step: int, loss: float, norm: float, *, loader: Any, start: int, B: int, batch_losses: list[Any]
+) -> UserError:
+    """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
+
+    batch_losses: for each rank, the losses of its micro-batches, of B windows each.
+    """
+    losses = np.array(batch_losses).T.flatten()  # in the order of the micro-batches
+    bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
+    positions = [start + number * B + row for number in bad for row in range(B)][:4]
+    places = loader.windows.locate(loader.order(np.array(positions)))
+    where = ", ".join(f"{loader.windows.shards[i].path.name} token {offset}" for i, offset in places)
+    rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
+    # from the checkpoint of this very step, no step has succeeded
+    good = [path for path in list_checkpoints(config.out_dir) if step_of(path) < step]
+    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
+    return UserError(
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
+        f"sequences at {where}. Train at a lower rate: {remedy}."
+    )
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -452,6 +484,8 @@ class CheckpointWriter:
         copies: dict[Any, Tensor] = {}
 
         def copy(value):
+            if isinstance(value, np.generic):  # a number of numpy's could be written, but not read again
+                return value.item()
             if not isinstance(value, Tensor):
                 return value
             memory = memory_of(value)

@@ -25,11 +25,12 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from plumbing.run import options, source_code
+from plumbing.run import source_code
 from plumbing.run.logs import Logged, find_runs
+from plumbing.run.options import RunOptions, names_of
 
 # what changes neither what a run learns nor what its validation loss means
-IGNORED = options.MAY_CHANGE_ON_RESUME | {"seed", "branch_from"}
+IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from"}
 # the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
 T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 

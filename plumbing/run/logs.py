@@ -30,6 +30,8 @@ from plumbing.system.distributed import environment_number
 
 LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
 
+NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # what the name of a stream cannot have
+
 # ----- log.txt ------------------------------------------------------------------------------------------
 
 
@@ -58,9 +60,15 @@ def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
 
 def write_log(file: IO[str], step: int, values: dict[str, float]) -> None:
     """Write a line for each stream, {stream: value}, in one go."""
+    lines = [f"{step} {NO_NAME.sub('_', stream)} {value:.9g}\n" for stream, value in values.items()]
     with named_errors(file.name):
-        file.write("".join(f"{step} {stream} {value:.9g}\n" for stream, value in values.items()))
+        file.write("".join(lines))
         file.flush()
+
+
+def last_values(path: Path) -> dict[str, float]:
+    """{stream: its last value} of a log.txt; {} if there is none."""
+    return {stream: value for _, stream, value in read_log(path)} if path.exists() else {}
 
 
 # ----- run.txt ------------------------------------------------------------------------------------------
@@ -93,7 +101,6 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, r
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join(map(quote, command())),
-        "launch": launch(),
         "from step": str(start_step),
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),
@@ -112,21 +119,9 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, r
         file.write(history + entry.encode("utf-8", "surrogateescape"))
 
 
-def note_export(out_dir: Path, reason: str) -> None:
-    """Add to the last start in run.txt why its model was not exported."""
-    with atomic_write(out_dir / "run.txt") as file:
-        file.write(read_history(out_dir).rstrip() + f"\nnot exported: {plain(reason)}\n\n".encode())
-
-
-def is_export_noted(out_dir: Path) -> bool:
-    """Whether the last start in run.txt ended without an export."""
-    return b"\nnot exported: " in read_history(out_dir).rstrip().rpartition(b"\n\n")[2]
-
-
-def is_restart(out_dir: Path) -> bool:
-    """Whether torchrun has restarted this process after a crash, and has started the run in out_dir before."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return restarts != "0" and f"\nlaunch: {launch()}\n".encode() in read_history(out_dir)
+def is_restarted() -> bool:
+    """Whether torchrun has started this process anew after a crash."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def launch() -> str:

@@ -1,147 +1,98 @@
-"""The settings of a run: what they may be, and what may change on resuming, in a branch, and between ranks."""
+"""Which settings a run has besides its recipe, and what follows from the class in which a setting stands.
+
+    Recipe (in the trainer)  the same whenever the run goes on, and on all ranks; a branch may change it
+    RunOptions               may change whenever the run goes on; what is not typed stays as the run has it
+    StartOptions             one start's own, never taken over from an earlier one
+
+On a setting that is a path or a device, which each node may have of its own, stands PER_NODE.
+"""
 
 import dataclasses
-import itertools
-import textwrap
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
-import torch
+from plumbing.cli import flags
+from plumbing.cli.flags import Below1, Positive
 
-from plumbing.cli.console import UserError, print0, quote
-from plumbing.cli.flags import check
-from plumbing.run import checkpoint as checkpoints
-from plumbing.run import logs, source_code, wandb_log
-from plumbing.system import devices
-from plumbing.system.distributed import World
-
-# settings that may change when a run is resumed, because they do not affect what the model learns
-MAY_CHANGE_ON_RESUME = set(
-    "preset passes out_dir resume dry_run device compile activation_checkpointing batch_size data val_every "
-    "hellaswag_every hellaswag_limit hellaswag_data sample_every sample_prompt checkpoint_every keep_checkpoints "
-    "keep_best milestone_every wandb".split()
-)
-AS_THE_RUN_HAS_IT = {"dtype": "auto", "branch_from": ""}  # what these values mean on resuming
-# settings that may differ from node to node
-MAY_DIFFER_BETWEEN_RANKS = {"data", "out_dir", "init_from", "branch_from", "hellaswag_data", "device"}
-# settings that a branch must share with its parent, besides those of the model, because the state depends on them
-SAME_IN_A_BRANCH = {"init_from", "optimizer", "sequence_length", "seed", "shuffle"}
-# settings that a branch does not take over from its parent
-OWN_IN_A_BRANCH = {"preset", "passes", "out_dir", "resume", "dry_run", "branch_from", "device", "compile"}
-
-# ----- What they may be ---------------------------------------------------------------------------------
+PER_NODE = "per node"
+__all__ = ["Below1", "Positive", "RunOptions", "StartOptions", "read_flags"]
 
 
-def check_config(config: Any, world: World, of_the_model: Iterable[str], above_0: Iterable[str] = ()) -> None:
-    """Raise one UserError with everything that is wrong with the TrainConfig `config` on these ranks.
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """How one start of a run is made."""
 
-    of_the_model: a sentence for each thing that is wrong with the model's fields; above_0: those that must not be 0.
-    """
-    positive = "batch_size sequence_length total_batch_size max_lr val_tokens keep_checkpoints".split()
-    errors = itertools.chain(of_the_model, complaints(config, world))
-    check(config, errors, [*above_0, *positive], ["beta1", "beta2", "muon_momentum"])
-
-
-def complaints(c: Any, world: World) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the TrainConfig `c`, except for numbers that are out of range."""
-    T, total, smallest = c.sequence_length, c.total_batch_size, c.sequence_length * world.size
-    try:
-        devices.choose_dtype(c.dtype, world.device)
-    except UserError as error:
-        yield str(error)
-    if T > 0 and total > 0 and total % smallest:
-        ranks = f"Start a number of ranks that divides {total // T}, or try" if total % T == 0 else "Try"
-        nearest = ["--total-batch-size", str(max(1, round(total / smallest)) * smallest)]
-        yield (
-            f"--total-batch-size {total} is not a multiple of {smallest} (--sequence-length {T} x {world.size} "
-            f"ranks). {ranks} {' '.join(nearest)}: {' '.join(map(quote, [*logs.command(), *nearest]))}"
-        )
-    if c.batch_ramp and T > 0 and (total % 2**15 or 2**15 % smallest):
-        yield (
-            f"A batch ramp grows in steps of 32,768 tokens: that must be a multiple of {smallest} (--sequence-length "
-            "x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp out."
-        )
-    if c.val_every and c.val_tokens < T:
-        yield f"--val-tokens is {c.val_tokens}, but it must be {T} or more, the length of one sequence."
-    if c.decay_fraction > 1:
-        yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
-    if c.preset == "chat" and not (c.init_from or c.branch_from):
-        yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
-    if c.wandb and not wandb_log.is_installed():
-        yield "--wandb needs the package wandb. Install it with: pip install wandb"
+    # this start of the run
+    out_dir: Annotated[str, PER_NODE] = "log"  # folder of the run
+    resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
+    dry_run: bool = False  # say what the run will do and cost, and end before its first step; nothing is written
+    device: Annotated[str, PER_NODE] = "auto"  # cpu, cuda or mps; auto: best available
 
 
-# ----- What another run or model gives ------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class RunOptions(StartOptions):
+    """Where a run has its data, how it uses the machine, and how often it looks, saves and says something."""
+
+    # the machine
+    data: Annotated[str, PER_NODE] = "edu_fineweb10B"  # folder of token shards
+    compile: bool | None = None  # torch.compile the model; by default on CUDA only
+    activation_checkpointing: bool = False  # recompute activations: less memory, slower
+    batch_size: Positive[int] = (
+        64  # B, at most this many sequences per rank and micro-step; lowered until they fit
+    )
+    # evaluation and output, every so many steps and after the last one; 0: never
+    val_every: int = 250  # steps between validations
+    hellaswag_every: int = 250  # steps between HellaSwag scores
+    hellaswag_limit: int = 0  # examples to score; 0: all
+    # HellaSwag's examples; downloaded if missing
+    hellaswag_data: Annotated[str, PER_NODE] = "hellaswag/hellaswag_val.jsonl"
+    sample_every: int = 250  # steps between samples
+    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"  # what samples continue
+    checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: Positive[int] = 2  # newest checkpoints to keep
+    milestone_every: int = 0  # steps between checkpoints that are kept for good
+    keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
+    wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project in which to mirror the log
 
 
-def inherit(config: Any) -> dict[str, Any]:
-    """The settings that a branch takes from its parent or, for fine-tuning, those of the model that it begins with."""
-    source = config.branch_from or config.init_from
-    if not source:
-        return {}
-    # a run that continues has the settings, too, in case the other model is gone; an evaluation is never continued
-    continues = config.resume and (config.branch_from or config.max_steps)
-    own = [config.out_dir] if continues else []
-    then, of_the_model = checkpoints.peek_settings(*own, source)
-    if not config.branch_from:
-        # an evaluation has a folder of its own, unless a flag names one: it is often that of the model's run
-        own_folder = {} if config.max_steps else {"out_dir": f"{config.out_dir}/eval"}
-        return own_folder | {name: then[name] for name in of_the_model if hasattr(config, name) and name in then}
-    if "max_steps" not in then:  # the settings of a run have it
-        raise UserError(
-            f"There is no checkpoint in {source} that can be continued. Give a run's folder or its model_*.pt, or use "
-            "--init-from for weights alone."
-        )
-    return {name: value for name, value in then.items() if hasattr(config, name) and name not in OWN_IN_A_BRANCH}
+def names_of(options_class: type) -> set[str]:
+    """The settings of a class, those that it inherits included."""
+    return {field.name for field in dataclasses.fields(options_class)}
 
 
-def print_notes(config: Any, preset: Any, inherited: dict[str, Any]) -> None:
-    """Say which settings of the run are inherited and not those of its preset."""
-    if config.branch_from and config.preset != type(config)().preset:
-        print0(f"note: A branch has its parent's settings, and not those of --preset {config.preset}.")
-    taken = [
-        f"{name} {value}"
-        for name, value in inherited.items()
-        if value == getattr(config, name) != getattr(preset, name) and name not in OWN_IN_A_BRANCH
-    ]
-    if taken:
-        text = f"Settings taken over from {config.branch_from or config.init_from}: {', '.join(taken)}."
-        print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
+def is_per_node(field: dataclasses.Field[Any]) -> bool:
+    return PER_NODE in flags.kind_of(field)[1]
 
 
-def with_passes(config: Any, num_windows: int) -> Any:
-    """The settings with --max-steps computed from --passes over this many training sequences, if --passes is given."""
-    if not config.passes:
-        return config
-    max_steps = max(1, round(config.passes * num_windows * config.sequence_length / config.total_batch_size))
-    warmup_steps = min(config.warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
-    return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
+def recipe_of(config: Any) -> dict[str, Any]:
+    """The settings of a TrainConfig that must stay the same whenever the run goes on."""
+    return {name: value for name, value in vars(config).items() if name not in names_of(RunOptions)}
 
 
-def changes(config: Any, then: dict[str, Any], fixed: bool = False) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of the settings that affect the losses and in which `config` differs from those of a run.
-
-    fixed: only those that a branch, too, must share with its parent.
-    """
-    # a setting that did not exist yet counts as TrainConfig's default
-    now, then = dataclasses.asdict(config), dataclasses.asdict(type(config)()) | then
-    free = MAY_CHANGE_ON_RESUME | {name for name, value in AS_THE_RUN_HAS_IT.items() if now[name] == value}
-    if fixed:
-        free |= then.keys() - {*SAME_IN_A_BRANCH, *checkpoints.model_fields(config)}
-    both = {name: (then[name], now.get(name, "unknown")) for name in then if name not in free}
-    # "log/" is the folder "log"
-    return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
+def read_flags(config_class: type, presets: Mapping[str, Any], args: Sequence[str] | None) -> dict[str, Any]:
+    """What was typed: {setting: value}. --help shows the values of the preset that was typed."""
+    return flags.read(config_class, args, presets=presets, synonyms=OTHER_TRAINERS)
 
 
-def in_words(different: dict[str, tuple[Any, Any]]) -> str:
-    """The result of `changes` in words."""
-    return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in different.items())
-
-
-def facts_for_all_ranks(config: Any) -> dict[str, Any]:
-    """Facts that must be the same on all ranks: settings, and the versions of this program and of torch."""
-    facts = {name: value for name, value in vars(config).items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    code = source_code.describe(type(config))
-    facts[f"the version of {code['name']}"] = code["copy"]
-    facts["the version of torch"] = str(torch.__version__)
-    return facts
+# the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
+OTHER_TRAINERS = {
+    "--data": "dataset dataset-name data-dir data-path input-bin",
+    "--init-from": "model model-name-or-path checkpoint",
+    "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
+    "--dtype": "bf16 fp16 fp32",
+    "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size",
+    "--sequence-length": "seq-len max-seq-len context-length",
+    "--total-batch-size, which counts tokens": "gradient-accumulation-steps",
+    "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
+    "--max-steps 0": "eval-only",
+    "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
+    "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
+    "--passes": "num-train-epochs num-epochs epochs",
+    "--max-lr": "learning-rate lr",
+    "--val-every": "eval-interval eval-every eval-steps val-loss-every",
+    "--val-tokens": "eval-iters",
+    "--checkpoint-every": "save-steps save-every always-save-checkpoint",
+    "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
+    "log.txt, which has every step": "log-interval logging-steps",
+    "The model has no dropout: in pretraining it sees most texts once.": "dropout",
+}

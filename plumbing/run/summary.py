@@ -2,39 +2,28 @@
 
 from typing import Any
 
-import torch
-
 from plumbing.cli.console import count, duration, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.run import logs
 from plumbing.run.checkpoint import BEST
-from plumbing.run.folder import Start
+from plumbing.run.folder import Beginning
 from plumbing.system.autofit import Fit
 from plumbing.system.distributed import World
 
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3)
 
 
-def print_account(
-    config: Any,
-    raw_model: torch.nn.Module,
-    optimizers: list[Any],
-    *,
-    loaders: tuple[Any, Any],
-    enc: Any,
-    fit: Fit,
-    start: Start,
-    world: World,
-) -> None:
-    """Say in aligned lines what the run will do and cost. loaders: of the training data and of the validation data."""
-    c, T, B, S = config, config.sequence_length, fit.B, config.total_batch_size
+def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
+    """Say in aligned lines what the run will do and cost. `parts` are the trainer's."""
+    c, raw_model, loaders = start.config, parts.raw_model, (parts.loader, parts.val_loader)
+    T, B, S = c.sequence_length, fit.B, c.total_batch_size
     N = sum(p.numel() for p in raw_model.parameters())
     there, val_there = (loader.num_windows * T for loader in loaders)
     left, read = (c.max_steps - start.step) * S, c.max_steps * S
     # of a GPU, the trial has no time
     seconds = left * fit.seconds_per_token if world.device_type == "cpu" else 0
     rows = [("model", f"{N:,} parameters on {world.size} x {world.device_name}, {c.dtype}")]
-    rows += [("optimizer", text) for text in describe_groups(config, optimizers)]
+    rows += [("optimizer", text) for text in describe_groups(c, parts.optimizers)]
     if read:
         at_most = "at most " if c.batch_ramp else ""
         rows.append(
@@ -44,18 +33,18 @@ def print_account(
         rows.append(("", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"))
     which = "from all of the split" if c.shuffle else "the first ones"
     validated = min(c.val_tokens // T * T, val_there)
-    rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; tokenizer {enc.name}"))
+    rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; tokenizer {parts.enc.name}"))
     micro_steps = S // (B * T * world.size)
     rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
     if read:
         takes = f", about {duration(seconds)} here" if seconds else ""
         rows.append(("compute", f"{left * fit.flops_per_token:.2g} FLOPs{takes}"))
         # in float32: weights, gradients and two numbers per parameter for the optimizer
-        kept = short(max(1, fit.kept_bytes * B))
-        rows.append(("memory", f"{short(16 * N)}B for weights and optimizer, at most {kept}B for activations"))
+        kept = size(max(1, fit.kept_bytes * B))
+        rows.append(("memory", f"{size(16 * N)} for weights and optimizer, at most {kept} for activations"))
         files = c.keep_checkpoints + (c.max_steps // c.milestone_every if c.milestone_every else 0)
-        best = f", {short(4 * N)}B for {BEST}" if c.keep_best else ""
-        rows.append(("disk", f"{count(files, 'checkpoint')} of {short(12 * N)}B{best}, {short(4 * N)}B for hf/"))
+        best = f", {size(4 * N)} for {BEST}" if c.keep_best else ""
+        rows.append(("disk", f"{count(files, 'checkpoint')} of {size(12 * N)}{best}, {size(4 * N)} for hf/"))
     branched = f", a branch of {start.branched['parent']}" if start.branched else ""
     rows.append(("run", f"{c.out_dir}{branched}, from step {start.step} to {c.max_steps}"))
     for name, text in rows:
@@ -67,6 +56,12 @@ def print_account(
         print_next(logs.command(without="dry-run"))
 
 
+def size(num_bytes: float) -> str:
+    """2100000 -> "2.1 MB"."""
+    text = short(num_bytes)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+
+
 def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
     """Of each optimizer and learning rate: how many parameters have it, and which setting it is."""
     sizes: dict[tuple[str, float], int] = {}
@@ -76,6 +71,8 @@ def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
             sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in group["params"])
     rates = {name: value for name, value in vars(config).items() if name.endswith("_lr") and name != "min_lr"}
     flag_with = {value: flag_of(name) for name, value in rates.items()}
+    warmup = f", momentum warmed up over {count(config.muon_momentum_warmup, 'step')}"
     return [
-        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
+        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}{warmup if name == 'Muon' else ''}"
+        for (name, lr), n in sizes.items()
     ]

@@ -37,7 +37,7 @@ def start_wandb(config: Any) -> Any:
     return run
 
 
-class Mirror:
+class WandbLog:
     """Hands the log to wandb, which sends it from a process of its own. Only the start and the end wait for that."""
 
     def __init__(self, config: Any, log_lines: Iterable[tuple[int, str, float]]):

@@ -59,11 +59,13 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
 
     wrap(raw_model, compiled, world) makes the model. If memory runs out, B is halved. All ranks take the same fallback.
     """
-    T = config.sequence_length
+    T, compiles = config.sequence_length, config.compile
+    if compiles is None:
+        compiles = world.device_type == "cuda"
     if world.device_type == "cuda":
         prepare_gpu(T, world)
     has_cudnn = world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
-    optional = [name for name, used in zip(KERNELS, (True, config.compile, has_cudnn)) if used]
+    optional = [name for name, used in zip(KERNELS, (True, compiles, has_cudnn)) if used]
     given_up: dict[str, str] = {}  # of these: why
     # one sequence first, as the model is written: a mistake in it then shows as itself, and not as torch.compile's
     try_it = functools.partial(try_sequence, raw_model, num_ids, T=T, world=world)
@@ -74,12 +76,12 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
     check_unused(sequence, world)
     optional = [name for name in optional if name not in given_up]
     windows_per_rank = config.total_batch_size // (T * world.size)
-    with_room = min(world.gather(bound_on_B(raw_model, sequence, config.compile, world=world)))
+    with_room = min(world.gather(bound_on_B(raw_model, sequence, compiles, world=world)))
     B, tried = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room)), None
     while not tried:
         micro_steps = min(2, windows_per_rank // B)
         flops = 3 * sequence.flops * micro_steps * B
-        if config.compile or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
+        if compiles or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
             print0(f"Trying B = {B}, which may take minutes.")
 
         def step(B=B, micro_steps=micro_steps):
@@ -112,7 +114,7 @@ def attempt(
     while True:
         result = error = None
         try:
-            with unchanged(raw_model, world):
+            with unchanged(raw_model):
                 result = action()
         except UserError:
             raise
@@ -159,10 +161,11 @@ def check_unused(sequence: Sequence, world: World) -> None:
 
 
 @contextlib.contextmanager
-def unchanged(raw_model: Any, world: World) -> Iterator[None]:
+def unchanged(raw_model: Any) -> Iterator[None]:
     """Afterwards, the model's buffers and the random numbers are as before, and there are no gradients."""
     before = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
-    with torch.random.fork_rng([world.device] if world.device.startswith("cuda") else []):
+    device = next(raw_model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:

@@ -8,11 +8,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from plumbing.cli.console import UserError, is_rank_0, output_of
 
@@ -183,7 +182,13 @@ def exact_matmuls() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
-    """Context without cuDNN's attention, for inputs of many shapes: it would build a kernel for each of them."""
-    others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
-    return sdpa_kernel([*others, SDPBackend.MATH])
+@contextlib.contextmanager
+def process_restored() -> Iterator[None]:
+    """Context after which the process is as before: how matmuls are computed, and which attention kernels are used."""
+    attention = {kernel: getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in FUSED_ATTENTION}
+    try:
+        with exact_matmuls():
+            yield
+    finally:
+        for kernel, is_enabled in attention.items():
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_enabled)

@@ -8,16 +8,17 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line
-from plumbing.system.devices import check_kernels, choose_device
+from plumbing.system.devices import check_kernels, choose_device, choose_dtype, seed_random_numbers
 
 Result = TypeVar("Result")
 
@@ -43,6 +44,19 @@ class World:
     def device_name(self) -> str:
         """What people call the GPU, such as "NVIDIA H100 80GB HBM3"; another device is called by its type."""
         return torch.cuda.get_device_name() if self.device_type == "cuda" else self.device
+
+    def choose_dtype(self, name: str, is_wide: bool = False) -> str:
+        """The name of the dtype that `name` means on this rank's device; see devices.choose_dtype."""
+        return choose_dtype(name, self.device, is_wide)[1]
+
+    def torch_dtype(self, name: str) -> torch.dtype:
+        """The dtype of activations in a run whose dtype has this name. UserError if this rank's device lacks it."""
+        return choose_dtype(name, self.device)[0]
+
+    def seed_random_numbers(self, seed: int, step: int | None = None) -> None:
+        """Seed all random numbers: alike on all ranks or, for a step, each rank's own."""
+        words = [seed, step, self.rank]
+        seed_random_numbers(seed if step is None else np.random.SeedSequence(words).generate_state(1)[0])
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which matmuls and attention are in the run's dtype."""
@@ -80,9 +94,9 @@ class World:
         expected = gathered[0]
         for rank, theirs in enumerate(gathered):
             differences = [
-                f"{name} is {theirs.get(name)} instead of {value}"
-                for name, value in expected.items()
-                if theirs.get(name) != value
+                f"{name} is {theirs.get(name)} instead of {expected.get(name)}"
+                for name in dict.fromkeys([*expected, *theirs])
+                if repr(theirs.get(name)) != repr(expected.get(name))  # nan is not nan
             ]
             if differences:
                 raise UserError(
@@ -185,8 +199,25 @@ def environment_number(name: str, default: int) -> int:
     return int(text)
 
 
+@contextlib.contextmanager
+def join(device: str) -> Iterator[World]:
+    """Context in which this process is one of the ranks."""
+    yield setup_distributed(device)
+    cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
+
+
+# how srun and mpirun tell their tasks how many they are
+OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+
+
 def setup_distributed(device: str) -> World:
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
+    for launcher, variable in OTHER_LAUNCHERS.items():
+        if environment_number(variable, 1) > 1 and "RANK" not in os.environ:
+            raise UserError(
+                f"{launcher} has started {os.environ[variable]} processes that do not know of one another. Start one "
+                "on each node, and let torchrun start the ranks: torchrun --nnodes=N --nproc_per_node=GPUS ..."
+            )
     rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = choose_device(device)
     if ":" in device and world_size > 1:

@@ -1,18 +1,21 @@
-"""Attention for CPUs, a cache for generating text, and faster ways to compute the loss.
+"""A cache for reading on, attention for CPUs, and faster ways to compute the loss.
 
 A step of GPT-2 124M spends more than a quarter of its time in the output layer and the loss. The logits take 100 KB per
 token, so what counts is how often they are read and written.
 """
 
+import collections
 import contextlib
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from plumbing.cli.console import UserError, print0
+from plumbing.cli.console import UserError
+from plumbing.system.devices import FUSED_ATTENTION, enabled_attention
 
 # A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
 # finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344
@@ -20,102 +23,97 @@ GRADIENT_SCALE = 2.0**15
 
 
 class KVCache:
-    """The keys and values of the `length` tokens so far, with room for max_len, for generating one token at a time."""
+    """What the layers keep of the tokens read so far, so that the next ones, any number at a time, need not read them.
 
-    def __init__(self, max_len):
+    length: how many these are; state: of each layer, tensors of its own, such as the last inputs of a convolution.
+    """
+
+    def __init__(self, max_len: int):
         self.length, self.max_len = 0, max_len
-        self.keys_values = []  # of each layer: its keys and values (2, B, nh, max_len, hs)
-        self.layer = 0  # the next one that calls `update`
+        self.kept: dict[int, list[torch.Tensor]] = {}
+        self.state: dict[int, dict[str, torch.Tensor]] = collections.defaultdict(dict)
 
-    def update(self, k, v):
-        """Append one layer's k, v (B, nh, T, hs) to the cache; return all keys and values so far (2, B, nh, S, hs)."""
-        B, nh, T, hs = k.shape
-        assert self.length == 0 or T == 1, "feed the whole prompt first, then one token at a time"
-        if self.layer == len(self.keys_values):
-            self.keys_values.append(k.new_empty(2, B, nh, self.max_len, hs))
-        keys_values = self.keys_values[self.layer][:, :, :, : self.length + T]
-        self.layer += 1
-        keys_values[0, :, :, self.length :] = k
-        keys_values[1, :, :, self.length :] = v
-        return keys_values
+    def append(self, layer: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Append each of a layer's tensors (..., T, size), such as keys and values; all so far, (..., S, size)."""
+        if layer not in self.kept:
+            self.kept[layer] = [x.new_empty(*x.shape[:-2], self.max_len, x.size(-1)) for x in tensors]
+        end = self.length + tensors[0].size(-2)
+        for kept, x in zip(self.kept[layer], tensors):
+            kept[..., self.length : end, :] = x
+        return [kept[..., :end, :] for kept in self.kept[layer]]
 
-    def advance(self, T):
+    def advance(self, T: int) -> None:
         """Count T tokens as read, after the last layer."""
-        self.length, self.layer = self.length + T, 0
+        self.length += T
+
+    def repeat(self, n: int) -> None:
+        """Repeat each row n times, so that n texts go on where one has begun."""
+        for layer, kept in self.kept.items():
+            self.kept[layer] = [x.repeat_interleave(n, 0) for x in kept]
+        for layer, state in self.state.items():
+            self.state[layer] = {name: x.repeat_interleave(n, 0) for name, x in state.items()}
 
 
-@torch.no_grad()
-def uses_cache(model: Any, idx: torch.Tensor, max_len: int) -> bool:
-    """Whether `model` computes with a KVCache what it computes without: a changed model may not. Asked only once."""
-    if not hasattr(model, "uses_cache"):
-        last, agrees = idx[:, -min(8, max_len - 1) :], False  # few tokens, so that this takes next to no time
-        limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05
-        with torch.autocast(idx.device.type, enabled=False):
-            expected = model.hidden_states(torch.cat([last, last[:, :1]], 1)[:, :max_len])[:, -1]
-            with contextlib.suppress(Exception):  # it may not take a cache at all
-                cache = KVCache(max_len)
-                model.hidden_states(last, cache=cache)
-                found = model.hidden_states(last[:, :1], cache=cache)[:, -1]
-                agrees = bool((found - expected).abs().max() <= limit * expected.std())
-        if not agrees and max_len > 1:
-            print0("note: With a cache this model computes something else, so it gets none.", file=sys.stderr)
-        model.uses_cache = agrees
-    return model.uses_cache
-
-
-def attention_on_cpu(q, k, v, attn_mask=None, **options):
-    """F.scaled_dot_product_attention in float32: on a CPU, up to T = 512, faster than in bfloat16."""
-    if attn_mask is not None and attn_mask.is_floating_point():  # ALiBi's, for example
-        attn_mask = attn_mask.float()
-    options["attn_mask"] = attn_mask
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """F.scaled_dot_product_attention; on a CPU in float32, which up to T = 512 is faster there than bfloat16."""
+    if not q.is_cpu:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():  # ALiBi's, for example
+        options["attn_mask"] = mask.float()
     with torch.autocast("cpu", enabled=False):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
+def causal_mask(T: int, S: int, device: torch.device) -> torch.Tensor:
+    """(T, S), True where one of the last T of S tokens may attend: to itself and to those before it."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
+def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
+    """Context without cuDNN's attention, for inputs of many shapes: it would build a kernel for each of them."""
+    others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
+    return sdpa_kernel([*others, SDPBackend.MATH])
+
+
+def call(block: Any, *args: Any, recompute: bool) -> Any:
+    """block(*args); with `recompute`, the backward pass computes the activations again instead of keeping them."""
+    return checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
 
 
 # ----- The loss -----------------------------------------------------------------------------------------
 
 
-class FasterLoss(TorchFunctionMode):
-    """Context in which F.cross_entropy is computed in float32, and by a faster kernel where there is one.
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, **options: Any) -> Any:
+    """The sum of the cross-entropy losses of logits (N, V), in float32: near 11, bfloat16's resolution is only 0.06.
 
-    float8: logits that F.linear has computed inside of the context, and nothing has changed, are computed in float8.
+    options: those of F.cross_entropy, such as label_smoothing.
     """
-
-    def __init__(self, float8: bool = False):
-        super().__init__()
-        self.float8 = float8
-        self.factors = self.product = None  # of the last F.linear
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            factors = self.factors if args[0] is self.product else None
-            return cross_entropy(*args, **kwargs, factors=factors)
-        result = func(*args, **kwargs)
-        if self.float8 and func is F.linear and args[2] is None:  # without a bias
-            # subtle: a product that nobody uses is not computed where the model is compiled
-            self.factors, self.product = args[:2], result
-        return result
-
-
-def cross_entropy(logits, target, weight=None, *args, factors=None, **options):
-    """F.cross_entropy in float32, by a kernel where that computes all that is asked for.
-
-    factors: x and weight, if the logits are their product, which is then computed in float8.
-    """
-    # the kernels sum the plain losses of rows of logits
-    is_plain = options.get("reduction") == "sum" and not options.get("label_smoothing")
-    is_plain = is_plain and options.get("size_average") is None and options.get("reduce") is None
-    is_plain = is_plain and logits.dim() == 2 and not target.is_floating_point() and weight is None and not args
-    ignore_index = options.get("ignore_index", -100)
-    if is_plain and factors:
-        return LinearCrossEntropy.apply(*factors, target, ignore_index)
     # the compiler fuses F.cross_entropy itself, and would unroll the loops; few logits take little memory anyway
     is_large = not torch.compiler.is_compiling() and logits.numel() > CrossEntropyInChunks.size(logits)
-    if is_plain and is_large:
-        return CrossEntropyInChunks.apply(logits, target, ignore_index)
-    # near 11, a bfloat16 loss has a resolution of only 0.06
-    return F.cross_entropy(logits.float(), target, weight, *args, **options)
+    if is_large and not options:
+        return CrossEntropyInChunks.apply(logits, targets, ignore_index)
+    return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum", **options)
+
+
+@torch.no_grad()
+def check_float8(loss_sum: Callable[..., Any], weight: torch.Tensor) -> None:
+    """Raise UserError if loss_sum(x, targets) is not the plain loss of x @ weight.T, which is what float8 computes."""
+    x = torch.randn(32, weight.size(1), device=weight.device) * 10 / weight.std()  # so that a soft cap shows
+    targets = torch.randint(weight.size(0), (32,), device=weight.device)
+    expected = F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
+    if not torch.allclose(loss_sum(x, targets)[1], expected, rtol=1e-4):
+        raise UserError(
+            "--dtype fp8 computes the output layer and the plain cross-entropy at once, but loss_sum computes "
+            "something else. Use --dtype bfloat16."
+        )
+
+
+def cross_entropy_in_float8(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> Any:
+    """The sum of the cross-entropy losses of the logits x @ weight.T, whose products are computed in float8."""
+    return LinearCrossEntropy.apply(x, weight, targets, ignore_index)
 
 
 class CrossEntropyInChunks(torch.autograd.Function):
