@@ -19,6 +19,10 @@ OPTIONAL = {
 }
 
 
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def parsed(*patterns):
     """{dotted name: syntax tree} of our modules."""
     paths = [path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)]
@@ -41,10 +45,15 @@ def test_requirements_name_every_package_that_is_imported():
     trees = parsed(*PROGRAM, "tests/**/*.py")
     packages = {name.split(".")[0] for tree in trees.values() for name in imported(tree)}
     packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = read("requirements.txt").splitlines()
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines if line and line[0] != "#"}
     assert packages - declared <= OPTIONAL
-    assert "torch>=2.11,<2.14" in lines, "its ends are those of .github/workflows/torch.yml"
+
+
+def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_requirements():
+    [(oldest, end)] = re.findall(r"^torch>=([\d.]+),(<[\d.]+)$", read("requirements.txt"), re.MULTILINE)
+    workflow = yaml.safe_load(read(".github/workflows/torch.yml"))
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["torch"] == [f"=={oldest}.0", end]
 
 
 def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
@@ -61,14 +70,14 @@ def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_impor
 
 
 def test_the_public_workflow_runs_the_readmes_commands():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
     runs = [step["run"] for step in workflow["jobs"]["readme"]["steps"] if "run" in step]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = read("README.md")
     assert len(runs) == 2 and f"```bash\n{runs[0]}\n{runs[1]}\n```" in readme
 
 
 def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = read("README.md")
     built = readme.partition("## How it is built")[2]
     files = re.findall(r"(?:^|; )(\w+(?:/|\.py|\.ipynb))(?: |:)", built, re.MULTILINE)
     assert len(SCRIPTS) <= 7
