@@ -48,6 +48,7 @@ def measure(sides, rounds, work, unit, ours=None):
             if number > 0:
                 side["seconds"].append(seconds)
                 side["cpu_seconds"].append(cpu)
+    gc.unfreeze()  # triton 3.9 reports what is frozen at the end as leaks, on many lines
     width = max(map(len, sides)) + 1
     print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'ratio':>7}{'by CPU':>8}")
     for name, side in measured.items():

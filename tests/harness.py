@@ -3,6 +3,7 @@
 Everything is seeded, runs on one thread and touches no network. What needs `../shared/data` skips without it.
 """
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -446,3 +447,4 @@ def killed_at(step, checkpoint, args):
 
 
 gc.freeze()
+atexit.register(gc.unfreeze)  # triton 3.9 reports what is frozen at the end as leaks, on many lines

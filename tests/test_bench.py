@@ -1,5 +1,6 @@
 """bench/ on tiny shapes: the sides do the same work, and the numbers are what they are called."""
 
+import gc
 import json
 
 import numpy as np
@@ -106,6 +107,7 @@ def test_data_counts_the_tokens_that_tiktoken_counts(measure, monkeypatch):
     numbers = measure("data")
     expected = 20 * sum(len(text) + 1 for text in texts)
     assert numbers["tokens"] == {"fineweb.py": numbers["cores"] * expected, "tiktoken, one thread": expected}
+    assert gc.get_freeze_count() == 0, "what is frozen at the end, some packages report as leaks"
     assert numbers["tok_per_s"] > 0
 
 
