@@ -32,7 +32,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]  # packages may come from there
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # set if torchrun started the tests
     os.environ.pop(name, None)
 if (SHARED / "tiktoken_cache").exists():

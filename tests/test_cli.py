@@ -321,5 +321,5 @@ def test_an_interrupt_is_one_line_also_while_torch_is_imported(tmp_path):
     assert interrupt(script) == (130, "interrupted\n")
     assert interrupt(script, RANK="1") == (130, ""), "rank 0 says it"
     (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
     assert interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path) == (-signal.SIGINT, "interrupted\n")

@@ -46,7 +46,6 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = read_notebook("lessons.ipynb")
     lessons = [cell for cell in notebook.cells if re.match("## \\d", cell.source)]
     outputs = execute(notebook, tmp_path)
