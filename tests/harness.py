@@ -436,7 +436,9 @@ def signalled(step, name, times, rank, args):
         return train_step(*args, **options)
 
     sys.argv = ["train_gpt2.py", *args]
-    signal.signal(getattr(signal, name), signal.SIG_DFL)  # a suite under nohup ignores SIGHUP, and what it starts does
+    signal.signal(
+        getattr(signal, name), signal.SIG_DFL
+    )  # a suite under nohup ignores SIGHUP, and what it starts does
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
         train_gpt2.main(args)
 

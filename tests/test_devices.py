@@ -229,17 +229,42 @@ def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, monkeypatch):
         assert autofit.bound_on_B(model, sequence, compiles, world=World()) == B
 
 
-def test_free_memory_is_what_linux_and_a_container_say(tmp_path):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    limit = tmp_path / "sys/fs/cgroup/memory.max"
-    (tmp_path / "proc/meminfo").write_text(
-        "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n", encoding="utf-8"
-    )
+V1, JOB = "memory.limit_in_bytes", "system.slice/slurm/job_1/step_0"
+OLD = f"12:cpu,cpuacct:/elsewhere\n4:memory:/{JOB}\n1:name=systemd:/{JOB}\n"
+NO_LIMIT = 2**63 - 4096  # as version 1 says it
+
+
+@pytest.mark.parametrize(
+    "groups, limits, free",
+    [
+        ("0::/\n", {"memory.max": "max"}, 5 * 1024),
+        ("0::/\n", {"memory.max": 4096}, 4096),
+        ("0::/\n", {"memory.max": 999999}, 5 * 1024),
+        (f"0::/{JOB}\n", {f"{JOB}/memory.max": "max", "system.slice/slurm/memory.max": 4096}, 4096),
+        (f"0::/{JOB}\n", {f"{JOB}/memory.max": 4095, "system.slice/memory.max": 4096}, 4095),
+        (f"0::/{JOB}\n", {"another/memory.max": 1, "memory.max": "max"}, 5 * 1024),
+        ("0::/docker/0123abc\n", {"memory.max": 4096}, 4096),
+        ("0::/pods/cri:containerd:0123abc\n", {"pods/memory.max": 4096}, 4096),
+        (OLD, {f"memory/{JOB}/{V1}": 4096, f"memory/{V1}": NO_LIMIT}, 4096),
+        (OLD, {f"memory/{JOB}/{V1}": NO_LIMIT, f"memory/system.slice/{V1}": 4096}, 4096),
+        (OLD, {f"memory/elsewhere/{V1}": 1, f"memory/{V1}": NO_LIMIT}, 5 * 1024),
+        ("3:memory:/docker/0123abc\n", {f"memory/{V1}": 4096}, 4096),
+        (f"{OLD}0::/{JOB}\n", {f"memory/{JOB}/{V1}": 4096, f"unified/{JOB}/cgroup.procs": 1}, 4096),
+        (f"2:cpu:/a\n0::/{JOB}\n", {"unified/system.slice/memory.max": 4096, "cpu/a/cpu.shares": 1}, 4096),
+    ],
+)
+def test_free_memory_is_what_linux_and_the_groups_of_the_process_leave(groups, limits, free, tmp_path):
+    """Control groups of version 2, of version 1, and of both; the process's own, and those above it."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    meminfo = "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n"
+    (tmp_path / "proc/meminfo").write_text(meminfo, encoding="utf-8")
     assert devices.free_memory("cpu", tmp_path) == 5 * 1024
-    for text, free in (("max\n", 5 * 1024), ("4096\n", 4096), ("999999\n", 5 * 1024)):
-        limit.write_text(text, encoding="utf-8")
-        assert devices.free_memory("cpu", tmp_path) == free
+    (tmp_path / "proc/self/cgroup").write_text(groups, encoding="utf-8")
+    for place, text in limits.items():
+        file = tmp_path / "sys/fs/cgroup" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n", encoding="utf-8")
+    assert devices.free_memory("cpu", tmp_path) == free
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
