@@ -1,6 +1,7 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Annotated, Literal, Optional
 
 import pytest
+import torch
 import train_gpt2
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
 
-from harness import ROOT, needs
+from harness import ROOT, needs, refused
 
 
 @dataclass
@@ -221,6 +223,9 @@ def test_a_flag_is_explained_by_its_own_comment(monkeypatch):
     assert "PROMPT the text flags:" in described and "--inputs TEXT [TEXT ...] files" in described
     assert "-m, --model TEXT the model, or a file that holds one (default: gpt2) --max-steps INT" in described
     assert "--compile, --no-compile compile it (default: off) --tf32, --no-tf32 with fewer bits" in described
+    monkeypatch.setenv("COLUMNS", "1")  # as terminals that do not know their width may say
+    narrow = flags.make_parser(Options, Options()).format_help()
+    assert "--inputs TEXT" in narrow and "program" in narrow
     assert "--optimizer {adamw,muon} which one (default: adamw) --data TEXT where it is (default: text)" in described
 
 
@@ -270,21 +275,52 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     assert not (tmp_path / "script.py.done").exists()
 
 
+NO_MEMORY = "error: There is not enough memory. {}. Close what else uses it and run the same command again"
+NO_THREADS = "error: The system starts no more threads or processes. {}. Their number may be limited (ulimit -u)"
+
+
+class NoRoom(MemoryError):
+    """Libraries have classes of their own, such as pyarrow's and numpy's."""
+
+
 @pytest.mark.parametrize(
-    "line, sentence",
+    "error, said",
     [
-        ("raise OSError(errno.ENOSPC, 'No space left on device', 'a')", "a: No space left on device. Make room"),
-        ("raise OSError(errno.ESTALE, 'Stale file handle')", "write a file: Stale file handle. The file server"),
-        ("open('nowhere')", "nowhere: No such file or directory. Check the path."),
-        ("raise console.UserError('In a\\nb.')", "error: In a\\nb."),
-        ("import no_such_package", "error: The package no_such_package is not installed for "),
-        ("raise MemoryError('Unable to allocate 8 GiB')", "There is not enough memory. Unable to allocate 8 GiB"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
+        (OSError(errno.ESTALE, "Stale file handle"), "write a file: Stale file handle. The file server"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "nowhere"), "nowhere: No such file. Check the path."),
+        (UserError("In a\nb."), "error: In a\\nb."),
+        (MemoryError(), NO_MEMORY.format("MemoryError")),
+        (NoRoom("malloc of size 64 failed"), NO_MEMORY.format("malloc of size 64 failed")),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), NO_MEMORY.format("CUDA out of memory. Tried")),
+        (RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"), "enough memory. [alloc_cpu.cpp:127] can't"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "There is not enough memory."),
+        (RuntimeError("can't start new thread"), NO_THREADS.format("can't start new thread")),
+        (BlockingIOError(errno.EAGAIN, "Try again"), NO_THREADS.format(f"[Errno {errno.EAGAIN}] Try again")),
     ],
 )
-def test_what_the_machine_refuses_is_one_line(line, sentence, tmp_path):
-    done = run_script(tmp_path, line)
+def test_what_the_machine_refuses_is_one_line(error, said):
+    """Whichever library says it."""
+
+    def main(args):
+        raise error
+
+    assert said in refused(main)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("import no_such_package", "error: The package no_such_package is not installed for "),
+        ("raise ImportError('libtorch_cpu.so: failed to map segment from shared object')", "is not enough memory."),
+    ],
+)
+def test_so_is_what_it_refuses_while_a_program_imports(line, said, tmp_path):
+    script = Path(write_script(tmp_path, "pass"))
+    script.write_text(f"{script.read_text()}\n{line}")  # after the program has read its flags
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
