@@ -215,6 +215,14 @@ def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path
     assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr
 
 
+@pytest.mark.parametrize("script", ["fineweb.py", "tokenizer.py", "contamination.py"])
+def test_a_program_finds_its_modules_where_python_leaves_out_its_folder(script, tmp_path):
+    """As with python -P, -I or PYTHONSAFEPATH."""
+    command = [sys.executable, "-I", str(ROOT / script), "--xyzzy"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr, refused.stderr
+
+
 def test_a_flag_is_explained_by_its_own_comment(monkeypatch):
     """The one in its line, else the one above it; with its choices and its default."""
     monkeypatch.setenv("COLUMNS", "200")
