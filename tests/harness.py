@@ -25,6 +25,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+# the project's own, which a user's copies of the trainer lie beside
+SCRIPTS = [f"{name}.py" for name in "contamination fineweb hellaswag sample smoltalk tokenizer train_gpt2".split()]
 
 # conftest.py imports this file before torch, and the processes started from here inherit these variables. With two
 # threads each, several processes on two cores would wait for each other more than they compute

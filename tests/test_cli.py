@@ -20,7 +20,7 @@ import train_gpt2
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
 
-from harness import ROOT, needs, refused
+from harness import ROOT, SCRIPTS, needs, refused
 
 
 @dataclass
@@ -199,7 +199,7 @@ def run_script(folder, *lines, shell="", keywords="", **environment):
 
 
 SLOW = ("torch", "numpy", "transformers", "datasets", "pyarrow", "tiktoken")
-COMMANDS = [[str(path)] for path in sorted(ROOT.glob("*.py"))] + [["-m", "bench"]]
+COMMANDS = [[str(ROOT / name)] for name in SCRIPTS] + [["-m", "bench"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[-1]).stem)

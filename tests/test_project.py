@@ -6,11 +6,11 @@ import re
 import sys
 
 import yaml
+from plumbing.cli.console import output_of
 
-from harness import ROOT
+from harness import ROOT, SCRIPTS
 
-PROGRAM = ("*.py", "plumbing/**/*.py", "bench/*.py")
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+PROGRAM = (*SCRIPTS, "plumbing/**/*.py", "bench/*.py")
 OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
     "wandb",  # for --wandb, which says what to install; nothing else imports it
@@ -77,20 +77,24 @@ def test_the_public_workflow_runs_the_readmes_commands():
 
 
 def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():
+    """Of the project's own; beside them lie the users' copies of the trainer."""
+    tracked = output_of("git", "-C", str(ROOT), "ls-files", ":(glob)*.py").split()
+    assert tracked in ([], SCRIPTS)  # none where the project was not cloned
     readme = read("README.md")
     built = readme.partition("## How it is built")[2]
     files = re.findall(r"(?:^|; )(\w+(?:/|\.py|\.ipynb))(?: |:)", built, re.MULTILINE)
-    assert len(SCRIPTS) <= 7
+    assert len(SCRIPTS) == 7
     assert {*SCRIPTS, "plumbing/", "bench/", "tests/", "records/", "play.ipynb", "lessons.ipynb"} == set(files)
 
 
 def test_what_the_documents_link_to_is_there():
     """In the README, the index of the records and each record: pictures too."""
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("records/**/*.md")]:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("records/**/*.md")]:
         links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
         missing = [link for link in links if not (document.parent / link).exists()]
         assert not missing, f"{document}: {missing}"
     cited = set()
-    for path in [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py"), *ROOT.glob("*.ipynb")]:
+    notebooks = ("play.ipynb", "lessons.ipynb")
+    for path in [*(ROOT / name for name in (*SCRIPTS, *notebooks)), *ROOT.glob("plumbing/**/*.py")]:
         cited |= set(re.findall(r"records/(20[\w-]+)", path.read_text(encoding="utf-8")))
     assert all((ROOT / "records" / name).exists() for name in cited)
