@@ -14,6 +14,7 @@ import pytest
 import sample
 import smoltalk
 import tokenizer
+import torch
 import train_gpt2
 from bench import __main__ as bench
 
@@ -156,6 +157,8 @@ def test_the_commands_run_and_print_what_the_readme_shows(tmp_path, monkeypatch,
         output = capsys.readouterr()
         assert status == 0 and output.out, f"{start}\n{output.out}{output.err}"
         printed += output.out
+    [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(program + "assert model(torch.tensor([[1, 2]]))[0].shape[:2] == (1, 2)", {"torch": torch})
     assert (tmp_path / "my_gpt2" / "model.safetensors").exists() and (tmp_path / "log" / "chats" / "hf").exists()
     shown = re.findall(r"^step .*$", README, re.MULTILINE)
     assert shown and set(map(shape_of, shown)) <= set(map(shape_of, printed.splitlines()))
