@@ -1,6 +1,7 @@
 """The project as a whole: what it says of itself is so."""
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -23,10 +24,15 @@ def read(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+@functools.cache
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def parsed(*patterns):
     """{dotted name: syntax tree} of our modules."""
-    paths = [path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)]
-    return {".".join(path.with_suffix("").parts): ast.parse((ROOT / path).read_text("utf-8")) for path in paths}
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): parse(path) for path in paths}
 
 
 def imported(tree):

@@ -128,9 +128,9 @@ def make_inputs(folder):
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
     (folder / "texts").mkdir()
     write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
-    # quickstart would make the whole of Python's documentation into shards
-    part = ["--dataset", "python-docs", *BYTES, "--max-tokens", "40000", "--out-dir", "docs"]
-    assert status_of(fineweb.main, part) == 0
+    # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
+    (folder / "docs.txt").write_text(5 * text, encoding="utf-8")
+    assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", "docs"]) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
     (folder / "chats.jsonl").write_text(conversation * 200, encoding="utf-8")
