@@ -286,6 +286,7 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
 
 NO_MEMORY = "error: There is not enough memory. {}. Close what else uses it and run the same command again"
 NO_THREADS = "error: The system starts no more threads or processes. {}. Their number may be limited (ulimit -u)"
+AGAIN = os.strerror(errno.EAGAIN)
 
 
 class NoRoom(MemoryError):
@@ -305,7 +306,11 @@ class NoRoom(MemoryError):
         (RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"), "enough memory. [alloc_cpu.cpp:127] can't"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "There is not enough memory."),
         (RuntimeError("can't start new thread"), NO_THREADS.format("can't start new thread")),
-        (BlockingIOError(errno.EAGAIN, "Try again"), NO_THREADS.format(f"[Errno {errno.EAGAIN}] Try again")),
+        (BlockingIOError(errno.EAGAIN, AGAIN), NO_THREADS.format(f"[Errno {errno.EAGAIN}] {AGAIN}")),
+        (
+            RuntimeError(f"Failed to launch a thread: {AGAIN}"),
+            NO_THREADS.format(f"Failed to launch a thread: {AGAIN}"),
+        ),
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error, said):

@@ -171,14 +171,14 @@ def explain(error: BaseException) -> str:
             f"There is not enough memory. {first_line(error)}. Close what else uses it and run the same command again; "
             "a run may take a lower --batch-size."
         )
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EAGAIN or "can't start new thread" in str(error):
+    # Python says the first, and all else, pyarrow for one, the second
+    if "can't start new thread" in str(error) or os.strerror(errno.EAGAIN) in str(error):
         return (
             f"The system starts no more threads or processes. {first_line(error)}. Their number may be limited (ulimit "
             "-u), or the memory (ulimit -v): raise the limit, or close other programs, and run the same command again."
         )
-    if isinstance(error, OSError) and (error.filename or number in ADVICE):
-        advice = ADVICE.get(number or 0, "Check that it is what you meant.")
+    if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
+        advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
         return f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}"
     return ""
 
