@@ -7,7 +7,11 @@ The shards of a folder are searched for 13-grams of tokens from HellaSwag's exam
 of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
 """
 
+import os
+import sys
 from dataclasses import dataclass
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console, flags
 
@@ -22,7 +26,6 @@ if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import functools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

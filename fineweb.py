@@ -18,8 +18,12 @@ whenever it was killed and on any number of cores. A data set of the hub stays a
 at first.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Annotated
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console, flags
 
@@ -57,9 +61,7 @@ import collections
 import contextlib
 import itertools
 import math
-import os
 import shutil
-import sys
 import threading
 import types
 from concurrent.futures import Future, ThreadPoolExecutor

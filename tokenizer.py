@@ -13,7 +13,11 @@ Train your own byte-level BPE for fineweb.py and smoltalk.py:
 place for the name, the pre-tokenization pattern and the special tokens: these are in `my.tiktoken.json`.
 """
 
+import os
+import sys
 from dataclasses import dataclass
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console, flags
 
@@ -30,7 +34,6 @@ class Options:
 if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
-import os
 from pathlib import Path
 
 import tiktoken

@@ -8,8 +8,8 @@
     python -m bench sample      generate, a loop without a cache, transformers
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
-of them alike. A ratio is the median over the rounds of a side's time per token divided by ours. --json FILE saves the
-numbers.
+of them alike; after the warm-up, it is printed how long they will take. A ratio is the median over the rounds of a
+side's time per token divided by ours. --json FILE saves the numbers.
 """
 
 import dataclasses

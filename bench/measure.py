@@ -1,6 +1,7 @@
 """How every side is measured, and how the numbers are shown."""
 
 import gc
+import math
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plumbing.cli.console import output_of, progress_bar
+from plumbing.cli.console import count, duration, output_of, progress_bar
 from plumbing.run.source_code import git_commit
 
 ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
@@ -35,19 +36,22 @@ def timed(function):
 def measure(sides, rounds, work, unit, ours=None):
     """Call the functions in `sides`, {name: function}, alternately: a warm-up, then `rounds` rounds that count.
 
+    The warm-up tells how long these will take, and that is printed.
     work: {name: units per call, such as tokens}; ours: the reference, by default the first. Prints a table; returns
     (its numbers, {name: last result}). CPU seconds leave other processes out.
     """
     ours, results = ours or next(iter(sides)), {}
     measured: dict[str, Any] = {name: {"seconds": [], "cpu_seconds": []} for name in sides}
     gc.freeze()  # exclude existing objects from garbage collection
-    for number in progress_bar(range(rounds + 1), "rounds", delay=3):
+    print(f"warming up: {'; '.join(sides)}", flush=True)
+    warm_up = sum(timed(function)[0] for function in sides.values())
+    print(f"{count(rounds, 'round')} will take about {duration(math.ceil(rounds * warm_up))}", flush=True)
+    for _ in progress_bar(range(rounds), "rounds", delay=3):
         for name, function in sides.items():
-            side = measured[name]
             seconds, cpu, results[name] = timed(function)
-            if number > 0:
-                side["seconds"].append(seconds)
-                side["cpu_seconds"].append(cpu)
+            measured[name]["seconds"].append(seconds)
+            measured[name]["cpu_seconds"].append(cpu)
+    gc.unfreeze()  # triton 3.9 reports what is frozen at the end as leaks, on many lines
     width = max(map(len, sides)) + 1
     print(f"{'':{width}}{unit + '/s':>12}{'ms':>10}{'CPU ms':>10}{'ratio':>7}{'by CPU':>8}")
     for name, side in measured.items():

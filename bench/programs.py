@@ -16,18 +16,27 @@ from torch.nn.utils.rnn import pad_sequence
 
 import fineweb
 import hellaswag
-from bench.measure import measure
+from bench.measure import measure, timed
 from bench.steps import configure, transformers_model, world_of
 from plumbing.data import readers, tokenizers
 from plumbing.run.huggingface import transposed
 from plumbing.system.kernels import without_cudnn_attention
 from train_gpt2 import GPT
 
+SECONDS_OF_WORK = 2  # of a core in `data`: so much that fineweb.py's start counts little
+
 
 def data(options):
     """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
     cores, enc = readers.num_cores() or 1, tokenizers.get_encoding(options.tokenizer)
-    texts = readers.python_docs() * 20  # seconds of work for a core, so that the program's start counts little
+
+    def tokenize(texts):
+        return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
+
+    docs = readers.python_docs()
+    seconds, _, tokens_of_docs = timed(lambda: tokenize(docs))
+    copies = max(1, round(SECONDS_OF_WORK / seconds))
+    texts, work = docs * copies, tokens_of_docs * copies
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "docs.parquet")  # in FineWeb-Edu's format
         pyarrow.parquet.write_table(pyarrow.table({"text": texts * cores}), source, row_group_size=1000)
@@ -40,11 +49,8 @@ def data(options):
                 )
             return json.loads(Path(out_dir, "meta.json").read_text(encoding="utf-8"))["tokens"]
 
-        def theirs():
-            return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
-
-        sides = {"fineweb.py": ours, "tiktoken, one thread": theirs}
-        numbers, tokens = measure(sides, options.rounds, dict(zip(sides, (cores * theirs(), theirs()))), "tok")
+        sides = {"fineweb.py": ours, "tiktoken, one thread": lambda: tokenize(texts)}
+        numbers, tokens = measure(sides, options.rounds, dict(zip(sides, (cores * work, work))), "tok")
     print(f"tokens: {tokens}; {numbers['ratio'] / cores:.0%} of {cores} times tiktoken's speed on one thread")
     return numbers | {"cores": cores, "tokens": tokens}
 

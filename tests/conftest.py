@@ -1,18 +1,12 @@
 """The fixtures that all tests share, and how pytest runs them. The helpers are in harness.py."""
 
+import importlib
 import signal
 import socket
 
 import pytest
 
 pytest.register_assert_rewrite("corpora", "harness")
-from harness import make_shards, no_git, patched  # sets the environment, so it comes before torch
-
-# isort: split
-import torch
-from plumbing.run import source_code
-from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
-
 # a shell's `pytest &` ignores Ctrl-C, and so would the programs started from here, whose Ctrl-C is tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,6 +18,12 @@ def pytest_cmdline_main(config):
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
         config.option.loadscopereorder = False  # it would begin with the files that have most tests
+
+
+def pytest_configure(config):
+    """Import the harness before a test imports torch, as it sets the environment; xdist's controller runs no tests."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        importlib.import_module("harness")  # takes two seconds
 
 
 # the files that take longest, longest first: then both processes end at about the same time
@@ -40,6 +40,9 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def leave_no_trace():
     """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
+    import torch
+    from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     torch.manual_seed(0)
     with sdpa_kernel(_cur_sdpa_kernel_backends()):
@@ -51,6 +54,9 @@ def leave_no_trace():
 @pytest.fixture(autouse=True, scope="session")
 def no_network_and_no_commit():
     """A connection to anything but this machine is an error, at once. Only the real scripts ask git for the commit."""
+    from plumbing.run import source_code
+
+    from harness import no_git, patched
 
     def connect_here(self, address):
         if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -64,10 +70,14 @@ def no_network_and_no_commit():
 
 @pytest.fixture
 def data(tmp_path):
+    from harness import make_shards
+
     return make_shards(tmp_path / "data")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Shards that a module's tests share and leave as they are."""
+    from harness import make_shards
+
     return make_shards(tmp_path_factory.mktemp("module") / "data")

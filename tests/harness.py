@@ -3,6 +3,7 @@
 Everything is seeded, runs on one thread and touches no network. What needs `../shared/data` skips without it.
 """
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -24,6 +25,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+# the project's own, which a user's copies of the trainer lie beside
+SCRIPTS = [f"{name}.py" for name in "contamination fineweb hellaswag sample smoltalk tokenizer train_gpt2".split()]
 
 # conftest.py imports this file before torch, and the processes started from here inherit these variables. With two
 # threads each, several processes on two cores would wait for each other more than they compute
@@ -31,7 +34,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]  # packages may come from there
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # set if torchrun started the tests
     os.environ.pop(name, None)
 if (SHARED / "tiktoken_cache").exists():
@@ -434,6 +438,9 @@ def signalled(step, name, times, rank, args):
         return train_step(*args, **options)
 
     sys.argv = ["train_gpt2.py", *args]
+    signal.signal(
+        getattr(signal, name), signal.SIG_DFL
+    )  # a suite under nohup ignores SIGHUP, and what it starts does
     with patched(train_gpt2, "train_step", step_and_signal) as train_step:
         return train_gpt2.main(args)
 
@@ -446,3 +453,4 @@ def killed_at(step, checkpoint, args):
 
 
 gc.freeze()
+atexit.register(gc.unfreeze)  # triton 3.9 reports what is frozen at the end as leaks, on many lines

@@ -12,9 +12,9 @@ import torch
 import train_gpt2
 from nbclient import NotebookClient
 
-from harness import ROOT, train
+from harness import ROOT, SCRIPTS, train
 
-SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/**/*.py")]
+MODULES = [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py")]
 
 
 def read_notebook(name):
@@ -46,7 +46,6 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = read_notebook("lessons.ipynb")
     lessons = [cell for cell in notebook.cells if re.match("## \\d", cell.source)]
     outputs = execute(notebook, tmp_path)
@@ -201,7 +200,7 @@ def defined(tree):
 @pytest.mark.parametrize("name", ["play.ipynb", "lessons.ipynb"])
 def test_they_redefine_nothing_and_are_committed_with_outputs_small_and_with_prose_before_every_step(name):
     """Nothing that another run would change: no counts and no times; no errors; under 1 MB; each step is introduced."""
-    theirs = set().union(*(defined(ast.parse(script.read_text(encoding="utf-8"))) for script in SCRIPTS))
+    theirs = set().union(*(defined(ast.parse(script.read_text(encoding="utf-8"))) for script in MODULES))
     assert {"GPT", "get_lr", "DataLoaderLite", "peak_flops", "get_encoding", "generate"} <= theirs
     notebook = read_notebook(name)
     assert (ROOT / name).stat().st_size < 1e6

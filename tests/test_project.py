@@ -1,16 +1,17 @@
 """The project as a whole: what it says of itself is so."""
 
 import ast
+import functools
 import graphlib
 import re
 import sys
 
 import yaml
+from plumbing.cli.console import output_of
 
-from harness import ROOT
+from harness import ROOT, SCRIPTS
 
-PROGRAM = ("*.py", "plumbing/**/*.py", "bench/*.py")
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+PROGRAM = (*SCRIPTS, "plumbing/**/*.py", "bench/*.py")
 OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
     "wandb",  # for --wandb, which says what to install; nothing else imports it
@@ -19,10 +20,19 @@ OPTIONAL = {
 }
 
 
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def parsed(*patterns):
     """{dotted name: syntax tree} of our modules."""
-    paths = [path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)]
-    return {".".join(path.with_suffix("").parts): ast.parse((ROOT / path).read_text("utf-8")) for path in paths}
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): parse(path) for path in paths}
 
 
 def imported(tree):
@@ -41,10 +51,15 @@ def test_requirements_name_every_package_that_is_imported():
     trees = parsed(*PROGRAM, "tests/**/*.py")
     packages = {name.split(".")[0] for tree in trees.values() for name in imported(tree)}
     packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = read("requirements.txt").splitlines()
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines if line and line[0] != "#"}
     assert packages - declared <= OPTIONAL
-    assert "torch>=2.11,<2.14" in lines, "its ends are those of .github/workflows/torch.yml"
+
+
+def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_requirements():
+    [(oldest, end)] = re.findall(r"^torch>=([\d.]+),(<[\d.]+)$", read("requirements.txt"), re.MULTILINE)
+    workflow = yaml.safe_load(read(".github/workflows/torch.yml"))
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["torch"] == [f"=={oldest}.0", end]
 
 
 def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
@@ -61,27 +76,31 @@ def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_impor
 
 
 def test_the_public_workflow_runs_the_readmes_commands():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
     runs = [step["run"] for step in workflow["jobs"]["readme"]["steps"] if "run" in step]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = read("README.md")
     assert len(runs) == 2 and f"```bash\n{runs[0]}\n{runs[1]}\n```" in readme
 
 
 def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Of the project's own; beside them lie the users' copies of the trainer."""
+    tracked = output_of("git", "-C", str(ROOT), "ls-files", ":(glob)*.py").split()
+    assert tracked in ([], SCRIPTS)  # none where the project was not cloned
+    readme = read("README.md")
     built = readme.partition("## How it is built")[2]
     files = re.findall(r"(?:^|; )(\w+(?:/|\.py|\.ipynb))(?: |:)", built, re.MULTILINE)
-    assert len(SCRIPTS) <= 7
+    assert len(SCRIPTS) == 7
     assert {*SCRIPTS, "plumbing/", "bench/", "tests/", "records/", "play.ipynb", "lessons.ipynb"} == set(files)
 
 
 def test_what_the_documents_link_to_is_there():
     """In the README, the index of the records and each record: pictures too."""
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("records/**/*.md")]:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("records/**/*.md")]:
         links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
         missing = [link for link in links if not (document.parent / link).exists()]
         assert not missing, f"{document}: {missing}"
     cited = set()
-    for path in [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py"), *ROOT.glob("*.ipynb")]:
+    notebooks = ("play.ipynb", "lessons.ipynb")
+    for path in [*(ROOT / name for name in (*SCRIPTS, *notebooks)), *ROOT.glob("plumbing/**/*.py")]:
         cited |= set(re.findall(r"records/(20[\w-]+)", path.read_text(encoding="utf-8")))
     assert all((ROOT / "records" / name).exists() for name in cited)

@@ -14,6 +14,7 @@ import pytest
 import sample
 import smoltalk
 import tokenizer
+import torch
 import train_gpt2
 from bench import __main__ as bench
 
@@ -127,9 +128,9 @@ def make_inputs(folder):
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
     (folder / "texts").mkdir()
     write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
-    # quickstart would make the whole of Python's documentation into shards
-    part = ["--dataset", "python-docs", *BYTES, "--max-tokens", "40000", "--out-dir", "docs"]
-    assert status_of(fineweb.main, part) == 0
+    # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
+    (folder / "docs.txt").write_text(5 * text, encoding="utf-8")
+    assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", "docs"]) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
     (folder / "chats.jsonl").write_text(conversation * 200, encoding="utf-8")
@@ -156,6 +157,8 @@ def test_the_commands_run_and_print_what_the_readme_shows(tmp_path, monkeypatch,
         output = capsys.readouterr()
         assert status == 0 and output.out, f"{start}\n{output.out}{output.err}"
         printed += output.out
+    [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(program + "assert model(torch.tensor([[1, 2]]))[0].shape[:2] == (1, 2)", {"torch": torch})
     assert (tmp_path / "my_gpt2" / "model.safetensors").exists() and (tmp_path / "log" / "chats" / "hf").exists()
     shown = re.findall(r"^step .*$", README, re.MULTILINE)
     assert shown and set(map(shape_of, shown)) <= set(map(shape_of, printed.splitlines()))

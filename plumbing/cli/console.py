@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,8 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
         report_exception(*sys.exc_info())
         leave(130)  # 128 + SIGINT
     except Exception as error:
-        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # the second one is torch's, of a GPU
-            advice = (
-                "Close what else uses it and run the same command again; a run may take a lower --batch-size."
-            )
-            fail(f"There is not enough memory. {first_line(error)}. {advice}")
-        if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
-            advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
-            fail(f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}")
+        if message := explain(error):
+            fail(message)
         if not has_other_ranks():
             raise  # to report_exception
         report_exception(*sys.exc_info())
@@ -168,15 +163,44 @@ ADVICE = {  # what to do about the operating system's errors
 }
 
 
-def report_exception(kind, error, traceback):
-    """Print a traceback, but only a line after Ctrl-C, or if a package is missing."""
+def explain(error: BaseException) -> str:
+    """A line on an error that is the machine's or the installation's, whichever library raised it; "" for a bug."""
     if isinstance(error, ModuleNotFoundError):
-        fail(
+        return (
             f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
             ".venv/bin/activate), or install what is needed: pip install -r requirements.txt"
         )
+    if is_out_of_memory(error):
+        return (
+            f"There is not enough memory. {first_line(error)}. Close what else uses it and run the same command again; "
+            "a run may take a lower --batch-size."
+        )
+    # Python says the first, and all else, pyarrow for one, the second
+    if "can't start new thread" in str(error) or os.strerror(errno.EAGAIN) in str(error):
+        return (
+            f"The system starts no more threads or processes. {first_line(error)}. Their number may be limited (ulimit "
+            "-u), or the memory (ulimit -v): raise the limit, or close other programs, and run the same command again."
+        )
+    if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
+        advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
+        return f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}"
+    return ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that led to it, says that memory ran out: libraries may keep only the text."""
+    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
+    words = "MemoryError|out of memory|ALLOC_FAILED|[Cc]an(not|'t) allocate memory|failed to map segment"
+    has_its_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or has_its_number or re.search(words, said) is not None
+
+
+def report_exception(kind, error, trace):
+    """Print a traceback, but only a line where the user can do something, and after Ctrl-C."""
+    if message := explain(error):
+        fail(message)
     if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error, trace)
     elif is_rank_0():
         print("interrupted", file=sys.stderr, flush=True)
 

@@ -151,7 +151,7 @@ def comments_of(config_class):
 
 def wrapped(text):
     """A docstring for a terminal: its paragraphs are wrapped, but not what is indented (examples and tables)."""
-    width = min(shutil.get_terminal_size().columns, 100) - 2
+    width = max(11, min(shutil.get_terminal_size().columns, 100) - 2)  # argparse, too, takes at least 11
     paragraphs = text.strip().split("\n\n")
     return "\n\n".join(
         text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs

@@ -63,12 +63,29 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     if device.startswith("cuda"):
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
-    meminfo, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"  # Linux has both
+    meminfo = root / "proc/meminfo"  # only Linux has it
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
-    limits = re.findall("^[0-9]+$", limit.read_text(), re.M) if limit.exists() else []  # or "max"
-    return min([free, *map(int, limits)])
+    return min([free, *memory_limits(root)])
+
+
+def memory_limits(root: Path = Path("/")) -> list[int]:
+    """Bytes to which Linux limits this process's control group and each group above it: a container's or a job's."""
+    groups, limits = root / "proc/self/cgroup", []
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, group = line.split(":", 2)
+        files: list[tuple[str, str]] = []
+        if not controllers:  # version 2; beside version 1 it has a folder of its own
+            files = [(".", "memory.max"), ("unified", "memory.max")]
+        elif "memory" in controllers.split(","):
+            files = [("memory", "memory.limit_in_bytes")]
+        for mount, name in files:
+            # a container may see its own group as the root of the tree, so that the levels below it are not there
+            own = root / "sys/fs/cgroup" / mount / group.strip("/")
+            levels = [level / name for level in (own, *own.parents)]
+            limits += [level.read_text().strip() for level in levels if level.exists()]
+    return [int(limit) for limit in limits if limit != "max"]
 
 
 def choose_dtype(name: str, device: str, is_wide: bool = False) -> tuple[torch.dtype, str]:
