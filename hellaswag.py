@@ -19,8 +19,11 @@ import itertools
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
 from plumbing.run import source_code

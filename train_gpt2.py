@@ -26,9 +26,13 @@ the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for
 import contextlib
 import dataclasses
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
 from plumbing.run.options import Below1, Positive, RunOptions, read_flags
@@ -68,6 +72,9 @@ class Recipe(GPTConfig):
     sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
     total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
+    data_weights: tuple[
+        float, ...
+    ] = ()  # shares of the folders in --data; by default each window once per epoch
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     val_tokens: Positive[int] = 10 * 2**20  # validation tokens, the same ones every time
     # the schedule
@@ -115,25 +122,25 @@ PRESETS = {
         preset="speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
     "quickstart": TrainConfig(
-        preset="quickstart", data="python_docs", out_dir="log/quickstart", compile=False, sample_prompt="The ",
+        preset="quickstart", data=("python_docs",), out_dir="log/quickstart", compile=False, sample_prompt="The ",
         n_layer=4, n_head=4, n_embd=128, block_size=128,
         batch_size=16, sequence_length=128, total_batch_size=2048,
         max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3,
         optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, checkpoint_every=200, keep_best=True),
     "baby": TrainConfig(
-        preset="baby", data="python_docs", out_dir="log/baby", sample_prompt="The ", hellaswag_every=0, keep_best=True,
-        n_layer=6, n_head=6, n_embd=384, block_size=256, sequence_length=256, total_batch_size=2**14,
+        preset="baby", data=("python_docs",), out_dir="log/baby", sample_prompt="The ", hellaswag_every=0,
+        keep_best=True, n_layer=6, n_head=6, n_embd=384, block_size=256, sequence_length=256, total_batch_size=2**14,
         max_steps=1000, warmup_steps=50, schedule="wsd", max_lr=2e-3, optimizer="muon", val_tokens=2**17),
     "chat": TrainConfig(
-        preset="chat", data="smoltalk", out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
+        preset="chat", data=("smoltalk",), out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
         batch_size=32, total_batch_size=2**17, keep_best=True,
         max_steps=3000, warmup_steps=100, max_lr=1e-4, min_lr=1e-5),
 }
 # fmt: on
 
 
-def complaints(c: Recipe) -> Iterator[str]:
+def complaints(c: TrainConfig) -> Iterator[str]:
     """A sentence for each thing that is wrong with the recipe, apart from single numbers and the size of the batch."""
     for name in ("block_size", "n_layer", "n_head", "n_embd"):
         if getattr(c, name) == 0:
@@ -145,6 +152,12 @@ def complaints(c: Recipe) -> Iterator[str]:
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
         yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
+    if len(set(c.data)) < len(c.data):
+        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
+    weights = c.data_weights
+    if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
+        yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
@@ -169,7 +182,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 from plumbing.data import tokenizers
-from plumbing.data.windows import Windows, data_tokenizer, permute
+from plumbing.data.windows import READERS, Windows, data_tokenizer, mix, permute, read_windows
 from plumbing.run import checkpoint
 from plumbing.run.start import Start, begin, check_config
 from plumbing.system import kernels
@@ -370,33 +383,54 @@ class DataLoaderLite:
     """Sequences, which are windows of T tokens, in one global order that depends neither on B nor on the ranks.
 
     The shards of a split are cut into windows of T tokens at multiples of T; up to T tokens left at the end of a shard
-    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch. Each
-    call consumes the next B * world_size windows, and rank r reads the B of them from r * B on.
+    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch. With
+    `weights`, each of the `folders` has its share of the order, and is read over epochs of its own. Each call consumes
+    the next B * world_size windows, and rank r reads the B of them from r * B on.
     """
 
     def __init__(
-        self, folder: str, split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
-        seed: int = 0, shuffle: bool = False, device: str = "cpu",
+        self, folders: str | Sequence[str], split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
+        weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str = "cpu",
     ):  # fmt: skip
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.seed, self.shuffle, self.device = seed, shuffle, device
-        self.windows = Windows(folder, split, T)
-        self.num_windows = self.windows.num_windows
+        folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+        self.weights = [weight for weight in weights if weight]  # what has none is not read
+        self.splits = [
+            Windows(folder, split, T) for i, folder in enumerate(folders) if not weights or weights[i]
+        ]
+        sizes = [windows.num_windows for windows in self.splits]
+        self.num_windows, self.first = sum(sizes), np.cumsum([0, *sizes])  # numbered through all folders
+        shares = self.weights or sizes
+        self.shares = [share / sum(shares) for share in shares]
         self.position = 0  # windows of the global order read so far: all that a resume needs
-        self.executor = ThreadPoolExecutor(1)
+        self.executor, self.readers = ThreadPoolExecutor(1), ThreadPoolExecutor(READERS)
         self.prefetched = {}  # (position, B) -> the future of that batch
 
-    def order(self, positions):
-        """The numbers of the windows that stand at these positions of the global order."""
-        epochs, numbers = np.divmod(positions, self.num_windows)
+    def shuffle_epochs(self, places, num_windows, *folder):
+        """The windows at these places of epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
+        epochs, numbers = np.divmod(places, num_windows)
         for epoch in np.unique(epochs) if self.shuffle else ():
             in_epoch = epochs == epoch
-            numbers[in_epoch] = permute(numbers[in_epoch], self.num_windows, [self.seed, int(epoch)])
+            numbers[in_epoch] = permute(numbers[in_epoch], num_windows, [self.seed, int(epoch), *folder])
         return numbers
+
+    def locate(self, positions):
+        """[(a folder's split, number of a window in it)] at these positions of the global order."""
+        if not self.weights:
+            numbers = self.shuffle_epochs(positions, self.num_windows)
+            folders = np.searchsorted(self.first, numbers, side="right") - 1
+            numbers -= self.first[folders]
+        else:
+            folders, numbers = mix(positions, self.weights)
+            for folder in np.unique(folders).tolist():
+                of_it, size = folders == folder, self.splits[folder].num_windows
+                numbers[of_it] = self.shuffle_epochs(numbers[of_it], size, folder)
+        return [(self.splits[folder], number) for folder, number in zip(folders.tolist(), numbers.tolist())]
 
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
-        arrays = self.windows.read(self.order(position + self.rank * B + np.arange(B)))
+        arrays = read_windows(self.locate(position + self.rank * B + np.arange(B)), self.readers)
         batch = [torch.from_numpy(array) for array in arrays]
         if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
@@ -425,8 +459,9 @@ class DataLoaderLite:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what fixes the order in which it is one."""
-        order = {"training data": self.windows.fingerprint, "sequence_length": self.T}
-        return {"position": self.position, "order": order | {"seed": self.seed, "shuffle": self.shuffle}}
+        order = {"training data": [split.fingerprint for split in self.splits], "data_weights": self.weights}
+        order |= {"sequence_length": self.T, "seed": self.seed, "shuffle": self.shuffle}
+        return {"position": self.position, "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Go on at a saved position; "" or, if that is one of another order, what differs: then the first is kept."""
@@ -540,7 +575,7 @@ def configure_optimizers(model, config):
 def apply_schedules(optimizers, step, config):
     """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns the rate of a group at max_lr."""
     lr = get_lr(step, config)
-    warmed_up = min(1.0, step / max(1, config.muon_momentum_warmup))
+    warmed_up = min(1.0, step / config.muon_momentum_warmup) if config.muon_momentum_warmup else 1.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.setdefault("initial_lr", group["lr"]) / config.max_lr
@@ -673,11 +708,12 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
         settings["sequence_length"] = min(settings["sequence_length"], settings["block_size"])
     c = TrainConfig(**settings)
     check_config(c, complaints(c), world)
-    if c.data == PRESETS["quickstart"].data and not c.dry_run:
-        import fineweb  # only these data are made here, if there are none
+    for folder in PRESETS["quickstart"].data if not c.dry_run else ():
+        if folder in c.data:
+            import fineweb  # only these data are made here, if there are none
 
-        fineweb.make_python_docs(c.data)
-    enc = data_tokenizer(c.data)
+            fineweb.make_python_docs(folder)
+    enc = data_tokenizer(c.data, c.data_weights)
     padded_size = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
     # weights to begin with may have fewer ids than the data's tokenizer, which a chat's markers extend
     vocab_size = max(c.vocab_size, padded_size) if c.init_from else c.vocab_size or padded_size
@@ -685,7 +721,7 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
     dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
     max_steps, warmup_steps = c.max_steps, c.warmup_steps
     if c.passes:
-        tokens = Windows(c.data, "train", c.sequence_length).num_windows * c.sequence_length
+        tokens = DataLoaderLite(c.data, "train", 1, c.sequence_length).num_windows * c.sequence_length
         max_steps = max(1, round(c.passes * tokens / c.total_batch_size))
         warmup_steps = min(warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
     found = dict(vocab_size=vocab_size, dtype=dtype, max_steps=max_steps, warmup_steps=warmup_steps, passes=0.0)
@@ -693,12 +729,15 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
 
 
 def load_data(config, world):
-    """Load a run's (loader, validation loader, tokenizer)."""
+    """Load a run's (loader, validation loaders, tokenizer)."""
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
     order = dict(shuffle=config.shuffle, device=world.device)
-    loader = DataLoaderLite(config.data, "train", B, T, *ranks, seed=config.seed, **order)
-    val_loader = DataLoaderLite(config.data, "val", B, T, *ranks, **order)  # no seed: always the same windows
-    return loader, val_loader, data_tokenizer(config.data)
+    loader = DataLoaderLite(
+        config.data, "train", B, T, *ranks, weights=config.data_weights, seed=config.seed, **order
+    )
+    # no seed: always the same windows
+    val_loaders = [DataLoaderLite(folder, "val", B, T, *ranks, **order) for folder in config.data]
+    return loader, val_loaders, data_tokenizer(config.data, config.data_weights)
 
 
 def wrap(raw_model, compiled, world):
@@ -720,7 +759,7 @@ class Parts(NamedTuple):
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # for float16
     loader: DataLoaderLite
-    val_loader: DataLoaderLite
+    val_loaders: list[DataLoaderLite]  # one for each folder
     enc: Any  # the tokenizer
     token_bytes: torch.Tensor  # how many bytes of text each id stands for
     examples: list[Any]  # HellaSwag's, rendered
@@ -730,8 +769,8 @@ def setup(start: Start) -> Parts:
     """Load, make and check all that the run needs. Nothing of its folder is written yet."""
     config, world = start.config, start.world
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
-    loader, val_loader, enc = load_data(config, world)
-    start.check_data(loader, val_loader, enc)
+    loader, val_loaders, enc = load_data(config, world)
+    start.check_data(loader, val_loaders, enc)
     raw_model = start.make_model(
         GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=("vocab_size", "block_size")
     )
@@ -742,15 +781,16 @@ def setup(start: Start) -> Parts:
     if raw_model.float8:
         kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
     fit = start.find_what_fits(raw_model, wrap, enc.n_vocab)
-    loader.B = val_loader.B = fit.B
+    for each in (loader, *val_loaders):
+        each.B = fit.B
     unwrapped = fit.model.module if world.size > 1 else fit.model
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=config.dtype == "float16")
     token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
     start.examine(raw_model, optimizers, enc.n_vocab, longest=config.block_size)
-    start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loader))
+    start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loaders))
     models = raw_model, fit.model, unwrapped
-    return Parts(*models, optimizers, scaler, loader, val_loader, enc, token_bytes, examples)
+    return Parts(*models, optimizers, scaler, loader, val_loaders, enc, token_bytes, examples)
 
 
 def is_due(step, every, last):
@@ -763,10 +803,12 @@ def evaluate(step, parts: Parts, run, *, config, world):
     raw_model, enc, last = parts.raw_model, parts.enc, step == config.max_steps
     raw_model.eval()
     if is_due(step, config.val_every, last) and not run.stopping:
-        num_windows = min(config.val_tokens // config.sequence_length, parts.val_loader.num_windows)
+        losses, most = [], config.val_tokens // config.sequence_length  # windows
         with run.evaluation():
-            options = dict(token_bytes=parts.token_bytes, world=world)
-            losses = evaluate_val_loss(parts.unwrapped, parts.val_loader, num_windows, **options)
+            for loader in parts.val_loaders:
+                options = dict(token_bytes=parts.token_bytes, world=world)
+                num_windows = min(most, loader.num_windows)
+                losses.append(evaluate_val_loss(parts.unwrapped, loader, num_windows, **options))
         run.log_val_loss(step, losses, raw_model)
     if is_due(step, config.hellaswag_every, last) and not run.stopping:
         with run.evaluation():
@@ -810,7 +852,7 @@ def main(args=None):
         start.print_summary(parts)
         if start.config.dry_run:
             return start.ended()
-        with start.open_run(parts.enc, parts.val_loader) as run:
+        with start.open_run(parts) as run:
             return fit(parts, run, config=start.config, world=start.world)
 
 

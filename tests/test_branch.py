@@ -316,7 +316,7 @@ def train_with(script, args, step=None, checkpoint=None):
     """Train, with validation losses from `script`; be killed at that step, once that checkpoint is there."""
 
     def log_scripted(self, step, losses, raw_model):
-        log_val_loss(self, step, (script[step], losses[1]), raw_model)
+        log_val_loss(self, step, [(script[step], losses[0][1])], raw_model)
 
     with patched(Run, "log_val_loss", log_scripted) as log_val_loss:
         killed_at(step, checkpoint, args)

@@ -37,7 +37,7 @@ def test_the_account_of_a_run(capsys):
         sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300, min_lr=6e-4
     )
     parts = SimpleNamespace(raw_model=model, optimizers=optimizers, enc=SimpleNamespace(name="bytes"))
-    parts.loader, parts.val_loader = SimpleNamespace(num_windows=500), SimpleNamespace(num_windows=60)
+    parts.loader, parts.val_loaders = SimpleNamespace(num_windows=500), [SimpleNamespace(num_windows=60)]
     for seconds in (67, 135):  # a step
         fit = autofit.Fit(
             None, 4, False, [], [], flops_per_token=600, kept_bytes=10_000, seconds_per_token=seconds / 128
@@ -96,7 +96,7 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     config = TrainConfig(total_batch_size=128, max_steps=20_000)
     fit = autofit.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
     saved: Any = dict(step=19072, val_loss=None, best_val_loss=math.inf)
-    run = run_folder.Run(run_folder.Beginning(config, saved), World(size=2), None, metadata={}, fit=fit)
+    run = run_folder.Run(run_folder.Beginning(config, saved), World(size=2), None, metadata={}, fit=fit, shares=[1.0])
     run.writer = mock.Mock()
     run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
     large = functools.partial(run.log_step, 19072, train_gpt2.Step(10.98123, 12.3456, False, {}), lr=1.2e-3)

@@ -21,7 +21,14 @@ from harness import log_lines, losses, printed_commands, status_of, tiny_model, 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkeypatch):
     """What the README's first figures and all comparisons rest on: it changes with a new version only on purpose."""
     recipe = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=0, init_from="", branch_from="")
-    recipe |= dict(data="edu_fineweb10B", sequence_length=1024, shuffle=True, seed=1337, val_tokens=10_485_760)
+    recipe |= dict(
+        data=("edu_fineweb10B",),
+        data_weights=(),
+        sequence_length=1024,
+        shuffle=True,
+        seed=1337,
+        val_tokens=10_485_760,
+    )
     recipe |= dict(total_batch_size=524_288, batch_ramp=0, max_steps=19_073, warmup_steps=715, schedule="cosine")
     recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95)
     recipe |= dict(grad_clip=1.0, dtype="auto")

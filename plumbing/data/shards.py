@@ -184,10 +184,9 @@ def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: 
         )
 
 
-def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, step_tokens: int) -> None:
-    """UserError unless the shards are those in meta.json, enough for a step, with ids of `enc` and valid masks."""
-    check_size(folder, "train", train_loader.T, num_windows=train_loader.num_windows, at_least=step_tokens)
-    shards = train_loader.shards + val_loader.shards
+def check_folder(folder: Name, splits: list[Any], enc: Any) -> None:
+    """UserError unless the shards of these splits are those in meta.json, with ids of `enc` and valid masks."""
+    shards = [shard for split in splits for shard in split.shards]
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
     if largest >= enc.n_vocab:
         raise UserError(
@@ -195,8 +194,8 @@ def check_folder(folder: Name, train_loader: Any, val_loader: Any, *, enc: Any, 
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
     check_meta(folder, shards)
-    for masks in (train_loader.masks, val_loader.masks):
-        check_masks(masks)
+    for split in splits:
+        check_masks(split.masks)
 
 
 def find_largest(arrays, count=sys.maxsize):
@@ -225,6 +224,8 @@ def check_meta(folder, shards):
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
         )
     found = {shard.path.name: len(shard) for shard in shards}
+    splits = set(map(split_of, found))  # of a folder that is only validated on, these are not all
+    listed = {name: length for name, length in listed.items() if split_of(name) in splits}
     if listed and listed != found:
         name = min(dict(listed.items() ^ found.items()))
         then, now = listed.get(name, 0), found.get(name, 0)

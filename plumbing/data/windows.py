@@ -1,19 +1,27 @@
 """Windows: what a run reads of a split of shards, and a permutation of them that is computed and not stored."""
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
 
+from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
 from plumbing.files import Name
+
+READERS = 8  # windows that are read at a time
 
 
 class Windows:
     """A split's windows of T tokens, at multiples of T within a shard; up to T tokens at a shard's end are dropped."""
 
     def __init__(self, folder: Name, split: str, T: int):
-        self.T = T
+        self.folder, self.T = folder, T
         self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = self.fingerprint_now()
@@ -26,22 +34,90 @@ class Windows:
         """A hash of samples of the files as they are on the disk at this moment."""
         return shards.fingerprint([shard.path for shard in self.shards])
 
-    def locate(self, numbers: np.ndarray) -> Iterable[tuple[int, int]]:
-        """(index of the shard, offset of its first token) of each of these windows."""
-        indices = np.searchsorted(self.first, numbers, side="right") - 1
-        return zip(indices.tolist(), ((numbers - self.first[indices]) * self.T).tolist())
+    def place(self, number: int) -> tuple[int, int]:
+        """(index of the shard, offset of the first token) of a window."""
+        i = int(np.searchsorted(self.first, number, side="right")) - 1
+        return i, (number - int(self.first[i])) * self.T
 
-    def read(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """[tokens (n, T + 1)] of these n windows, and their mask of the same shape if the split has one."""
-        places = list(self.locate(numbers))
-        both = [self.shards, self.masks] if self.masks else [self.shards]
-        return [np.stack([arrays[i].read(offset, self.T + 1) for i, offset in places]) for arrays in both]
+    def describe(self, number: int) -> str:
+        """Where a window is, in words."""
+        i, offset = self.place(number)
+        return f"{self.shards[i].path.name} token {offset}"
+
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A window's tokens (T + 1,) and, if the split has masks, their mask."""
+        i, offset = self.place(number)
+        mask = self.masks[i].read(offset, self.T + 1) if self.masks else None
+        return self.shards[i].read(offset, self.T + 1), mask
 
 
-def data_tokenizer(folder: Name) -> tiktoken.Encoding:
-    """The tokenizer of a folder of shards; UserError, with the remedy, if it has none to train on."""
-    shards.find_shards(folder, "train")
-    return tokenizers.folder_encoding(folder)
+def read_windows(windows: list[tuple[Windows, int]], pool: Executor) -> list[np.ndarray]:
+    """[tokens (n, T + 1)] of n windows and, if one of their splits has masks, [their mask]: where there is none, ones.
+
+    The pool reads several at a time, since each may take as long as a network's disk needs to answer.
+    """
+    parts = [windows[i::READERS] for i in range(min(READERS, len(windows)))]
+    found = pool.map(lambda part: [split.read(number) for split, number in part], parts)
+    rows: list[Any] = [None] * len(windows)
+    for i, part in enumerate(found):
+        rows[i::READERS] = part
+    tokens = np.stack([row for row, _ in rows])
+    if not any(split.masks for split, _ in windows):
+        return [tokens]
+    ones = np.ones(tokens.shape[1], np.uint8)
+    return [tokens, np.stack([ones if mask is None else mask for _, mask in rows])]
+
+
+def stream_names(folders: Sequence[Name]) -> list[str]:
+    """A short name for each folder, for log.txt: the last part of its path or, where two have the same, more of it."""
+    paths = [Path(os.path.abspath(folder)) for folder in folders]
+    names = ["/".join(path.parts[-1:]) for path in paths]
+    for number, path in enumerate(paths):
+        parts = 1
+        while sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) > 1 and parts < len(
+            path.parts
+        ):
+            parts += 1
+        names[number] = "-".join(path.parts[-parts:])
+    return [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
+
+
+def data_tokenizer(folders: Sequence[Name], weights: Sequence[float] = ()) -> tiktoken.Encoding:
+    """The tokenizer of folders of shards; UserError, with the remedy, if one has no shards, or another tokenizer."""
+    encs = []
+    for i, folder in enumerate(folders):
+        for split in ("train", "val") if not weights or weights[i] else ("val",):
+            shards.find_shards(folder, split)
+        encs.append(tokenizers.folder_encoding(folder))
+        if encs[-1].name != encs[0].name:
+            raise UserError(
+                f"The shards in {folder} have tokenizer {encs[-1].name}, but those in {folders[0]} have "
+                f"{encs[0].name}. Make them with one tokenizer, to train on both."
+            )
+    return encs[0]
+
+
+def mix(positions: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(which of the folders, how many windows of it came before) at each of these positions of a mixture.
+
+    The weights are the folders' shares. Each position belongs to the folder whose rounded share of all positions up to
+    it grows there, so that every stretch of the order has the exact shares but for a window or two.
+    """
+    before = shares_of(positions, weights)
+    which = (shares_of(positions + 1, weights) - before).argmax(0)
+    return which, before[which, np.arange(len(positions))]
+
+
+def shares_of(n: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """How many of the first n positions each folder has (folders, len(n)): rounded, so that they still add up to n."""
+    shares, left, left_weight = [], n, sum(weights)
+    for weight in weights:
+        # of what the folders before it have left, its part of the weights that are left
+        part = min(1.0, weight / left_weight) if weight else 0.0
+        shares.append(np.floor(left * part + 0.5).astype(np.int64))
+        left, left_weight = left - shares[-1], left_weight - weight
+    shares[int(np.flatnonzero(weights)[-1])] += left  # what rounding the weights has left over
+    return np.stack(shares)
 
 
 def permute(index: np.ndarray, n: int, seed: list[int]) -> np.ndarray:

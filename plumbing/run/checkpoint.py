@@ -447,8 +447,7 @@ def diverged(
     losses = np.array(batch_losses).T.flatten()  # in the order of the micro-batches
     bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
     positions = [start + number * B + row for number in bad for row in range(B)][:4]
-    places = loader.windows.locate(loader.order(np.array(positions)))
-    where = ", ".join(f"{loader.windows.shards[i].path.name} token {offset}" for i, offset in places)
+    where = ", ".join(split.describe(number) for split, number in loader.locate(np.array(positions)))
     rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
     # from the checkpoint of this very step, no step has succeeded
     good = [path for path in list_checkpoints(config.out_dir) if step_of(path) < step]

@@ -20,6 +20,7 @@ import torch
 from plumbing.cli.console import UserError, count, duration, first_line, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.data.tokenizers import has_chat_tokens
+from plumbing.data.windows import stream_names
 from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import logs, source_code
@@ -157,11 +158,13 @@ def print_next_commands(config: Any, enc: Any) -> None:
 
 def branch_command(config: Any, changed: dict[str, Any]) -> list[Any]:
     """The command of a branch of a run that has the settings `changed`."""
-    name = "longer" if changed.keys() == {"max_steps"} else "branch"
-    flags = [("--branch-from", config.out_dir), ("--out-dir", f"{config.out_dir.rstrip('/')}-{name}")]
+    end = "longer" if changed.keys() == {"max_steps"} else "branch"
+    flags: list[Any] = [("--branch-from", config.out_dir), ("--out-dir", f"{config.out_dir.rstrip('/')}-{end}")]
     for name, value in changed.items():
-        flags += [flag_of(name)] if value is True else [f"--no-{flag_of(name)[2:]}"] if value is False else []
-        flags += [] if isinstance(value, bool) else [(flag_of(name), value)]
+        if isinstance(value, bool):
+            flags.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
+        else:
+            flags.append((flag_of(name), *(value if isinstance(value, tuple) else [value])))
     return [*logs.launcher(), os.path.relpath(source_code.file_of(type(config))), *flags]
 
 
@@ -192,9 +195,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
     """Writes a run's files and its lines on the console; ranks other than 0 only receive signals."""
 
     def __init__(
-        self, start: Beginning, world: World, lock: FolderLock | None, *, metadata: dict[str, Any], fit: Fit
+        self,
+        start: Beginning,
+        world: World,
+        lock: FolderLock | None,
+        *,
+        metadata: dict[str, Any],
+        fit: Fit,
+        shares: list[float],
     ):
-        """lock: on its folder; metadata: what every checkpoint holds beside the state; fit: from the trial."""
+        """lock: on its folder; metadata: what every checkpoint holds beside the state; fit: from the trial; shares: the
+        folders' shares of the data, for the mean of their validation losses.
+        """
         config, saved = start.config, start.saved
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
         self.start_step, self.max_steps = start.step, config.max_steps
@@ -205,6 +217,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
         self.flops_per_token = fit.flops_per_token
+        self.shares, self.names = shares, stream_names(config.data)
         self.peak = devices.peak_flops(world.device_name)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
@@ -273,11 +286,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.signals.under_way = ""
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
-    def log_val_loss(self, step: int, losses: tuple[float, float], raw_model: Any) -> None:
-        """Log a validation loss and its bits per byte; with keep_best, keep the weights of the lowest one so far."""
-        loss, bpb = losses
+    def log_val_loss(self, step: int, losses: list[tuple[float, float]], raw_model: Any) -> None:
+        """Log each folder's (validation loss, bits per byte) and their mean by the shares; with keep_best, keep the
+        weights of the lowest mean so far.
+        """
+        loss, bpb = (sum(share * each[i] for share, each in zip(self.shares, losses)) for i in (0, 1))
         self.val_loss = loss
-        self.report(step, f"val loss {loss:.6f} | {bpb:.4f} bits per byte", {"val": loss, "val_bpb": bpb})
+        streams, text = {"val": loss, "val_bpb": bpb}, f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
+        if len(losses) > 1:
+            text = f"val loss {loss:.4f} | " + ", ".join(
+                f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
+            )
+            for name, each in zip(self.names, losses):
+                streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
+        self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
         if self.config.keep_best and self.world.is_master and self.max_steps and loss < self.best_val_loss:
             self.best_val_loss = loss
             best = {"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata}
@@ -358,9 +380,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         is_new = step > self.start_step or (finished and step > 0)
         if self.world.is_master and is_new:
-            if loader.windows.fingerprint_now() != loader.windows.fingerprint:
+            changed = [split.folder for split in loader.splits if split.fingerprint_now() != split.fingerprint]
+            if changed:
                 raise UserError(
-                    f"The shards in {self.config.data} have changed since the run began to read them, so this is no "
+                    f"The shards in {changed[0]} have changed since the run began to read them, so this is no "
                     "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
                 )
             state = checkpoints.training_state(raw_model, optimizers, scaler, loader)

@@ -104,7 +104,7 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, r
         "from step": str(start_step),
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),
-        "data": plain(origin(config.data)),
+        "data": "; ".join(plain(origin(folder)) for folder in config.data),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),

@@ -34,7 +34,7 @@ class RunOptions(StartOptions):
     """Where a run has its data, how it uses the machine, and how often it looks, saves and says something."""
 
     # the machine
-    data: Annotated[str, PER_NODE] = "edu_fineweb10B"  # folder of token shards
+    data: Annotated[tuple[str, ...], PER_NODE] = ("edu_fineweb10B",)  # folders of token shards
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     batch_size: Positive[int] = (

@@ -197,7 +197,7 @@ def say_what_is_taken_over(
     if config.branch_from and "preset" in typed and given.get("preset", typed["preset"]) != typed["preset"]:
         print0(f"note: A branch has its parent's settings, and not those of --preset {typed['preset']}.")
     taken = [
-        f"{name} {value}"
+        f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in given.items()
         if name not in typed and value == getattr(config, name) != getattr(asked, name)
     ]
@@ -253,13 +253,21 @@ class Start:
         """Whether nothing is left to do: the run's last checkpoint was written after its last evaluation."""
         return self.beginning.finished_step is not None
 
-    def check_data(self, loader: Any, val_loader: Any, enc: Any) -> None:
+    def check_data(self, loader: Any, val_loaders: list[Any], enc: Any) -> None:
         """Raise UserError unless the data are whole, enough, the same on all ranks, and of the model's tokenizer."""
-        train, val = loader.windows, val_loader.windows
-        fingerprints = {"the training data": train.fingerprint, "the validation data": val.fingerprint}
+        fingerprints = {
+            "the training data": fingerprint_of([loader]),
+            "the validation data": fingerprint_of(val_loaders),
+        }
         self.world.check_agreement(fingerprints | {"the tokenizer": enc.name})
-        shards.check_folder(self.config.data, train, val, enc=enc, step_tokens=self.config.total_batch_size)
-        checkpoints.check_tokenizer(self.beginning.tokenizer, enc, self.config.data)
+        for folder, val_loader in zip(self.config.data, val_loaders):
+            train = [split for split in loader.splits if split.folder == folder]
+            shards.check_folder(folder, [*train, *val_loader.splits], enc)
+        total = self.config.total_batch_size
+        if not self.config.data_weights:  # else a folder is read again, as often as its share needs
+            options = dict(num_windows=loader.num_windows, at_least=total)
+            shards.check_size(" ".join(self.config.data), "train", loader.T, **options)
+        checkpoints.check_tokenizer(self.beginning.tokenizer, enc, " ".join(self.config.data))
 
     def make_model(self, model_class: type, *, fixed: Iterable[str], resizable: Iterable[str]) -> Any:
         """The model on the device, with its first weights: new ones, or those that the run begins with.
@@ -307,9 +315,9 @@ class Start:
         checkpoints.mark_groups(optimizers)
         if not self.saved:
             return
-        loader, val_loader = loaders
+        loader, val_loaders = loaders
         other_order = loader.load_state_dict(self.saved["loader"])
-        other_val = self.saved["val_fingerprint"] != val_loader.windows.fingerprint
+        other_val = self.saved["val_fingerprint"] != fingerprint_of(val_loaders)
         other_groups = checkpoints.load_optimizer_states(raw_model, optimizers, self.saved["optimizer"])
         if scaler.is_enabled() and self.saved["scaler"]:  # a branch may use float16 although its parent did not
             scaler.load_state_dict(self.saved["scaler"])
@@ -331,11 +339,14 @@ class Start:
         """Say what the run will do and cost."""
         summary.print_summary(self.beginning, parts, self.fit, self.world)
 
-    def open_run(self, enc: Any, val_loader: Any) -> Run:
+    def open_run(self, parts: Any) -> Run:
         """Open the run's folder; from here on, signals stop the run at the end of a step."""
-        metadata = checkpoints.metadata(self.config, enc, val_loader.windows.fingerprint)
+        metadata = checkpoints.metadata(self.config, parts.enc, fingerprint_of(parts.val_loaders))
         metadata |= {"examined": self.examined, "launch": logs.launch()}
-        run = Run(self.beginning, self.world, self.lock, metadata=metadata, fit=self.fit)
+        shares = parts.loader.shares
+        if self.config.data_weights:
+            shares = [weight / sum(self.config.data_weights) for weight in self.config.data_weights]
+        run = Run(self.beginning, self.world, self.lock, metadata=metadata, fit=self.fit, shares=shares)
         self.beginning = self.beginning._replace(saved=None, initial=None)  # frees gigabytes
         self.saved = None
         return run
@@ -364,14 +375,19 @@ class Start:
         return Ended(step, logs.last_values(out_dir / "log.txt"))
 
 
+def fingerprint_of(loaders: list[Any]) -> str:
+    """Those of all data that are read."""
+    return " ".join(split.fingerprint for loader in loaders for split in loader.splits)
+
+
 def refuse_other_parts(config: Any, of_the_data: list[str], of_the_optimizers: str) -> None:
     """Raise UserError if a run's data or optimizers, of which the arguments say what differs, cannot go on."""
     branch = f"begin a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
     if any(of_the_data):
-        what = " and ".join(filter(None, of_the_data))
+        what, data = " and ".join(filter(None, of_the_data)), " ".join(config.data)
         raise UserError(
-            f"The {what} in {config.data} are not what the run in {config.out_dir} began with. Give the run's own with "
-            f"--data, or {branch}"
+            f"The {what} in {data} are not what the run in {config.out_dir} began with. Give the run's own with --data,"
+            f" or {branch}"
         )
     if of_the_optimizers:
         raise UserError(

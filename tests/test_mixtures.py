@@ -1,0 +1,172 @@
+"""Several folders of data: exact shares in an order that is computed, a loss for each, and runs that go on exactly."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import train_gpt2
+from plumbing.data.windows import mix, shares_of, stream_names
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite
+
+from harness import (
+    KILLED,
+    assert_same_run,
+    killed_at,
+    log_lines,
+    losses,
+    make_shards,
+    read_log,
+    refused,
+    run,
+    tiny_flags,
+    train,
+    windows,
+)
+
+WEIGHTS = [(0.7, 0.29, 0.01), (7, 3, 0), (1, 1, 1), (0.001, 0.999), tuple(range(1, 8))]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_stretch_of_a_mixture_has_the_exact_shares_and_no_window_is_left_out(weights):
+    """Of any thousand positions; and a position says itself what stands there."""
+    n = 20_000
+    which, numbers = mix(np.arange(n), weights)
+    shares = np.array(weights) / sum(weights)
+    for folder, share in enumerate(shares):
+        assert (numbers[which == folder] == np.arange((which == folder).sum())).all()
+        counts = np.convolve(which == folder, np.ones(1000), "valid")
+        assert abs(counts - 1000 * share).max() <= (1 if len(weights) <= 3 else 2) + 1e-6
+    at = np.array([7, 19_999, 3, 12_345])
+    assert [part.tolist() for part in mix(at, weights)] == [which[at].tolist(), numbers[at].tolist()]
+
+
+def test_shares_of_a_trillion_windows_add_up():
+    for n in (10**12, 10**13 + 7):
+        assert shares_of(np.array([n]), (1 / 3, 1 / 3, 1 / 3)).sum() == n
+    assert shares_of(np.array([1000]), (0.1, 0.0, 0.2, 0.7))[:, 0].tolist() == [100, 0, 200, 700]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Three folders; the second has masks, and is small, so that it is read more than once."""
+    root = tmp_path_factory.mktemp("mixtures")
+    make_shards(root / "docs", (1000, 3000, 1700), seed=1)
+    make_shards(root / "chats", (700, 900), seed=2, masks=True)
+    make_shards(root / "code", (800, 400), seed=3)
+    return [str(root / name) for name in ("docs", "chats", "code")]
+
+
+def rows_of(folder, masks):
+    x, y = windows(folder, "train", 16, masks)
+    return [tuple(map(tuple, pair)) for pair in zip(x.tolist(), y.tolist())]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, folders):
+    """Half of 3 * 56 windows are of the folder that has 56: one and a half times all of it."""
+    loader = DataLoaderLite(folders, "train", 6, 16, weights=(1, 1, 0), seed=5, shuffle=shuffle)
+    found = []
+    for _ in range(28):
+        x, y = loader.next_batch()
+        found += [tuple(map(tuple, pair)) for pair in zip(x.tolist(), y.tolist())]
+    own = rows_of(folders[1], masks=True)
+    of_chats = found[1::2] if found[1] in own else found[0::2]
+    assert len(own) == 56 and sorted(of_chats[:56]) == sorted(own) and len(of_chats) == 84
+    assert len(set(of_chats[56:])) == 28 and set(of_chats[56:]) <= set(own)
+    assert (of_chats[:56] == own) == (not shuffle)
+    others = rows_of(folders[0], masks=False)
+    of_docs = found[0::2] if of_chats == found[1::2] else found[1::2]
+    assert set(of_docs) <= set(others) and len(set(of_docs)) == 84
+    assert any(IGNORE_INDEX in y for _, y in of_chats) and not any(IGNORE_INDEX in y for _, y in of_docs)
+
+
+def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(folders):
+    loader = DataLoaderLite(folders, "train", 1, 16, seed=5, shuffle=True)
+    everything = [row for folder, masks in zip(folders, (False, True, False)) for row in rows_of(folder, masks)]
+    for _ in range(2):
+        batches = (loader.next_batch() for _ in range(len(everything)))
+        found = [(tuple(x[0].tolist()), tuple(y[0].tolist())) for x, y in batches]
+        assert sorted(found) == sorted(everything) and found != everything
+    assert loader.num_windows == len(everything)
+
+
+def test_batches_depend_neither_on_b_nor_on_the_ranks(folders):
+    """Of 48 windows, for every B and number of ranks, also when reading begins in the middle."""
+    orders = []
+    for B, ranks in itertools.product((1, 4, 8), (1, 2, 3)):
+        loaders = [
+            DataLoaderLite(folders, "train", B, 16, r, ranks, weights=(3, 1, 2), seed=1, shuffle=True)
+            for r in range(ranks)
+        ]
+        for loader in loaders:
+            loader.position = 24
+        rows = [x for _ in range(48 // (B * ranks)) for loader in loaders for x in loader.next_batch()[0]]
+        orders.append(torch.stack(rows))
+    assert all(torch.equal(order[:40], orders[0][:40]) for order in orders)
+
+
+OPTIONS = dict(max_steps=12, checkpoint_every=4, keep_checkpoints=9, keep_best=True)
+
+
+def mixed(folders, out_dir, weights=(0.5, 0.3, 0.2), **changes):
+    args = tiny_flags("DATA", out_dir, **OPTIONS | changes)
+    at = args.index("DATA")
+    return [*args[:at], *folders, *args[at + 1 :], "--data-weights", *map(str, weights)]
+
+
+def test_a_mixture_is_killed_resumed_branched_and_has_a_loss_for_each_folder(folders, tmp_path):
+    run(train_gpt2.main, mixed(folders, tmp_path / "whole"))
+    args = mixed(folders, tmp_path / "killed")
+    run(killed_at, 7, 4, args, ends=[KILLED])
+    run(train_gpt2.main, args)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    run(train_gpt2.main, mixed(folders, tmp_path / "two", batch_size=2), ranks=2)
+    assert abs(losses(tmp_path / "two") - losses(tmp_path / "whole")).max() < 1e-5
+    for stream in ("val", "val_bpb"):
+        each = [losses(tmp_path / "whole", f"{stream}/{name}") for name in ("docs", "chats", "code")]
+        assert len({*each[0], *each[1], *each[2]}) == 12, "another loss for each folder and step"
+        mean = np.average(each, axis=0, weights=(0.5, 0.3, 0.2))
+        np.testing.assert_allclose(losses(tmp_path / "whole", stream), mean, rtol=1e-6)
+    alone = train(folders[1], tmp_path / "alone", init_from=tmp_path / "whole", max_steps=0)
+    assert f"val loss {losses(tmp_path / 'whole', 'val/chats')[-1]:.4f}"[:-1] in alone
+    # a decay on other data, exact after a kill
+    source = tmp_path / "whole" / "model_00008.pt"
+    for out in ("branch", "again"):
+        args = mixed(folders[:2], tmp_path / out, (0, 1), branch_from=source, max_steps=16)
+        run(killed_at, 13, 12, args, ends=[KILLED]) if out == "again" else None
+        [said] = run(train_gpt2.main, args)
+    assert ", from step 12 to 16" in said
+    assert_same_run(tmp_path / "again", tmp_path / "branch")
+
+
+def test_one_folder_is_the_same_run_with_and_without_a_weight(folders, tmp_path):
+    train(folders[0], tmp_path / "plain", **OPTIONS)
+    run(train_gpt2.main, mixed(folders[:1], tmp_path / "weighted", (2.0,)))
+    assert log_lines(tmp_path / "plain") == log_lines(tmp_path / "weighted")
+    assert not read_log(tmp_path / "plain", "val/docs")
+
+
+def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
+    def refusal(folders, *weights):
+        return refused(train_gpt2.main, *mixed(folders, tmp_path / "out", weights))
+
+    for weights in ((-1, 1, 1), (0, 0, 0), (1, 1), ("nan", 1, 1), ("inf", 1, 1)):
+        assert "Give a share for each folder: 0 or more, and not all 0." in refusal(folders, *weights)
+    assert "names a folder twice" in refusal([folders[0], folders[1], folders[0]], 1, 1, 1)
+    other = shutil.copytree(folders[2], tmp_path / "other")
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bytes+chat"}))
+    line = refusal([folders[0], str(other)], 1, 1)
+    assert f"The shards in {other} have tokenizer bytes+chat, but those in {folders[0]} have bytes." in line
+    for path in other.glob("*_val_*"):
+        path.unlink()
+    assert f"There are no val shards in {other}" in refusal([folders[0], str(other)], 1, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_one_name_have_streams_of_their_own():
+    assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
+    assert stream_names(["/x/my texts"]) == ["my_texts"]
