@@ -692,7 +692,8 @@ def train_step(model, raw_model, loader, num_windows, *, step, config, optimizer
         )
     for optimizer in optimizers if not overflow else ():
         scaler.step(optimizer)
-    model.zero_grad()
+    # DDP's gradients are views of its buckets: dropped, each would be there twice, as other memory is taken for it
+    model.zero_grad(set_to_none=world.size == 1)
     scaler.update()
     world.share_buffers(model)
     # a single rank also counts the signals that it has received since the sum
@@ -715,8 +716,10 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
             fineweb.make_python_docs(folder)
     enc = data_tokenizer(c.data, c.data_weights)
     padded_size = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
-    # weights to begin with may have fewer ids than the data's tokenizer, which a chat's markers extend
-    vocab_size = max(c.vocab_size, padded_size) if c.init_from else c.vocab_size or padded_size
+    if c.init_from:  # weights to begin with may have fewer ids; an evaluation is of the weights as they are
+        vocab_size = max(c.vocab_size, padded_size if c.max_steps else enc.n_vocab)
+    else:
+        vocab_size = c.vocab_size or padded_size
     checkpoint.check_num_ids(vocab_size, enc)
     dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
     max_steps, warmup_steps = c.max_steps, c.warmup_steps

@@ -142,8 +142,9 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", explained)]
     for name, value in dataclasses.asdict(train_gpt2.PRESETS[preset]).items():
         [entry] = [entry for entry in entries if re.match(rf"{flags.flag_of(name)}[ ,]", entry)]
-        shown = {"True": "on", "False": "off"}.get(str(value), str(value))
-        assert value in ("", None) or f"(default: {shown})" in entry
+        shown = " ".join(value) if isinstance(value, tuple) else str(value)
+        shown = {"True": "on", "False": "off"}.get(shown, shown)
+        assert value in ("", None, ()) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
 
 

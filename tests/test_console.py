@@ -96,7 +96,9 @@ def test_a_steps_line_fits_into_80_columns_and_mfu_is_the_share_of_the_peak_of_a
     config = TrainConfig(total_batch_size=128, max_steps=20_000)
     fit = autofit.Fit(None, 4, False, [], [], flops_per_token=221_184, kept_bytes=0, seconds_per_token=0.0)
     saved: Any = dict(step=19072, val_loss=None, best_val_loss=math.inf)
-    run = run_folder.Run(run_folder.Beginning(config, saved), World(size=2), None, metadata={}, fit=fit, shares=[1.0])
+    run = run_folder.Run(
+        run_folder.Beginning(config, saved), World(size=2), None, metadata={}, fit=fit, shares=[1.0], splits=[]
+    )
     run.writer = mock.Mock()
     run.report = lambda step, text, streams: said.append((f"step {step:5d} | {text}", streams))
     large = functools.partial(run.log_step, 19072, train_gpt2.Step(10.98123, 12.3456, False, {}), lr=1.2e-3)

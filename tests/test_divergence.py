@@ -87,20 +87,21 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
     assert steps_of(tmp_path / "out") == [12]
 
 
-def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(tmp_path):
+@pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
+def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, tmp_path):
     folder = make_shards(tmp_path / "data")
 
     def exchange(*args, **state):
         if state["step"] == 5:
             # in place: np.save would cut the file to nothing first, under the threads that read ahead
-            np.load(folder / "tiny_train_000001.npy", mmap_mode="r+")[:] = 99
+            np.load(folder / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
         return train_step(*args, **state)
 
     with patched(train_gpt2, "train_step", exchange) as train_step:
         line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "out"))
     assert f"The shards in {folder} have changed" in line and steps_of(tmp_path / "out") == [4]
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "out"))
-    assert f"The training data in {folder} are not what the run in {tmp_path / 'out'} began with" in line
+    assert f"The {kind} data in {folder} are not what the run in {tmp_path / 'out'} began with" in line
 
 
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):

@@ -25,11 +25,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECORDS = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
 README += RECORDS.partition("## Recipes\n")[2].partition("**Slurm")[0]
 
-# flags that make a command a matter of a second: a later flag overrides an earlier one
+# flags that make a command a matter of a second: a later flag overrides an earlier one, but for a list
 FAST = dict(max_steps=2, warmup_steps=1, batch_size=4, total_batch_size=256, val_tokens=256, hellaswag_every=0)
 SHORT = flags(**FAST, sample_every=0, device="cpu")
 LENGTH = flags(sequence_length=64, block_size=64)
-TINY = [*SHORT, *LENGTH, *flags(n_layer=1, n_head=2, n_embd=32, compile=False), "--data", "my_texts"]
+SMALL = [*SHORT, *LENGTH, *flags(n_layer=1, n_head=2, n_embd=32, compile=False)]
+TINY = [*SMALL, "--data", "my_texts"]
 FEW = ["--max-new-tokens", "8", "--device", "cpu"]
 BYTES = ["--tokenizer", "bytes"]  # GPT-2's tables come from the hub
 DECAYED = "--branch-from log/constant/model_10000.pt --out-dir log/decayed --decay-fraction 0.2 --max-steps 12500"
@@ -46,7 +47,7 @@ RUN = {
     "python train_gpt2.py --preset quickstart --data shakespeare": [*SHORT, "--sample-every", "2"],
     'python sample.py "ROMEO:" -m log/shakespeare --temperature 0.8': FEW,
     'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
-    "python train_gpt2.py --data my_texts --out-dir log/texts": [*TINY, "--passes", "0"],
+    "python train_gpt2.py --data my_texts --out-dir log/texts": [*SMALL, "--passes", "0"],
     "python smoltalk.py --input chats.jsonl": [],
     "python train_gpt2.py --preset quickstart --init-from log/quickstart": SHORT,
     "python sample.py --chat -m log/chats": FEW,
@@ -62,7 +63,7 @@ RUN = {
         *SHORT[2:],
     ],
     "python train_gpt2.py --branch-from log --out-dir log/longer": ["--max-steps", "4"],
-    "python train_gpt2.py --batch-ramp 300000000": [*TINY, *flags(data="docs", total_batch_size=32768), "--dry-run"],
+    "python train_gpt2.py --batch-ramp 300000000": [*SMALL, *flags(data="docs", total_batch_size=32768), "--dry-run"],
     "python train_gpt2.py --sequence-length 2048": [*TINY, "--dry-run"],
     "python train_gpt2.py --out-dir log/constant": TINY,
     "python train_gpt2.py " + DECAYED: FIRST,

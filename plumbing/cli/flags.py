@@ -95,7 +95,8 @@ def make_parser(config_class, default):
             group = parser.add_argument_group(textwrap.fill(heading, 79))
         value = getattr(default, name)
         if value not in ("", None, (), []):
-            text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else value})"
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else shown})"
         kind, notes = kind_of(field)
         options: dict[str, Any] = dict(help=text.replace("%", "%%"))
         is_several = get_origin(kind) in (tuple, list)

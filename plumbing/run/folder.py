@@ -20,7 +20,7 @@ import torch
 from plumbing.cli.console import UserError, count, duration, first_line, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.data.tokenizers import has_chat_tokens
-from plumbing.data.windows import stream_names
+from plumbing.data.windows import Windows, stream_names
 from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import logs, source_code
@@ -203,9 +203,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         metadata: dict[str, Any],
         fit: Fit,
         shares: list[float],
+        splits: list[Windows],
     ):
         """lock: on its folder; metadata: what every checkpoint holds beside the state; fit: from the trial; shares: the
-        folders' shares of the data, for the mean of their validation losses.
+        folders' shares of the data, for the mean of their validation losses; splits: all data that the run reads.
         """
         config, saved = start.config, start.saved
         self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
@@ -217,7 +218,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
         self.flops_per_token = fit.flops_per_token
-        self.shares, self.names = shares, stream_names(config.data)
+        self.shares, self.names, self.splits = shares, stream_names(config.data), splits
         self.peak = devices.peak_flops(world.device_name)
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
@@ -380,7 +381,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         is_new = step > self.start_step or (finished and step > 0)
         if self.world.is_master and is_new:
-            changed = [split.folder for split in loader.splits if split.fingerprint_now() != split.fingerprint]
+            changed = [split.folder for split in self.splits if split.fingerprint_now() != split.fingerprint]
             if changed:
                 raise UserError(
                     f"The shards in {changed[0]} have changed since the run began to read them, so this is no "

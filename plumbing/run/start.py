@@ -296,6 +296,10 @@ class Start:
     def find_what_fits(self, raw_model: Any, wrap: Callable[..., Any], num_ids: int) -> autofit.Fit:
         """Find out what works on this machine: B, torch.compile, attention kernels. wrap makes the model to train."""
         self.fit = autofit.find_what_fits(raw_model, wrap, self.config, num_ids=num_ids, world=self.world)
+        if self.config.dtype == "fp8" and not self.fit.compiled:
+            print0(
+                "note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller."
+            )
         return self.fit
 
     def examine(self, raw_model: Any, optimizers: list[Any], num_ids: int, *, longest: int) -> None:
@@ -346,7 +350,9 @@ class Start:
         shares = parts.loader.shares
         if self.config.data_weights:
             shares = [weight / sum(self.config.data_weights) for weight in self.config.data_weights]
-        run = Run(self.beginning, self.world, self.lock, metadata=metadata, fit=self.fit, shares=shares)
+        splits = [split for loader in (parts.loader, *parts.val_loaders) for split in loader.splits]
+        options: dict[str, Any] = dict(metadata=metadata, fit=self.fit, shares=shares, splits=splits)
+        run = Run(self.beginning, self.world, self.lock, **options)
         self.beginning = self.beginning._replace(saved=None, initial=None)  # frees gigabytes
         self.saved = None
         return run
