@@ -26,7 +26,11 @@ last answer that fits.
 """
 
 import dataclasses
+import os
+import sys
 from dataclasses import dataclass
+
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console, flags
 from plumbing.data.options import DataOptions
@@ -50,9 +54,7 @@ if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import itertools
-import os
 import random
-import sys
 from typing import NamedTuple
 
 import numpy as np
