@@ -12,8 +12,9 @@ as text). The tokens of all documents, in input order, are cut into shards of `-
 It takes every 11th document (or every 11th piece of a long one; fewer of a large text), at most a tenth
 of the text and one shard; of FineWeb-Edu and Python's documentation it is the first shard.
 
-Memory use does not depend on the size of the corpus: a few shards and some 10 MB of text per core. The
-same command resumes after the last complete shard, as meta.json records it, and produces the same bytes,
+A row without a text is left out and counted. Memory use depends neither on the size of the corpus nor on
+the number of cores: a few shards, and up to 64 MB of text with the threads that tokenize it. The same
+command resumes after the last complete shard, as meta.json records it, and produces the same bytes,
 whenever it was killed and on any number of cores. A data set of the hub stays at the commit that it had
 at first.
 """
@@ -31,7 +32,6 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    # The text
     dataset: str = "fineweb-edu"  # OWNER/NAME on the hub, fineweb-edu, or python-docs, which Python has
     # the column or key of the text: title,body joins two by a blank line, doc.text is the text in an object doc
     text_column: str = "text"

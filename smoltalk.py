@@ -10,15 +10,17 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too, and so are columns of these names in Parquet files, a clone of a data set, or a folder of
-save_to_disk. Messages to and from tools are left out. The line above becomes
+these are read, too, and so are columns of these names in Parquet and CSV files, a clone of a data set, or a folder
+of save_to_disk. `system` and `history` beside them come first. Messages to and from tools, and rows that are no
+conversation, are left out and counted. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
 
 where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
-(np.save, uint8, same length): 1 where a token counts as a target.
+(np.save, uint8, same length): 1 where a token counts as a target. An answer with "weight": 0 or "train": false
+is none.
 
 A block of `--max-length` tokens holds whole conversations and is filled up with <|end|> (mask 0), so a model
 with that sequence length sees each conversation from its first token. A longer conversation is cut after the

@@ -144,6 +144,24 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
+def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeypatch):
+    monkeypatch.setattr(preparation, "QUEUE_BYTES", 1000)
+    renderer, num_read = fineweb.Documents("text", ""), 0
+
+    def batches():
+        nonlocal num_read
+        for number in range(100):
+            batch = preparation.Batch(0, number)
+            batch.places, batch.entries, batch.num_bytes = ["Line 1"], [("x" * 100, True)], 100
+            num_read += 1
+            yield batch
+
+    encoded = preparation.encode_all(renderer, tokenizers.get_encoding("bytes"), batches(), 32)
+    for number, _ in enumerate(encoded):
+        assert num_read <= number + 11
+    assert num_read == 100
+
+
 def make_and_die(tmp_path, paths, name, renames, after):
     """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
