@@ -10,15 +10,17 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too, and so are columns of these names in Parquet files, a clone of a data set, or a folder of
-save_to_disk. Messages to and from tools are left out. The line above becomes
+these are read, too, and so are columns of these names in Parquet and CSV files, a clone of a data set, or a folder
+of save_to_disk. `system` and `history` beside them come first. Messages to and from tools, and rows that are no
+conversation, are left out and counted. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
 
 where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
-(np.save, uint8, same length): 1 where a token counts as a target.
+(np.save, uint8, same length): 1 where a token counts as a target. An answer with "weight": 0 or "train": false
+is none.
 
 A block of `--max-length` tokens holds whole conversations and is filled up with <|end|> (mask 0), so a model
 with that sequence length sees each conversation from its first token. A longer conversation is cut after the
@@ -26,20 +28,22 @@ last answer that fits.
 """
 
 import dataclasses
+import os
+import sys
 from dataclasses import dataclass
 
+sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+
 from plumbing.cli import console, flags
+from plumbing.data.options import DataOptions
 
 
 @dataclass
-class Options:
+class Options(DataOptions):
     dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
     config: str = ""  # which of the data set's configs, if it has several; of SmolTalk: all
-    split: str = "train"  # which of its splits
-    revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
-    # your own files, folders or globs: .jsonl or .json, also .gz or .zst, or .parquet; or a clone of a data set
+    # your own files, folders or globs: .jsonl, .json, .csv or .parquet, also .gz or .zst; or a clone of a data set
     input: tuple[str, ...] = ()
-    out_dir: str | None = None  # folder of the shards; by default smoltalk, or the first input's name
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
@@ -51,88 +55,115 @@ class Options:
 if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
-import math
-import os
+import itertools
 import random
-import re
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from plumbing.cli.console import UserError
-from plumbing.data import readers, shards, sources, tokenizers
+from plumbing.data import preparation, tokenizers
+from plumbing.data.preparation import Rendered, ShardWriter
+from plumbing.data.readers import Unusable
 
-COLUMNS = ["messages", "conversations", "instruction", "input", "output"]  # those that are read of a table
+COLUMNS = ["messages", "conversations", "instruction", "input", "output", "system", "history"]  # read of a table
+FORMATS = (
+    "What is read: messages with role and content, conversations with from and value, or instruction with input and"
+    " output; beside them system and history."
+)
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
-ROLE_NAMES |= dict.fromkeys(["tool", "function", "observation", "function_call"], "tool")
+TOOLS = [
+    "function",
+    "observation",
+    "function_call",
+    "function_response",
+    "tool_call",
+    "tool_response",
+    "ipython",
+]
+ROLE_NAMES |= dict.fromkeys(TOOLS, "tool")
+FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that an answer is not to be learned
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
-def read_conversations(downloads):
-    """The conversations in files; a UserError names one of the user's that is wrong, of the hub's they are left out."""
-    num_for_tools = num_wrong = 0
-    for number, source in downloads:
-        downloads.remove_before(number)
-        rows = readers.read_rows(source, COLUMNS)
-        for place, record in tqdm(rows, unit=" conversations", desc=console.plain(source.name), delay=0.5):
-            found = messages_of(record)
-            messages = [message for message in found if message["role"] != "tool"]
-            num_for_tools += len(found) - len(messages)
-            fault = find_fault(messages)
-            if not fault or (found and not messages):
-                yield messages
-            elif source.repo:  # users cannot mend the hub's data
-                num_wrong += 1
-            else:
-                raise UserError(f"{place} is not a conversation: {fault}. Fix or remove it.")
-    downloads.close()
-    if num_for_tools:
-        print(f"note: {console.count(num_for_tools, 'message')} to and from tools left out.")
-    if num_wrong:
-        print(f"note: {console.count(num_wrong, 'row')} left out, as they are no conversations.")
+class Conversation(NamedTuple):
+    messages: list[dict[str, str]]
+    num_tools: int  # messages to and from tools that were left out
+    unlearned: set[int]  # the numbers of the answers that are not to be learned
+
+
+def read_conversation(record):
+    """The Conversation in a row, in one of the formats that are read. Raises Unusable."""
+    messages, num_tools, unlearned = [], 0, set()
+    for number, message in enumerate(messages_of(record), 1):
+        role, content, is_learned = read_message(message)
+        num_tools += role == "tool"
+        if role == "tool" or (role == "system" and (content is None or content == "")):
+            continue
+        message = {"role": role, "content": content}
+        if role not in tokenizers.ROLES or not isinstance(content, str) or not content.strip():
+            raise Unusable(
+                f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, "
+                f"but is {console.plain(message, 60)}"
+            )
+        if role == "assistant" and not is_learned:
+            unlearned.add(len(messages))
+        messages.append(message)
+    if all(message["role"] != "assistant" for message in messages):
+        raise Unusable("has no answer of an assistant")
+    return Conversation(messages, num_tools, unlearned)
 
 
 def messages_of(record):
-    """The messages of a conversation in one of the formats that are read; [] if it is in none of them."""
-    if isinstance(record, dict) and "instruction" in record:  # Alpaca's
-        texts = record["instruction"], record.get("input") or ""
+    """The messages of a conversation as they stand in a row, behind those of its system and history."""
+    row = record if isinstance(record, dict) else {"messages": record}
+    lists = [row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)]
+    messages = next(filter(None, lists), [])
+    if not messages and row.get("instruction") is not None:  # Alpaca's
+        texts = row["instruction"], row.get("input") or ""
         request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
-        return [{"role": "user", "content": request}, {"role": "assistant", "content": record.get("output")}]
-    if isinstance(record, dict):
-        record = record.get("messages", record.get("conversations"))
-    return list(map(read_message, record)) if isinstance(record, list) else []
+        messages = turn(request, row.get("output"))
+    if not messages:
+        raise Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
+    history, earlier = row.get("history") or [], []
+    for entry in history if isinstance(history, list) else [history]:
+        if isinstance(entry, list) and len(entry) == 2:
+            earlier += turn(*entry)
+        elif isinstance(entry, dict):
+            earlier.append(entry)
+        else:
+            raise Unusable(f"has a history that is not of pairs: {console.plain(entry, 60)}")
+    if row.get("system") and read_message(messages[0])[:2] != ("system", row["system"]):
+        earlier.insert(0, {"role": "system", "content": row["system"]})
+    return earlier + messages
+
+
+def turn(request, answer):
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
 
 
 def read_message(message):
-    """A message of OpenAI's or ShareGPT's format by the names used here; one to or from a tool has the role tool."""
+    """(role, content, whether it is to be learned) of a message of OpenAI's or ShareGPT's; tool is what tools say."""
     if not isinstance(message, dict):
-        return {"role": "", "content": message}
-    role = "tool" if message.get("tool_calls") else message.get("role", message.get("from"))
+        return "", message, True
+    role = message.get("role") or message.get("from")
+    if message.get("tool_calls") or message.get("function_call"):
+        role = "tool"
     content = message.get("content", message.get("value"))
     if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(part["text"] for part in content)
-    return {"role": ROLE_NAMES.get(str(role), role), "content": content}
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise Unusable(f"has weight {console.plain(repr(weight), 60)} at a message, but only 0 and 1 are read")
+    return ROLE_NAMES.get(str(role), role), content, all(message.get(flag) not in (0, False) for flag in FLAGS)
 
 
 def is_text(part):
     """Whether a part of OpenAI's content is text, and not an image or a sound."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def find_fault(messages):
-    """What is wrong with `messages`, or "" if they are a conversation."""
-    if not messages:
-        return "it has no list of messages or conversations, and no instruction"
-    for number, message in enumerate(messages, 1):
-        role, content = message["role"], message["content"]
-        if role not in tokenizers.ROLES or not isinstance(content, str) or not content.strip():
-            roles = ", ".join(tokenizers.ROLES)
-            return f"message {number} needs a role ({roles}) and content, but is {console.plain(message, 60)}"
-    return ""
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------
@@ -169,60 +200,65 @@ def pack(conversations, max_length, pad):
         yield close(0)
 
 
-def make_shards(writer, found, enc, shard_size, max_length):
-    """Render, pack and write the conversations in the files `found`, from the start."""
-    writer.resume()  # keeps nothing: where in the input a shard ends is not recorded
-    pattern = re.escape(writer.prefix) + r"_(val|train)_\d{6}\.(npy|mask)"
-    for file in os.listdir(writer.folder):  # those of an interrupted run
-        if re.fullmatch(pattern, file):
-            os.remove(writer.path(file))
-    conversations = read_conversations(sources.Downloads(found, os.path.join(writer.folder, ".download")))
-    meta, counts = writer.meta, {"read": 0, "cut": 0, "left out": 0, "targets": 0}
-    pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
+class Conversations(preparation.Renderer):
+    """Whole conversations, packed into blocks, with a mask of what is to be learned."""
 
-    def render():
-        for messages in conversations:
-            ids, mask, stop = tokenizers.render_conversation(messages, enc, max_length)
-            counts["read"] += 1
-            counts["cut"] += 0 < stop < len(ids)
-            counts["left out"] += not stop
-            counts["targets"] += sum(mask[:stop])
-            if stop:
-                yield np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
+    columns, noun = COLUMNS, "conversation"
 
-    def write(number, blocks):
-        if not meta.shards:
-            tokenizers.save_for_folder(enc, writer.folder)
-            writer.save()
-        # one token more than the blocks: the target of the last position of the last block
-        tokens, mask = np.hstack([*blocks, pad])
-        writer.write(shards.shard_name(writer.prefix, number), tokens, mask.astype(np.uint8))
-        meta.documents += writer.count_documents(tokens)
+    def __init__(self, enc, max_length, shard_size):
+        self.block, self.shard_size = max_length, shard_size
+        self.pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
+        self.counted = [
+            ("message", "to and from tools left out"),
+            ("answer", "not to be learned, as weight or train says"),
+            ("conversation", f"cut after the last answer within {max_length} tokens"),
+        ]
 
-    # every tenth block is for validation, fewer of a large corpus, which may be ordered by source
-    every = max(10, math.ceil(sum(source.size for source in found) / shard_size))
-    blocks, sample, per_shard = [], [], max(1, shard_size // max_length)
-    for i, block in enumerate(pack(render(), max_length, pad)):
-        if i % every == 0 and len(sample) < per_shard:
-            sample.append(block)
-            continue
-        if len(blocks) == per_shard:
-            write(len(meta.shards) + 1, blocks)
-            blocks = []
-        blocks.append(block)
-    if not blocks:
-        raise UserError(
-            f"{console.count(counts['read'], 'conversation')} ({counts['left out']} without an answer that fits) fill "
-            f"{len(sample)} of the two blocks of {max_length} tokens needed. Add conversations, or lower --max-length; "
-            "raise it if the answers do not fit."
+    def read(self, row):
+        conversation = read_conversation(row.values)
+        return conversation, sum(sys.getsizeof(message["content"]) for message in conversation.messages)
+
+    def encode(self, enc, entries):
+        return [self.render(enc, conversation) for conversation in entries]
+
+    def render(self, enc, conversation):
+        """Its ids and mask, up to the last answer that fits into a block."""
+        messages, num_tools, unlearned = conversation
+        ids, mask, stop = tokenizers.render_conversation(messages, enc, self.block)
+        tokens = np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
+        if unlearned:
+            markers = [enc.encode_single_token(f"<|{role}|>") for role in tokenizers.ROLES]
+            starts = [*np.flatnonzero(np.isin(tokens[0], markers)), stop]
+            for number in unlearned:
+                tokens[1, slice(*starts[number : number + 2])] = 0
+        if not stop:
+            return Rendered(Unusable(f"has no answer within {self.block} tokens, the --max-length"))
+        if not tokens[1].any():
+            return Rendered(Unusable("has no answer that is to be learned"))
+        return Rendered(tokens, (num_tools, len(unlearned), int(stop < len(ids))))
+
+    def pack(self, units):
+        """Blocks of conversations; those that are packed together are as many as fill a shard."""
+        for _, group in itertools.groupby(self.number_groups(units), lambda numbered: numbered[0]):
+            together = [unit for _, unit in group]
+            for part, block in enumerate(pack([unit.tokens for unit in together], self.block, self.pad)):
+                yield together[0]._replace(part=part, tokens=block)
+
+    def number_groups(self, units):
+        """Yield (number of its group, unit)."""
+        number = size = 0
+        for unit in units:
+            if size >= self.shard_size:
+                number, size = number + 1, 0
+            size += unit.tokens.shape[1]
+            yield number, unit
+
+    def explain(self, place, reason):
+        held = reason.values
+        columns = (
+            f" Its columns are {', '.join(held)}: {console.plain(held, 200)}." if isinstance(held, dict) else ""
         )
-    write(len(meta.shards) + 1, blocks)
-    write(0, sample)
-    meta.shards = dict(sorted(meta.shards.items(), key=lambda shard: shard[0][-10:]))  # by their numbers
-    writer.finish("conversation")
-    read, cut, left_out, targets = counts.values()
-    print(f"{targets:,} tokens are targets; of {read:,} conversations, {cut:,} were cut")
-    print(f"after the last answer within {max_length} tokens, and {left_out:,} without one were left out")
+        return f"{place} {reason}.{columns} {FORMATS}"
 
 
 def training_command(init_from, folder, is_large, max_length, lengths):
@@ -253,15 +289,13 @@ def training_command(init_from, folder, is_large, max_length, lengths):
 
 def prepare(options):
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
-    complaints = []
+    complaints = preparation.complaints_of(options)
     if options.init_from and options.tokenizer:
         complaints.append("--init-from gives the tokenizer, so leave --tokenizer out.")
-    if options.input and (options.dataset != Options.dataset or options.revision):
-        complaints.append("--input is a data set of its own: leave --dataset and --revision out.")
     flags.check(options, complaints)
     if options.dataset == Options.dataset and not (options.config or options.input):
         options = dataclasses.replace(options, config="all")
-    folder, found, meta = shards.plan(options, {}, types=(".jsonl", ".parquet"))
+    folder, found, meta = preparation.plan(options, {}, types=(".jsonl", ".parquet", ".csv"))
     if options.init_from:
         from plumbing.run.checkpoint import load_saved_model  # imports torch
 
@@ -277,8 +311,9 @@ def prepare(options):
     meta.made_from |= {"shard_size": options.shard_size, "max_length": max_length}
     if options.input:
         meta.dataset = "conversations"
-    writer = shards.ShardWriter(folder, meta, enc)
-    writer.make_once(make_shards, found, enc, options.shard_size, max_length)
+    renderer = Conversations(enc, max_length, options.shard_size)
+    writer = ShardWriter(folder, meta, enc, pad=renderer.pad)
+    writer.make_once(preparation.make_shards, found, renderer, options)
     lengths = writer.meta.lengths("train")
     console.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder

@@ -79,14 +79,17 @@ def train(texts, vocab_size, name="tokenizer"):
 
 def read_texts(patterns, text_column):
     """Yield the texts of all inputs that match `patterns`, but for empty ones. Raises UserError if all are."""
-    is_empty = True
-    for source in sources.list_inputs(patterns):
-        for piece in readers.read_pieces(source, text_column):
-            if piece.text:
+    columns, is_empty, counts = text_column.split(","), True, readers.Counts()
+    for number, source in enumerate(sources.list_inputs(patterns)):
+        for row in readers.read_rows(source, columns, needed=columns if number == 0 else ()):
+            try:
+                yield tokenizers.whole_characters(readers.text_of(row.values, columns))
                 is_empty = False
-                yield tokenizers.whole_characters(piece.text)
+            except readers.Unusable as reason:
+                counts.leave_out(row.place, source.name, reason)
     if is_empty:
         raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
+    counts.note()
 
 
 def check_options(options):

@@ -20,6 +20,7 @@ from bench.measure import measure, timed
 from bench.steps import configure, transformers_model, world_of
 from plumbing.data import readers, tokenizers
 from plumbing.run.huggingface import transposed
+from plumbing.system.cpus import num_cores
 from plumbing.system.kernels import without_cudnn_attention
 from train_gpt2 import GPT
 
@@ -28,7 +29,7 @@ SECONDS_OF_WORK = 2  # of a core in `data`: so much that fineweb.py's start coun
 
 def data(options):
     """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
-    cores, enc = readers.num_cores() or 1, tokenizers.get_encoding(options.tokenizer)
+    cores, enc = num_cores(), tokenizers.get_encoding(options.tokenizer)
 
     def tokenize(texts):
         return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)

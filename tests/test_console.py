@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import types
 from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import tqdm.std
 import train_gpt2
 from plumbing.cli import console
+from plumbing.cli.console import UserError
 from plumbing.run import folder as run_folder
 from plumbing.run import logs, source_code, summary
 from plumbing.system import autofit, devices
@@ -199,3 +201,39 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
         args = tiny_flags(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4)
         assert os.strerror(errno.ENOSPC) in refused(train_gpt2.main, *args)
     assert max(read_log(tmp_path / "out")) == 3
+
+
+ADDRESS = "https://me:SECRET@host:8080/a/b.txt?sig=SECRET&x=SECRET#SECRET"
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        (ADDRESS, "https://host:8080/a/b.txt"),
+        (f"No file matches '{ADDRESS}'. Use another.", "No file matches 'https://host:8080/a/b.txt'. Use another."),
+        (f"train_gpt2.py --data={ADDRESS} --seed 1", "train_gpt2.py --data=https://host:8080/a/b.txt --seed 1"),
+        ("log/https:/me:SECRET@host/x", "log/https:/host/x"),  # as a path
+        ("s3://SECRET@bucket/x and hf://me:SECRET@host", "s3://bucket/x and hf://host"),
+        ("C:/Users/me?, note: http and a@b", "C:/Users/me?, note: http and a@b"),
+    ],
+)
+def test_what_is_printed_loses_the_secrets_of_its_urls(text, shown, monkeypatch):
+    """Whoever prints it, an error of a library with a signed address too; and what plain() writes to a file."""
+    assert console.plain(text) == shown
+    raw = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        stream = console.SafeText(types.SimpleNamespace(buffer=raw_stream(raw), encoding="utf-8"), name)
+        print(text, file=stream, flush=True)
+    assert raw.getvalue().decode() == 2 * f"{shown}\n"
+
+    def fail(args):
+        raise UserError(text)
+
+    assert refused(fail) == f"error: {shown}"
+
+
+def raw_stream(raw):
+    """A raw stream that writes to `raw`."""
+    return types.SimpleNamespace(
+        raw=types.SimpleNamespace(write=raw.write, writable=lambda: True, fileno=lambda: 1, isatty=lambda: False)
+    )

@@ -20,7 +20,7 @@ import pytest
 import tiktoken
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.data import readers, sources, tokenizers
+from plumbing.data import preparation, readers, sources, tokenizers
 from plumbing.files import lock_folder
 from tqdm import tqdm
 
@@ -41,9 +41,10 @@ from harness import KILLED, die_at, full_disk, listing, patched, printed_command
 
 def test_the_time_left_comes_from_the_share_of_bytes_that_were_read():
     """50 tokens from the first 100 of 400 bytes: 200 in all, of which the second file may have any number."""
-    stream = [(0, 0, np.zeros(20)), (0, 1, np.zeros(30)), (1, 0, np.zeros(7))]
+    lengths = [(0, 0, 20), (0, 1, 30), (1, 0, 7)]
+    units = [preparation.Unit(source, row, 0, np.zeros(length), (0,)) for source, row, length in lengths]
     with tqdm(file=io.StringIO()) as bar:
-        assert len(list(fineweb.limit_tokens(stream, 99, bar, [100, 300]))) == 3
+        assert len(list(preparation.limit_tokens(units, 99, bar, [100, 300]))) == 3
         assert bar.total == 200 and bar.n == 57 and "file 2 of 2" in str(bar)
 
 
@@ -137,15 +138,33 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
-        with patched(readers, "BATCH_CHARS", chars):
+        with patched(preparation, "BATCH_BYTES", chars):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
     one = listing(tmp_path / "one")
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
+def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeypatch):
+    monkeypatch.setattr(preparation, "QUEUE_BYTES", 1000)
+    renderer, num_read = fineweb.Documents("text", ""), 0
+
+    def batches():
+        nonlocal num_read
+        for number in range(100):
+            batch = preparation.Batch(0, number)
+            batch.places, batch.entries, batch.num_bytes = ["Line 1"], [("x" * 100, True)], 100
+            num_read += 1
+            yield batch
+
+    encoded = preparation.encode_all(renderer, tokenizers.get_encoding("bytes"), batches(), 32)
+    for number, _ in enumerate(encoded):
+        assert num_read <= number + 11
+    assert num_read == 100
+
+
 def make_and_die(tmp_path, paths, name, renames, after):
     """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
-    readers.BATCH_CHARS = readers.BLOCK_CHARS = 1000
+    preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
     with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
@@ -196,7 +215,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]), encoding="utf-8")
-    with patched(readers, "BATCH_CHARS", 1000), pytest.raises(UserError, match="Line 51"):
+    with patched(preparation, "BATCH_BYTES", 1000), pytest.raises(UserError, match="Line 51"):
         make(tmp_path, str(path), shard_size=5000, num_proc=1)
     assert (tmp_path / "out" / "out_val_000000.npy").exists()
     path.write_text("\n".join(lines), encoding="utf-8")

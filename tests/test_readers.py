@@ -10,12 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fineweb import Options, prepare
 from plumbing.cli.console import UserError
 from plumbing.data import readers, sources, tokenizers
 
-from corpora import WORDS, is_split, make, random_texts, read, train_small, write_jsonl, write_parquet
+from corpora import (
+    WORDS,
+    as_bytes,
+    is_split,
+    make,
+    random_texts,
+    read,
+    read_meta,
+    train_small,
+    write_jsonl,
+    write_parquet,
+)
 
 KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
 KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
@@ -36,7 +48,7 @@ def written(kind, texts):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK_CHARS", 100 if kind.startswith("json") else 2**13)
+    monkeypatch.setattr(readers, "JSON_BLOCK", 100)
     texts = random_texts(40)
     path, column = tmp_path / f"data.{kind}", "text"
     if kind == "parquet":
@@ -59,7 +71,7 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
 def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
     enc = train_small("gpt2")
     tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
-    texts = ["", "<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end"]
+    texts = ["<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, tokenizer=str(tmp_path / "small.tiktoken"), shard_size=100)
     tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of few readers, the last tokens validate
@@ -91,7 +103,7 @@ def test_a_long_text_is_cut_where_no_token_crosses():
     for text in texts:
         for size in (1, 7, 50):
             blocks = (text[i : i + size] for i in range(0, len(text), size))
-            pieces = [piece.text for piece in readers.split_text(blocks)]
+            pieces = [piece for piece, _ in readers.split_text(blocks)]
             num_pieces += len(pieces)
             assert "".join(pieces) == text
             for enc in encs:
@@ -216,25 +228,101 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", b'text\n"open', "is damaged, or not what its name says: unexpected end of data"),
+        ("a.csv", b'text\n"open', "Line 2 of .* is damaged, or not what its name says: unexpected end of data"),
+        # the rows between two stray quotes would be one text
+        ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Lines 2 to 4 of .*a.csv is damaged"),
+        ("a.csv", b"text,id,text\na,b,c", "has 2 columns called 'text'. Rename"),
+        ("a.csv", b"id;body\n1;a, b\n", "--text-column: id, body"),
         ("a.txt", b"caf\xe9", "not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt"),
-        ("a.json", b'[{"text": "a"}, {"text": 3}]', "Entry 2 of .*a.json has no text under 'text'"),
+        ("a.txt", "caf\xe9s".encode("utf-16-le"), "not UTF-8 text: it is UTF-16 .*: iconv -f UTF-16LE -t UTF-8 FILE"),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
-        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not a valid JSON object: it is another JSON value"),
+        ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows under several keys: train, test"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
+        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
+        ("a.jsonl", b'{"id": 3}\n{"id": 4}', "Line 1 of .* has no column of strings.* Its columns are id: 3"),
+        # a frame of zstd with a window of 2 GB
+        ("a.txt.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "longer window .* zstd -d --long=31"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK_CHARS", 5)
+    monkeypatch.setattr(readers, "JSON_BLOCK", 5)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
-        list(readers.read_pieces(sources.local_source(str(tmp_path / name)), "text"))
+        make(tmp_path, str(tmp_path / name))
+    assert not (tmp_path / "out").exists()
 
 
-def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
+def csv_of(texts):
+    return "text,id\n" + "".join(f'"{text or ""}",{n}\n' for n, text in enumerate(texts)) + "a, comma,99\n99\n"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json", "csv"])
+def test_rows_without_a_text_are_left_out_counted_and_the_first_three_named(tmp_path, kind, capsys):
+    """So are those of a CSV file with more or fewer fields than the header: they were cut, or read in part."""
+    texts = [f"Text {n}." for n in range(30)]
+    texts[2] = texts[11] = texts[12] = texts[20] = None
+    path = tmp_path / f"a.{kind}"
+    records = [{"text": text, "id": n} for n, text in enumerate(texts)]
+    del records[20]["text"]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        lines = "\n".join(map(json.dumps, [*records, 3]))
+        content = {"csv": csv_of(texts), "json": json.dumps([*records, "x"]), "jsonl": lines}[kind]
+        path.write_text(content, encoding="utf-8")
+    folder = make(tmp_path, str(path))
+    kept = [text for text in texts if text]
+    assert sorted(read(folder)) == sorted(as_bytes(kept))
+    number = {"parquet": 4, "csv": 6}.get(kind, 5)
+    places = {"parquet": "Row 3|Row 12|Row 13", "json": "Entry 3|Entry 12|Entry 13", "csv": "Line 4|Line 13|Line 14"}
+    first = places.get(kind, "Line 3|Line 12|Line 13").split("|")
+    said = " ".join(f"{place} of {path} has no text under 'text'." for place in first)
+    assert f"note: {number} rows left out. {said}" in capsys.readouterr().out
+    meta = read_meta(folder)
+    assert (meta["documents"], meta["rows_left_out"], len(meta["left_out"])) == (26, number, 3)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("columns", ["title,text", "text"])
+def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
+    for name, title, text in (("a", None, "A1" if "," in columns else None), ("b", "T", "B")):
+        rows = [{"title": title, "text": text and f"{text}{n}"} for n in range(30)]
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    folder = make(tmp_path, str(tmp_path / f"a.{kind}"), str(tmp_path / f"b.{kind}"), text_column=columns)
+    texts = [f"A1{n}" for n in range(30)] if "," in columns else []
+    texts += [f"T\n\nB{n}" if "," in columns else f"B{n}" for n in range(30)]
+    assert sorted(read(folder)) == sorted(as_bytes(texts))
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.csv", 'id;text\n1;"a; b"\n2;c, d\n'),
+        ("a.csv", "sep=|\nid|text\n1|a; b\n2|c, d\n"),
+        ("a.tsv", 'id,text\n1,a; b\n2,"c, d"\n'),
+        ("a.json", '{"version": "1", "data": [{"text": "a; b"}, {"text": "c, d"}], "tags": ["x"]}'),
+        ("a.json", '{\n "data": [\n  {\n   "text": "a; b"\n  },\n  {"text": "c, d"}\n ]\n}\n'),
+        ("a.json", '{\n "text": "a; b"\n}\n{\n "text": "c, d"\n}\n'),
+        ("a.jsonl", '[\n {"text": "a; b"},\n {"text": "c, d"}\n]\n'),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
+def test_other_separators_keys_lines_and_encodings(tmp_path, name, text, encoding):
+    (tmp_path / name).write_text(text, encoding=encoding)
+    rows = readers.read_rows(sources.local_source(str(tmp_path / name)), ["text"])
+    assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
+
+
+@pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])
+def test_json_larger_than_memory_is_read_in_blocks(start, between, end, monkeypatch):
     """Entries far longer than a block, too: none is read more than a few times."""
-    monkeypatch.setattr(readers, "BLOCK_CHARS", 100)
-    entries = [json.dumps({"text": "x" * (50_000 if n == 7 else 30)}) for n in range(3000)]
+    monkeypatch.setattr(readers, "JSON_BLOCK", 100)
+    entries = [{"text": "x" * (50_000 if n == 7 else 30), "n": [-1e5, None, "\u00e9\n"]} for n in range(3000)]
 
     class File(io.StringIO):
         largest = 0
@@ -243,5 +331,7 @@ def test_an_array_larger_than_memory_is_read_in_blocks(monkeypatch):
             File.largest = max(File.largest, size)
             return super().read(size)
 
-    assert list(readers.read_array("[", File(" ,\n".join(entries) + "]"))) == entries
+    monkeypatch.setattr(readers, "open_text", lambda path: File(start + between.join(map(json.dumps, entries)) + end))
+    places, found = zip(*readers.read_values("a.json", "a.json"))
+    assert list(found) == entries and places[2999] == f"{'Entry' if start else 'Line'} 3000"
     assert 50_000 < 2 * File.largest < 200_000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plumbing import files
 from plumbing.cli.console import UserError
-from plumbing.data import shards, tokenizers
+from plumbing.data import shards
 
 from harness import make_shards, patched, refused
 
@@ -152,10 +152,6 @@ def test_a_meta_that_does_not_describe_its_folder_is_refused(tmp_path, change, w
         shards.check_meta(folder, all_shards(folder))
     (folder / "meta.json").unlink()  # as build-nanogpt's have none
     shards.check_meta(folder, all_shards(folder))
-    # the parts that an earlier version made: a run trained on half of the data without a word
-    (folder / "meta.part-0-of-2.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match="meta.part-0-of-2.json is of shards made in parts.* another folder"):
-        tokenizers.folder_encoding(folder)
 
 
 def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path):

@@ -1,7 +1,9 @@
 """smoltalk.py: what a conversation becomes, what of it is learned, and what bad input does."""
 
+import dataclasses
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,13 +14,13 @@ import pytest
 import smoltalk
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.data import sources, tokenizers
+from plumbing.data import preparation, readers, sources, tokenizers
 from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from corpora import read, read_meta
-from harness import TINY, flags, printed_commands, refused, status_of, talk
+from harness import KILLED, TINY, die_at, flags, listing, printed_commands, refused, run, status_of, talk
 
 ENC = tokenizers.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizers.CHAT_TOKENS)
@@ -91,8 +93,9 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert meta["documents"] == 101
     said = capsys.readouterr().out
     num_targets = sum(int(mask.sum()) for _, mask in shards.values())
-    assert f"{num_targets:,} tokens are targets; of 102 conversations, 1 were cut" in said
-    assert "1 without one were left out" in said
+    assert f"{num_targets:,} tokens are targets" in said
+    assert "note: 1 conversation cut after the last answer within 64 tokens" in said
+    assert "note: 1 row left out. Line 101 of" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     assert tokenizers.folder_encoding(folder).name == "bytes+chat"
@@ -109,30 +112,79 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
-def test_an_interrupted_run_starts_over_and_removes_only_its_own_files(tmp_path, capsys):
-    options = options_for(tmp_path, PAIRS * 100, shard_size=640)
-    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*lines, "{broken"]), encoding="utf-8")
-    with pytest.raises(UserError, match="Line 401 of .*chats.jsonl"):
-        prepare(options)
-    assert not read_meta(out)["complete"] and (out / "out_train_000003.npy").exists()
-    notes = out / "out_train_000003.npy.backup"
-    notes.write_text("mine", encoding="utf-8")
-    path.write_text("\n".join(lines[:150]), encoding="utf-8")  # mended, and shorter
-    prepare(options)
-    assert notes.read_text(encoding="utf-8") == "mine"
-    shards = read_meta(out)["shards"]
+def make_and_die(tmp_path, name, renames, after):
+    """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
+    preparation.BATCH_BYTES = 1000
+    count = itertools.count(1)
+    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
+    with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
+        prepare(odd_options(tmp_path, name))
+
+
+def odd_options(tmp_path, name):
+    """Conversations of which some are left out, some cut, and some not to be learned, in two files."""
+    chats = [{"messages": talk(f"Q{i}", "A" * (i % 40))} for i in range(150)]
+    for i in range(0, 150, 7):
+        chats[i]["messages"].insert(0, {"role": "tool", "content": "x"})
+        chats[i + 1]["messages"] += talk("and?", "B" * 60)
+        chats[i + 2]["messages"] += [
+            {"role": "user", "content": "C"},
+            {"role": "assistant", "content": "D", "weight": 0},
+        ]
+    for number in range(2):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join(map(json.dumps, chats[75 * number :][:75])), encoding="utf-8")
+    inputs = tuple(str(tmp_path / f"{number}.jsonl") for number in range(2))
+    return Options(
+        input=inputs, out_dir=str(tmp_path / name / "out"), tokenizer="bytes", max_length=64, shard_size=640
+    )
+
+
+def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, capsys):
+    prepare(odd_options(tmp_path, "whole"))
+    whole, said = listing(tmp_path / "whole"), capsys.readouterr().out
+    assert "messages to and from tools left out" in said and "answers not to be learned" in said
+    assert "conversations cut after the last answer" in said and "rows left out. Line 1 of" in said
+    shards = read_meta(tmp_path / "whole" / "out")["shards"]
     *full, last = [length for name, length in shards.items() if "train" in name]
-    assert len(full) > 2 and set(full) == {641} and last <= 641
-    assert {file.name for file in out.glob("*.npy")} == set(shards)
-    assert {file.stem for file in out.glob("*.mask")} == {name.removesuffix(".npy") for name in shards}
-    whole = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert len(full) > 5 and set(full) == {641} and last <= 641
+    # meta.json and the tokenizer's two files; for a training shard, it and the sample, with their masks, and meta.json
+    renames = 3 + 5 * (len(full) + 1)
+    for count in [*range(1, 20), *range(20, renames + 1, 6)]:
+        run(make_and_die, tmp_path, f"{count}", count, count % 2 == 0 and count < renames, ends=[KILLED])
+        capsys.readouterr()
+        first = tmp_path / f"{count}" / "out" / "out_train_000001.npy"
+        written = first.stat().st_mtime_ns if count > 9 else 0
+        prepare(odd_options(tmp_path, f"{count}"))
+        assert listing(tmp_path / f"{count}") == whole, count
+        assert written in (0, first.stat().st_mtime_ns), "what was complete is not made again"
+        assert said.partition("\nin ")[2].partition("Next")[0] in capsys.readouterr().out
+
+
+def test_finished_chats_are_left_alone_and_a_damaged_mask_is_made_again(tmp_path, capsys):
+    options = odd_options(tmp_path, "one")
+    folder = Path(prepare(options))
+    whole = listing(folder)
+    capsys.readouterr()
     prepare(options)
-    assert "complete" in capsys.readouterr().out
-    assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+    assert "complete" in capsys.readouterr().out and listing(folder) == whole
+    mask = folder / "out_train_000003.mask"
+    for damage in (Path.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"")):
+        damage(mask)
+        prepare(options)
+        assert "complete" not in capsys.readouterr().out and listing(folder) == whole
     with pytest.raises(UserError, match="shards of other data: max_length was 64 and is now 32"):
-        prepare(options_for(tmp_path, PAIRS * 100, shard_size=640, max_length=32))
+        prepare(dataclasses.replace(options, max_length=32))
+
+
+@pytest.mark.parametrize("gone", ["*.mask", "*_val_*.mask", "*_train_*.mask", "*_train_000002.mask"])
+def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
+    """They were trained on, to say the user's words."""
+    folder = prepare(odd_options(tmp_path, "one"))
+    for mask in Path(folder).glob(gone):
+        mask.unlink()
+    line = refused(train_gpt2.main, *flags(data=folder, out_dir=tmp_path / "log", **TINY))
+    assert ".mask is missing or damaged" in line and not (tmp_path / "log").exists()
 
 
 @pytest.mark.gpt2
@@ -152,46 +204,77 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("{broken", "Expecting property name"),
-        ('{"text": "x"}', "no list of messages"),
+        ('{"text": "x"}', "is not a conversation: it has no list of messages"),
         (
             '{"messages": ["hi"]}',
-            "message 1 needs a role (user, assistant, system) and content, but is {'role': '', 'content': 'hi'",
+            "is not a conversation: message 1 needs a role (user, assistant, system) and content, but is {'role': '', ",
         ),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 1 needs a role"),
-        ('{"instruction": "a"}', "message 2 needs a role"),
-        ("3", "not a valid JSON object: it is another JSON value"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "is not a conversation: message 1 needs a role",
+        ),
+        ('{"instruction": "a"}', "is not a conversation: message 2 needs a role"),
+        ('{"instruction": "a", "output": ""}', "is not a conversation: message 2 needs a role"),
+        ('{"instruction": "a", "output": "b", "history": "c"}', "has a history that is not of pairs: c"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer of an assistant"),
+        (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens, the --max-length"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer that is to be learned"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "has weight 0.5 at a message"),
+        ("3", "is no object, but 3"),
     ],
 )
-def test_bad_lines_are_named_and_nothing_is_written(tmp_path, line, reason):
-    options = options_for(tmp_path, PAIRS[:1])
+def test_rows_that_are_no_conversations_are_left_out_and_refused_if_all_are(tmp_path, line, reason, capsys):
+    options = options_for(tmp_path)
     with open(tmp_path / "chats.jsonl", "a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")
-    with pytest.raises(UserError, match=f"Line 3 of .*chats.jsonl .*{re.escape(reason)}"):
-        prepare(options)
-    assert not (tmp_path / "out").exists()
+    assert read_meta(prepare(options))["documents"] == 100
+    said = capsys.readouterr().out
+    assert f"note: 1 row left out. Line 102 of {tmp_path / 'chats.jsonl'} {reason}" in said
+    (tmp_path / "chats.jsonl").write_text(line, encoding="utf-8")
+    with pytest.raises(
+        UserError, match=f"No row can be used. Line 1 of .* {re.escape(reason)}.*What is read: messages"
+    ):
+        prepare(dataclasses.replace(options, out_dir=str(tmp_path / "other")))
+    assert not (tmp_path / "other").exists()
 
 
 def read_conversations(path, records):
-    """The conversations that are read from a file of JSON lines, or one with an array."""
+    """The messages that are read from a file of JSON lines, or one with an array."""
     lines = "\n".join(map(json.dumps, records))
     path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
-    found = sources.list_inputs([str(path)], types=(".jsonl",))
-    return list(smoltalk.read_conversations(sources.Downloads(found, "")))
+    rows = readers.read_rows(sources.local_source(str(path)), smoltalk.COLUMNS)
+    return [smoltalk.read_conversation(row.values).messages for row in rows]
+
+
+SHAREGPT = [{"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
 def test_every_format_gives_the_same_conversations(tmp_path, name):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "red?"}]
     system = {"role": "system", "content": "S"}
-    sharegpt = [{"from": "system", "value": "S"}, {"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
+    alpaca = {"instruction": "U", "input": "", "output": "A"}
     formats = [
         ({"messages": talk(parts, "A rose.")}, talk("What is red?", "A rose.")),
         (talk("U", "A"), talk("U", "A")),
-        ({"conversations": sharegpt}, [system, *talk("U", "A")]),
+        ({"conversations": [{"from": "system", "value": "S"}, *SHAREGPT]}, [system, *talk("U", "A")]),
         ({"messages": [{"role": "developer", "content": "S"}, *talk("U", "A")]}, [system, *talk("U", "A")]),
-        ({"instruction": "U", "input": "", "output": "A"}, talk("U", "A")),
+        (alpaca, talk("U", "A")),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, talk("Add.\n\n2+2", "4")),
+        # what stands beside them
+        (
+            alpaca | {"system": "S", "history": [["1", "2"], ["3", "4"]]},
+            [system, *talk("1", "2", "3", "4", "U", "A")],
+        ),
+        (alpaca | {"system": "", "history": []}, talk("U", "A")),
+        ({"conversations": SHAREGPT, "system": "S", "history": None}, [system, *talk("U", "A")]),
+        ({"conversations": SHAREGPT, "history": talk("1", "2")}, talk("1", "2", "U", "A")),
+        ({"messages": [system, *talk("U", "A")], "system": "S"}, [system, *talk("U", "A")]),
+        ({"messages": [{"role": "system", "content": ""}, *talk("U", "A")]}, talk("U", "A")),
+        # messages and conversations win
+        ({"instruction": "x", "response": "y", "conversations": SHAREGPT}, talk("U", "A")),
+        ({"messages": None, "conversations": SHAREGPT}, talk("U", "A")),
+        ({"messages": None, "conversations": [], **alpaca}, talk("U", "A")),
     ]
     records, expected = zip(*formats)
     assert read_conversations(tmp_path / name, records) == list(expected)
@@ -199,26 +282,42 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
 
 def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
     result = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
     [question, answer] = talk("U", "A")
-    weather = [question, call, result, answer | {"tool_calls": []}]
-    records = {"messages": weather}, {"messages": [call]}, [question, {"from": "observation"}]
-    assert read_conversations(tmp_path / "chats.jsonl", records) == [talk("U", "A"), [], talk("U")]
-    assert capsys.readouterr().out == "note: 4 messages to and from tools left out.\n"
+    weather = [question, call, older, result, {"from": "observation"}, answer | {"tool_calls": []}]
+    assert read_conversations(tmp_path / "a.jsonl", [{"messages": weather}] * 20) == [talk("U", "A")] * 20
+    prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),), max_length=16))
+    assert "note: 80 messages to and from tools left out.\n" in capsys.readouterr().out
 
 
-def test_tables_of_conversations_are_read_too_and_what_is_no_conversation_of_the_hub_is_left_out(tmp_path, capsys):
-    chats = [talk("a", "b"), talk("a", None), talk("c", "d"), None]
-    pq.write_table(pa.table({"id": range(4), "conversations": chats}), tmp_path / "chats.parquet")
-    local = sources.list_inputs([str(tmp_path / "chats.parquet")])
-    with pytest.raises(UserError, match="Row 2 of .*chats.parquet is not a conversation: message 2 needs a role"):
-        list(smoltalk.read_conversations(sources.Downloads(local, "")))
-    of_hub = [source._replace(repo="OWNER/NAME") for source in local]
-    assert list(smoltalk.read_conversations(sources.Downloads(of_hub, ""))) == [chats[0], chats[2]]
-    assert "note: 2 rows left out, as they are no conversations" in capsys.readouterr().out
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
+def test_an_answer_that_is_not_to_be_learned_has_mask_0(tmp_path, flag, capsys):
+    chats = [{"messages": talk("Q", "wrong", "Check.", "right")} for _ in range(40)]
+    for chat in chats:
+        chat["messages"][1] |= flag
+        chat["messages"][3] |= {key: not value for key, value in flag.items()}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
+    assert "note: 40 answers not to be learned, as weight or train says." in capsys.readouterr().out
+    for path in Path(folder).glob("*.npy"):
+        tokens, mask = np.load(path), np.load(path.with_suffix(".mask"))
+        text = ENC.decode(tokens.tolist())
+        assert text.count("wrong") == text.count("right") > 0
+        assert ENC.decode(tokens[mask == 1].tolist()) == "right<|end|>" * text.count("right")
+
+
+def test_tables_of_conversations_are_read_too(tmp_path, capsys):
+    chats = [talk(f"a{i}", "b") for i in range(40)]
+    chats[1][1]["content"], chats[3] = None, None
+    pq.write_table(pa.table({"id": range(40), "conversations": chats}), tmp_path / "chats.parquet")
+    folder = prepare(options_for(tmp_path, input=(str(tmp_path / "chats.parquet"),)))
+    assert read_meta(folder)["documents"] == 38
+    said = capsys.readouterr().out
+    assert "note: 2 rows left out. Row 2 of " in said and "Row 4 of " in said
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "texts.parquet")
     with pytest.raises(UserError, match="texts.parquet has no column called messages, but text"):
-        prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),)))
+        prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),), out_dir=str(tmp_path / "texts")))
 
 
 def test_all_of_a_corpus_is_sampled_for_validation(tmp_path):
@@ -242,11 +341,7 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
         ("a.txt", "Give files that end in .jsonl"),
-        ("one.jsonl", "1 conversation (0 without an answer that fits) fill 1 of the two blocks of 1024 tokens"),
-        (
-            "one.jsonl --max-length 1",
-            "1 conversation (1 without an answer that fits) fill 0 of the two blocks of 1 token",
-        ),
+        ("one.jsonl", "1 conversation fill 1 of the two blocks of 1024 tokens"),
         ("one.jsonl --init-from x", "leave --tokenizer out"),
         ("one.jsonl --out-dir", "--out-dir: its value is empty"),
     ]

@@ -39,9 +39,18 @@ class UserError(Exception):
 # ----- Messages -----------------------------------------------------------------------------------------
 
 
+# a URL of any scheme, with one slash where it was taken for a path: (what is kept, user and password, what is kept)
+URL = re.compile(r"""(?i)\b([a-z][a-z0-9+.-]+:/+)(?:[^/?#\s"'<>]*@)?([^?#\s"'<>]*)(?:[?#][^\s"'<>]*)?""")
+
+
+def without_secrets(text: str) -> str:
+    """A text whose URLs have lost the user, the password and the query, which may be secret."""
+    return URL.sub(r"\1\2", text) if ":/" in text else text
+
+
 def plain(text: object, limit: int = 200) -> str:
-    """Text in one line, cut, without line ends or other characters that are not shown: for errors, bars and files."""
-    text = str(text)
+    """Text in one line, cut, without secrets, line ends and other characters that are not shown, as in an error."""
+    text = without_secrets(str(text))
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
     return shown + "..." if len(text) > limit else shown
 
@@ -279,7 +288,7 @@ CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 
 class SafeText(io.TextIOWrapper):
-    """The text stream on a Console: whatever a model or a file says is shown by a terminal, and never obeyed."""
+    """The text stream on a Console: what a model or a file says is shown, never obeyed; secrets are left out."""
 
     def __init__(self, stream, name):
         buffer = io.BufferedWriter(Console(stream, name))
@@ -288,7 +297,7 @@ class SafeText(io.TextIOWrapper):
         self.control = re.compile(CONTROL if name == "stdout" else rf"(?!\r|\x1b\[A){CONTROL}")
 
     def write(self, text):
-        return super().write(self.control.sub(lambda match: repr(match[0])[1:-1], text))
+        return super().write(self.control.sub(lambda match: repr(match[0])[1:-1], without_secrets(text)))
 
 
 def protect_console():

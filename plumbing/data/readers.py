@@ -1,4 +1,4 @@
-"""Documents: what is in the files of a data set, read in pieces by the standard library and pyarrow."""
+"""What is in the files of a data set: the rows of tables and of JSON, and texts in pieces."""
 
 import ast
 import codecs
@@ -12,44 +12,83 @@ import os
 import re
 import sysconfig
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, example, file_type, suffix_of
+from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, example, file_type, suffix_of
 from plumbing.files import open_regular
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
 MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
-BATCH_CHARS = 2**19  # characters given to a core at a time: 0.04 s of work, so that the overhead is negligible
+JSON_BLOCK = 2**18  # characters
+MAX_SEARCHED = 10_000  # rows of the first file, of which one must have the column
+LONGEST_WORD = 10  # of JSON, such as -Infinity, which a block may end in
 
 
-class Piece(NamedTuple):
-    text: str
-    starts: bool  # whether a document starts here
+class Unusable(Exception):
+    """Why a row is left out: "has no text under 'text'"."""
+
+    values: Any = None  # of the row
 
 
-class Batch(NamedTuple):
-    source: int  # the number of the file it is from
-    first_piece: int  # the number of its first piece in that file
-    pieces: list[Piece]
+class Row(NamedTuple):
+    place: str  # in its file: "Line 3"
+    values: Any  # a dict by column, a list of JSON's, a piece of a text; Unusable if it would be read wrongly
+    starts: bool = True  # False if it continues the document before it, as a long text is read in pieces
 
 
-# ----- Reading ------------------------------------------------------------------------------------------
-# Documents are read as pieces. Most are a single piece; a long .txt file is one document, which is split, so that
-# it need not fit in memory and several cores can share it.
+class Counts:
+    """Counts the rows that cannot be used, and `others`: (noun, what happened to it). Names the first three rows."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int] = (),
+        sentences: Sequence[str] = (),
+        others: Sequence[tuple[str, str]] = (),
+    ):
+        self.nouns = [("row", "left out"), *others]
+        self.numbers = (*numbers, *[0] * (len(self.nouns) - len(numbers)))
+        self.sentences, self.first = [*sentences][: self.numbers[0]], None
+
+    def leave_out(self, place: str, name: str, reason: Unusable) -> None:
+        self.numbers = (self.numbers[0] + 1, *self.numbers[1:])
+        if len(self.sentences) < 3:
+            self.sentences.append(f"{place} of {console.plain(name)} {console.plain(reason)}.")
+            self.first = self.first or (f"{place} of {name}", reason)
+
+    def note(self) -> None:
+        for number, (noun, participle) in zip(self.numbers, self.nouns):
+            if number:
+                examples = " ".join(self.sentences) if participle == "left out" and noun == "row" else ""
+                print(f"note: {console.count(number, noun)} {participle}. {examples}".rstrip())
 
 
-def read_pieces(source, text_column, skip=0, separator=""):
-    """Read the pieces of a file, without the first `skip`."""
-    if file_type(source.name) == ".txt":
-        pieces = read_txt(source, separator)
-    else:
-        texts = python_docs() if source.name == PYTHON_DOCS else read_texts(source, text_column)
-        pieces = (Piece(text, True) for text in texts)
+# ----- The rows of a file -------------------------------------------------------------------------------
+
+
+def read_rows(
+    source: Source, columns: Sequence[str], *, separator: str = "", needed: Sequence[str] = ()
+) -> Iterator[Row]:
+    """The rows of a file; of a table, with those of the `columns` it has. UserError if it has no text in `needed`.
+
+    A document in a text file is one row, or one for each piece of a long one: it need not fit in memory, and several
+    cores can share it.
+    """
+    kind = file_type(source.name)
     with explain_errors(source.name):
-        yield from itertools.islice(pieces, skip, None)
+        if source.name == PYTHON_DOCS:
+            yield from (Row("A text", text) for text in python_docs())
+        elif kind == ".txt":
+            yield from read_txt(source, separator)
+        elif kind == ".jsonl":
+            yield from check_needed(read_json(source, columns), source.name, needed)
+        elif kind == ".csv":
+            yield from check_needed(read_csv(source, columns), source.name, needed)
+        else:
+            yield from read_table(source, columns, needed)
 
 
 @contextlib.contextmanager
@@ -60,88 +99,22 @@ def explain_errors(name):
     except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
-        wrong = f"is damaged, or not what its name says: {console.first_line(error)}"
+        reason = console.first_line(error)
+        wrong = f"is damaged, or not what its name says: {reason}"
         advice = "Replace it, and run this command again."
         if isinstance(error, UnicodeError):
-            wrong = f"is not UTF-8 text: {console.first_line(error)}"
+            wrong = f"is not UTF-8 text: {reason}"
             new = f"NEW{suffix_of(name)}"
             advice = f"If it is Latin-1, convert it, unpacked: iconv -f LATIN1 -t UTF-8 FILE > {new}"
+            if "UTF-16" in reason:
+                advice = f"Convert it, unpacked: iconv -f UTF-16LE -t UTF-8 FILE > {new}"
+        elif "too much memory" in reason:
+            wrong = f"was packed by zstd with a longer window than is read here: {reason}"
+            advice = "Unpack it: zstd -d --long=31 FILE"
         raise UserError(f"{name} {wrong}. {advice}") from None
 
 
-# ----- Rows and columns ---------------------------------------------------------------------------------
-
-
-def read_texts(source, text_column):
-    """The text of each row of a table, or of each object of JSON, in these columns, such as "title,doc.text"."""
-    columns = text_column.split(",")
-    if file_type(source.name) == ".jsonl":
-        for number, place, record in read_records(source.path, source.name):
-            check_columns(place, record, columns, record, number)
-            yield join(record, columns)
-        return
-    with open_rows(source) as (fields, read_columns):
-        if not all(isinstance(find(fields, column), str) for column in columns):
-            check_columns(source.name, fields, columns, next(read_columns(text_columns(fields)), {}))
-        for row in read_columns(columns):
-            yield join(row, columns)
-
-
-def read_rows(source, columns):
-    """Yield (place, row) for each row of a table or entry of JSON; of a table, with those of the `columns` it has."""
-    if file_type(source.name) == ".jsonl":
-        for _, place, record in read_records(source.path, source.name, kinds=(dict, list)):
-            yield place, record
-        return
-    with explain_errors(source.name), open_rows(source) as (fields, read_columns):
-        found = [column for column in columns if column in fields]
-        if not found:
-            raise UserError(
-                f"{source.name} has no column called {columns[0]}, but {', '.join(fields)}. Use another data set."
-            )
-        for number, row in enumerate(read_columns(found), 1):
-            yield f"Row {number} of {source.name}", row
-
-
-@contextlib.contextmanager
-def open_rows(source):
-    """(fields, function from names of columns to rows with these) of a table; the fields are like a row of it.
-
-    A text is "" there, an object is a dict, and anything else is its type.
-    """
-    if file_type(source.name) == ".csv":
-        csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
-        dialect = "excel-tab" if suffix_of(source.name) == ".tsv" else "excel"
-        with open_text(source.path) as file:
-            rows = csv.DictReader(file, dialect=dialect, strict=True)
-            yield dict.fromkeys(rows.fieldnames or [], ""), lambda columns: rows
-        return
-    import pyarrow.parquet  # slow to import
-
-    table: Any
-    if source.name.endswith(".arrow"):
-        table = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
-        schema, read_batches = table.schema, lambda columns: table
-    else:
-        table = pyarrow.parquet.ParquetFile(source.path)
-        schema, read_batches = table.schema_arrow, lambda columns: table.iter_batches(256, columns=columns)
-    fields = {field.name: shape_of(field.type) for field in schema}
-
-    def read_columns(columns):
-        # doc.text may be called so, too, and is read then: Parquet has one name for both
-        names = dict.fromkeys(column if column in fields else column.split(".")[0] for column in columns)
-        for batch in read_batches(columns):
-            yield from batch.select(list(names)).to_pylist()
-
-    with table:
-        yield fields, read_columns
-
-
-def shape_of(kind):
-    """A type as it stands in the fields of a table: "" for text; lists and maps of strings are not text."""
-    if str(kind).startswith("struct<"):
-        return {field.name: shape_of(field.type) for field in kind}
-    return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
+# ----- Columns ------------------------------------------------------------------------------------------
 
 
 def find(row, column):
@@ -153,9 +126,25 @@ def find(row, column):
     return row
 
 
-def join(row, columns):
-    """One text of the columns of a row; a blank line stands between two of them."""
-    return "\n\n".join(filter(None, (find(row, column) for column in columns)))
+def root_of(column, fields):
+    """The column of a table in which the one called so is: doc for "doc.text", unless there is one of that name."""
+    return column if column in fields else column.split(".")[0]
+
+
+def text_of(values: Any, columns: Sequence[str]) -> str:
+    """One text of the columns of a row, of which some may be null; a blank line stands between two of them."""
+    if isinstance(values, str):
+        return values
+    if not isinstance(values, dict):
+        raise Unusable(f"is no object with columns, but {console.plain(values, 60)}")
+    texts: list[Any] = [find(values, column) for column in columns]
+    for column, text in zip(columns, texts):
+        if not (text is None or isinstance(text, str)):
+            raise Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
+    text = "\n\n".join(filter(None, texts))
+    if not text:
+        raise Unusable(f"has no text under {','.join(columns)!r}")
+    return text
 
 
 def text_columns(fields, prefix=""):
@@ -169,105 +158,268 @@ def text_columns(fields, prefix=""):
     return names
 
 
-def check_columns(place, fields, columns, row, number=0):
-    """Raise UserError unless there is text in these columns, of an object of JSON or, by its fields, of a table.
+def may_have_text(fields, column):
+    """Whether there is a text in a row, or null under this name."""
+    value = find(fields, column)
+    return isinstance(value, str) or (value is None and root_of(column, fields) in fields)
 
-    number: of an object, 0 for a table. Some of several columns of an object may be null or, after the first, missing.
-    """
-    has_text = any(isinstance(find(fields, column), str) for column in columns)
-    for column in columns:
-        found = find(fields, column)
-        is_there = number and (column.split(".")[0] in fields or column in fields)
-        may_lack = found is None and has_text and (is_there or number > 1)
-        if isinstance(found, str) or may_lack:
-            continue
-        held = "" if found is None else f", but {console.plain(found, 60)}"
-        wrong = f"{place} has no text under {column!r}{held}."
-        if is_there:
-            raise UserError(f"{wrong} Fix or remove it, or choose another with --text-column.")
-        others = text_columns(fields)
-        if not others:
-            raise UserError(f"{place} has no column of strings, so there is no text in it. Use another file.")
-        texts = {other: console.plain(find(row, other) or "", 40) for other in others}
-        examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
-        advice = f"Choose text with --text-column: {', '.join(others)}."
-        if examples:
-            advice += f" A row has {examples}."
-        raise UserError(f"{wrong} {advice} {example('--text-column', others[0])}")
+
+def check_needed(rows, name, needed):
+    """Yield rows; UserError unless each of the `needed` columns is in one of the first, with a text or null."""
+    missing, first = list(needed), None
+    for number, row in enumerate(rows):
+        if missing and isinstance(row.values, dict):
+            first = first or row
+            missing = [column for column in missing if not may_have_text(row.values, column)]
+        if missing and number == MAX_SEARCHED:
+            break
+        yield row
+    if missing and first:
+        raise UserError(describe(f"{first.place} of {name}", first.values, missing[0]))
+
+
+def describe(place: str, row: dict[str, Any], column: str, fields: dict[str, Any] | None = None) -> str:
+    """Why there is no text in a column, and what there is instead. fields: of a table, the types by column."""
+    fields = row if fields is None else fields
+    found, others = find(fields, column), text_columns(fields)
+    held = "" if found is None or isinstance(found, str) else f", but {console.plain(found, 60)}"
+    if not others:
+        kinds = ", ".join(f"{key}: {console.plain(value, 60)}" for key, value in fields.items()) or "none"
+        advice = "Bytes that are text must be stored as strings." if "binary" in kinds else "Use another file."
+        return f"{place} has no column of strings, so there is no text in it. Its columns are {kinds}. {advice}"
+    texts = {other: console.plain(find(row, other) or "", 40) for other in others}
+    examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
+    advice = f"Choose text with --text-column: {', '.join(others)}."
+    if examples:
+        advice += f" A row has {examples}."
+    return f"{place} has no text under {column!r}{held}. {advice} {example('--text-column', others[0])}"
+
+
+def check_doubled(name, names, columns):
+    """Raise UserError if a table has two columns of the same name, and it is one of those that are read."""
+    roots = {root_of(column, names) for column in columns}
+    for column in names:
+        if column in roots and names.count(column) > 1:
+            raise UserError(f"{name} has {names.count(column)} columns called {column!r}. Rename all but one.")
+
+
+# ----- Tables -------------------------------------------------------------------------------------------
+
+
+def read_csv(source, columns):
+    """The rows of a file whose first line names its columns. A row with more or fewer fields would be read wrongly."""
+    csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
+    usual = "\t" if suffix_of(source.name) == ".tsv" else ","
+    with open_text(source.path) as file:
+        header, above = next(file, ""), 0
+        while header.isspace() or header.startswith("sep="):  # as Excel writes it
+            usual = header[4:5] or usual if header.startswith("sep=") else usual
+            header, above = next(file, ""), above + 1
+        delimiter = find_delimiter(header, usual, columns)
+        if delimiter != usual:
+            print(f"note: the columns of {source.name} are separated by {delimiter!r}.")
+        rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
+        names = next(rows, [])
+        check_doubled(source.name, names, columns)
+        while True:
+            begin, fields, fault = rows.line_num + 1, None, ""
+            try:
+                fields = next(rows, None)
+            except csv.Error as error:
+                fault = str(error)
+            place = f"Line {above + begin}"
+            if rows.line_num > begin:
+                place = f"Lines {above + begin} to {above + rows.line_num}"
+            if fault and (rows.line_num > begin or "end of data" in fault):  # an open quote swallows rows
+                raise UserError(
+                    f"{place} of {source.name} is damaged, or not what its name says: {fault}. Close its quotes, and "
+                    "write those in a text twice."
+                )
+            if fault:
+                yield Row(place, Unusable(f"is no row of CSV: {fault}"))
+            elif fields is None:
+                return
+            elif fields and len(fields) != len(names):
+                has = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+                yield Row(place, Unusable(f"{has}: a text with {delimiter!r} needs quotes around it"))
+            elif fields:
+                yield Row(place, dict(zip(names, fields)))
+
+
+def find_delimiter(header, usual, columns):
+    """What separates the columns: what is usual, unless only another one gives the `columns`, or more than one."""
+
+    def score(delimiter):
+        names = next(csv.reader([header], delimiter=delimiter), [])
+        return sum(root_of(column, names) in names for column in columns), len(names) > 1
+
+    return max(dict.fromkeys([usual, *",;\t|"]), key=score)
+
+
+def read_table(source, columns, needed):
+    """The rows of a Parquet file, or of one of Arrow's."""
+    import pyarrow.parquet  # slow to import
+
+    table: Any
+    if source.name.endswith(".arrow"):
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
+        schema, read_batches = table.schema, lambda names: (batch.select(names) for batch in table)
+    else:
+        table = pyarrow.parquet.ParquetFile(source.path)
+        schema, read_batches = table.schema_arrow, lambda names: table.iter_batches(256, columns=names)
+    with table:
+        check_doubled(source.name, schema.names, columns)
+        fields = {field.name: shape_of(field.type) for field in schema}
+        for column in needed:
+            if not may_have_text(fields, column):
+                names = [root_of(other, fields) for other in text_columns(fields)]
+                rows = (row for batch in read_batches(names) for row in batch.select(names).to_pylist())
+                raise UserError(describe(source.name, next(rows, {}), column, fields))
+        names = list(dict.fromkeys(root_of(column, fields) for column in columns))
+        names = [name for name in names if name in fields]
+        if not names:
+            found = ", ".join(fields) or "none"
+            raise UserError(
+                f"{source.name} has no column called {columns[0]}, but {found}. Use another data set."
+            )
+        numbers = itertools.count(1)
+        for batch in read_batches(names):
+            # a.b may be a column, or a field of a: Parquet has one name for both
+            for row in batch.select(names).to_pylist():
+                yield Row(f"Row {next(numbers)}", row)
+
+
+def shape_of(kind):
+    """A type as it stands in the fields of a table: "" for text, a dict for an object, None where all rows are null."""
+    if str(kind).startswith("struct<"):
+        return {field.name: shape_of(field.type) for field in kind}
+    if str(kind) == "null":
+        return None
+    return (
+        "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
+    )  # not of lists or maps of them
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
 
 
-def read_records(path, name=None, kinds=(dict,)):
-    """Yield (number, its place in words, record) for each line with JSON, or entry of a .json file with an array."""
+def read_json(source, columns):
+    """The rows of a file of JSON lines, of an array, of values over several lines, or of one object that holds rows."""
+    rows = (
+        Row(place, value if isinstance(value, (dict, list)) else Unusable(f"is no object, but {value!r}"))
+        for place, value in read_values(source.path, source.name)
+    )
+    first = list(itertools.islice(rows, 2))
+    if len(first) == 1 and isinstance(first[0].values, dict):
+        first = rows_under_a_key(source.name, first[0], columns)
+    return itertools.chain(first, rows)
+
+
+def rows_under_a_key(name, row, columns):
+    """The rows in the only list of objects in a row that is a whole file and has none of the columns; else the row."""
+    if any(find(row.values, column) is not None for column in columns):
+        return [row]
+    lists = {
+        key: value
+        for key, value in row.values.items()
+        if isinstance(value, list) and value and all(isinstance(entry, (dict, list)) for entry in value)
+    }
+    if len(lists) > 1:
+        raise UserError(
+            f"{name} is one object with rows under several keys: {', '.join(lists)}. Save those to be read in a file of"
+            " their own, one object a line."
+        )
+    return [
+        Row(f"Entry {n} under {key!r}", entry) for key in lists for n, entry in enumerate(lists[key], 1)
+    ] or [row]
+
+
+def read_records(path: str, name: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number, its place in words, object) for each line with JSON, or entry of an array; UserError if one is none."""
     name = name or path
-    with explain_errors(name), open_text(path) as file:
-        start = file.read(BLOCK_CHARS)
-        # other .json files are read as JSON lines, as C4's are
-        if suffix_of(path) == ".json" and start.lstrip().startswith("["):
-            noun, texts = "Entry", read_array(start, file)
-        else:
-            noun, texts = "Line", itertools.chain(io.StringIO(start + file.readline(), newline=""), file)
-        for number, text in enumerate(texts, 1):
-            if text.isspace():
-                continue
-            place = f"{noun} {number} of {name}"
+    with explain_errors(name):
+        for place, record in read_values(path, name):
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"{place} of {name} is not a valid JSON object: it is another JSON value. Fix or remove it."
+                )
+            yield int(place.split()[-1]), f"{place} of {name}", record
+
+
+def read_values(path, name):
+    """Yield (place, value) for each value in a file, one on each line or several, or for each entry of its array.
+
+    Only a few blocks are in memory. As a conversation in JSON lines may be a list, an array there is on several lines.
+    """
+    decoder, number, line, start = json.JSONDecoder(), 0, 1, 0
+    with open_text(path) as file:
+        held = file.read(JSON_BLOCK)
+        array = re.match(r"\s*\[" if suffix_of(path) == ".json" else r"\s*\[\s*[\r\n]", held)
+        start = array.end() if array else 0
+        while True:
+            gap: Any = re.compile(r"[\s,]*").match(held, start)
+            line, start = line + held.count("\n", start, gap.end()), gap.end()
+            place = f"Entry {number + 1}" if array else f"Line {line}"
             try:
-                record = json.loads(text)
-                if not isinstance(record, kinds):
-                    raise ValueError("it is another JSON value")
-            except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
-                reason = getattr(error, "msg", error)
-                raise UserError(f"{place} is not a valid JSON object: {reason}. Fix or remove it.") from None
-            yield number, place, record
-
-
-def read_array(held, file):
-    """Yield the text of each entry of a JSON array, of which only a few blocks are in memory; `held` is the first."""
-    decoder, start = json.JSONDecoder(), held.index("[") + 1
-    while True:
-        between: Any = re.compile(r"[\s,]*").match(held, start)
-        start = between.end()
-        try:
-            end = decoder.raw_decode(held, start)[1]
-        except (ValueError, RecursionError):  # it may only be incomplete, or this is the end
-            # twice as much each time, so that a long entry is not parsed often
-            block = file.read(max(BLOCK_CHARS, len(held) - start))
-            held, start = held[start:] + block, 0
-            if not block:
-                if held.rstrip() != "]":
-                    yield held  # the caller says what is wrong with it
+                value, end = decoder.raw_decode(held, start)
+            except (
+                json.JSONDecodeError,
+                RecursionError,
+            ) as error:  # it may only be incomplete, or this is the end
+                reason = getattr(error, "msg", str(error))
+                is_cut = (
+                    reason.startswith("Unterminated") or getattr(error, "pos", 0) >= len(held) - LONGEST_WORD
+                )
+                # twice as much each time, so that a long value is not parsed often
+                block = file.read(max(JSON_BLOCK, len(held) - start)) if is_cut else ""
+                held, start = held[start:] + block, 0
+                if block:
+                    continue
+                if held.rstrip() != ("]" if array else ""):
+                    raise UserError(
+                        f"{place} of {name} is not a valid JSON object: {reason}. Fix or remove it."
+                    ) from None
                 return
-        else:
-            yield held[start:end]
-            start = end
+            yield place, value
+            line, number, start = line + held.count("\n", start, end), number + 1, end
 
 
 def open_text(path):
-    """Open a plain, .gz or .zst file as text: UTF-8, or UTF-16 if it begins with that byte-order mark."""
+    """Open a plain, .gz or .zst file as text: UTF-8, or what the byte-order mark says that it begins with."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
 
         stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
-    is_utf16 = stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return io.TextIOWrapper(stream, encoding="utf-16" if is_utf16 else "utf-8-sig", newline="")
+    start = stream.peek(4)[:4]
+    encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
+    if encoding == "utf-8-sig" and any(start) and (start[1::2] == b"\0\0" or start[::2] == b"\0\0"):
+        raise UnicodeError("it is UTF-16 or UTF-32 without a byte-order mark")
+    return io.TextIOWrapper(stream, encoding=encoding, newline="")
+
+
+# the first two bytes of UTF-32's mark may be those of UTF-16's
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
+MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}
+
+
+# ----- Texts --------------------------------------------------------------------------------------------
 
 
 def read_txt(source, separator=""):
-    """One document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+    """A document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
     with open_text(source.path) as file:
-        for piece in split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name):
-            if piece.starts and not separator and "\n<|endoftext|>" in piece.text:
+        pieces = split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name)
+        for number, (text, starts) in enumerate(pieces, 1):
+            if starts and not separator and "\n<|endoftext|>" in text:
                 print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, give fineweb.py --separator "<|endoftext|>".')
-            yield piece
+            yield Row(f"Piece {number}", text, starts)
 
 
 def split_text(blocks, separator="", name=""):
-    """Split text into pieces: at each `separator`, and long documents where no token crosses the boundary.
+    """Yield (piece, whether a document starts there): at each `separator`, and where no token crosses the boundary.
 
     Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
@@ -282,7 +434,7 @@ def split_text(blocks, separator="", name=""):
         for text in texts:  # each up to the end of a document
             text = text.lstrip(line_ends if starts else "").rstrip(line_ends)
             if text:
-                yield Piece(text, starts)
+                yield text, starts
             starts = True
         if len(held) > whole:
             stop = len(held.rstrip(line_ends)) - len(separator)  # it may have begun in the last characters
@@ -291,7 +443,7 @@ def split_text(blocks, separator="", name=""):
             if len(held) > MAX_PIECE:
                 cut = cut or len(held) - len(separator)
             if cut:
-                yield Piece(held[:cut], starts)
+                yield held[:cut], starts
                 held, starts = held[cut:], False
     if separator and not found:
         print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
@@ -355,26 +507,3 @@ def docstrings(path, module):
             arguments = f"({ast.unparse(node.args)})" if kind == "def" else ""
             parts += [f"{kind} {getattr(node, 'name', module)}{arguments}", text]
     return "\n\n".join(parts)
-
-
-# ----- Batches ------------------------------------------------------------------------------------------
-
-
-def read_batches(downloads, text_column, skip=0, separator=""):
-    """Batches of about BATCH_CHARS of text of the files of `downloads`; of the first one without `skip` pieces."""
-    for number, source in downloads:
-        held, num_chars = [], 0
-        for piece in read_pieces(source, text_column, skip, separator):
-            held.append(piece)
-            num_chars += len(piece.text)
-            if num_chars >= BATCH_CHARS:
-                yield Batch(number, skip, held)
-                skip += len(held)
-                held, num_chars = [], 0
-        yield Batch(number, skip, held)
-        skip = 0
-
-
-def num_cores():
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

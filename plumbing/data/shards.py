@@ -1,4 +1,4 @@
-"""Token shards: the one reader and writer of the format, and of the meta.json that describes a folder of them.
+"""Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
 is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
@@ -8,23 +8,21 @@ version 1, number of tokens; then uint16), also without a number in the name (ti
 
 import functools
 import hashlib
-import itertools
-import json
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.data import sources
-from plumbing.files import Name, atomic_write, file_sample, lock_folder, named_errors, open_regular, read_json
+from plumbing.files import Name, file_sample, named_errors, open_regular, read_json
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
@@ -65,11 +63,16 @@ def open_shards(folder, split):
 
 
 def open_masks(shards):
-    """The masks next to a split's shards; an empty list if there are none at all."""
-    paths = [shard.path.with_suffix(".mask") for shard in shards]
-    if not any(path.exists() for path in paths):
+    """The masks next to a split's shards; an empty list if meta.json tells of none and none is there."""
+    has_masks = any(read_meta(folder).masks for folder in {shard.path.parent for shard in shards})
+    if not has_masks and not any(shard.path.with_suffix(".mask").exists() for shard in shards):
         return []
-    return [open_shard(path, shard.open_file, np.uint8, len(shard)) for path, shard in zip(paths, shards)]
+    return list(map(open_mask, shards))
+
+
+def open_mask(shard):
+    """The mask next to a shard; UserError if it is missing, damaged or of another length."""
+    return open_shard(shard.path.with_suffix(".mask"), shard.open_file, np.uint8, len(shard))
 
 
 def open_shard(
@@ -142,7 +145,7 @@ OWN_FOLDERS = {
 def command_for(folder):
     """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
     files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
-    types = {sources.file_type(file.name) for file in files if not sources.OURS.search(file.name)} - {""}
+    types = {sources.file_type(file.name) for file in files if not sources.NO_DATA.search(file.name)} - {""}
     texts = console.quote_group(("--input", folder))
     if not types:
         out_dir = console.quote_group(("--out-dir", folder))
@@ -248,11 +251,14 @@ class Meta:
     tokens: int = 0
     shards: dict[str, int] = field(default_factory=dict)  # the length of each
     complete: bool = True
+    masks: bool = False  # whether each shard has one
+    rows_left_out: int = 0
+    left_out: list[str] = field(default_factory=list)  # a sentence about each of the first three of them
     # the settings that were given, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
-    validation_every: int = 0  # the ValidationSample of fineweb.py
+    validation_every: int = 0  # as in preparation.ValidationSample
 
     def lengths(self, split: str) -> list[int]:
         return [length for name, length in self.shards.items() if split_of(name) == split]
@@ -261,8 +267,6 @@ class Meta:
 def read_meta(folder: Name) -> Meta:
     """The meta.json in `folder`; without one there is no tokenizer."""
     path, remedy = Path(folder, "meta.json"), "Make the shards again in another folder."
-    for earlier in Path(folder).glob("meta.part-*.json"):
-        raise UserError(f"{earlier} is of shards made in parts, which are no longer read. {remedy}")
     if not path.exists():
         return Meta()
     kinds, read = vars(Meta(tokenizer="")), read_json(path, remedy)
@@ -281,183 +285,3 @@ def origin(folder: Name) -> str:
     meta = read_meta(folder)
     words = [meta.dataset, *(meta.made_from.get(key) for key in ("config", "split", "revision"))]
     return ", ".join(filter(None, words))
-
-
-class Plan(NamedTuple):
-    """Which shards a command makes: where, of which files, and what meta.json will say of them at first."""
-
-    folder: str
-    sources: list[sources.Source]
-    meta: Meta
-
-
-def plan(
-    options: Any, settings: dict[str, Any], types: tuple[str, ...] = tuple(sources.TYPES), default: str = ""
-) -> Plan:
-    """The plan of a script's options. An earlier run's files are found again without asking the hub.
-
-    default: the folder of a data set, if it is not named after it.
-    """
-    found = None
-    if options.input:
-        found = sources.find(options, types)
-        default = os.path.basename(found.sources[0].name).lstrip(".").split(".")[0]  # of books.jsonl.gz: books
-        if os.path.isdir(options.input[0]):
-            default = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
-    folder = options.out_dir or default or os.path.basename(options.dataset)
-    found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
-    meta = Meta(found.dataset, complete=False)
-    meta.made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
-    meta.made_from["sources"] = [source.recorded() for source in found.sources]
-    if found.commit:
-        meta.asked = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
-    return Plan(folder, found.sources, meta)
-
-
-def continue_meta(folder, meta):
-    """The meta.json of `folder` if it continues `meta`, else `meta` itself; refuses one of a different data set."""
-    old, names = read_meta(folder), [file.name for file in Path(folder).glob("*")]
-    if "sources" not in old.made_from:
-        if "meta.json" in names or any(map(split_of, names)):
-            raise UserError(
-                f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
-            )
-        return meta
-    for key, before, after in pairs_of(old, meta):
-        if before != after:
-            raise UserError(
-                f"{folder} has shards of other data: {key} was {console.plain(repr(before))} and is now "
-                f"{console.plain(repr(after))}. Move it away, or make the new ones elsewhere."
-            )
-    return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
-
-
-def pairs_of(old, new):
-    """(its name, then, now) of all that must be the same; while there is more to read, the last file may be mended."""
-    was, now = ({"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from for meta in (old, new))
-    for key in was | now:
-        if key != "sources":
-            yield key, was.get(key, ""), now.get(key, "")
-    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=-1)
-    files = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["", 0, ""])
-    for number, (before, after) in enumerate(files):
-        if number > num_read:
-            before, after = before[:1], after[:1]
-        elif number == num_read and before[1] != after[1]:
-            # behind its start, as nothing else is known of its contents
-            before, after = ([name, digest[:8]] for name, _, digest in (before, after))
-        yield "the input (name, bytes, hash)", before, after
-
-
-# ----- Writing ------------------------------------------------------------------------------------------
-
-
-def shard_name(prefix, number):
-    """("books", 12) -> "books_train_000012.npy"; number 0 is the validation split."""
-    return f"{prefix}_{'train' if number else 'val'}_{number:06d}.npy"
-
-
-def write_shard(path, array):
-    """Write tokens or a mask as np.save does, which would hide why a write failed."""
-    with atomic_write(path) as file:
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data)
-
-
-class Position(NamedTuple):
-    """A place in the input, where a shard ends; meta.json has it as a list."""
-
-    source: int = 0  # the number of the file
-    piece: int = 0  # the number of the piece in that file
-    token: int = 0  # tokens of that piece that stand in the shard and those before
-    sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
-    documents: int = 0  # documents so far
-
-
-class ShardWriter:
-    """Writes the shards of a folder and their meta.json; continues or refuses those that are there."""
-
-    def __init__(self, folder: str, meta: Meta, enc: Any, prefix: str = ""):
-        if enc.n_vocab > 2**16:
-            raise UserError(
-                f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
-            )
-        self.folder, self.eot_token = folder, enc.eot_token
-        self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab)
-        self.title = console.plain(folder)  # to be printed
-        name = os.path.basename(os.path.abspath(folder))
-        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
-        self.load()
-
-    def load(self):
-        self.meta = continue_meta(self.folder, self.new_meta)
-        for file in self.meta.shards:  # the folder may have had another name when they were begun
-            self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
-        # sampled from all of the input, it grows with every training shard
-        self.validation_file = shard_name(self.prefix, 0) if self.meta.validation_every else None
-
-    def make_once(self, make: Callable[..., None], *args: Any) -> None:
-        """Call `make(self, *args)` unless the shards are complete; several processes may use complete ones at once."""
-        if not self.is_complete():
-            with lock_folder(self.folder):
-                self.load()  # another process may have worked on it until now
-                if not self.is_complete():
-                    make(self, *args)
-                    return
-        print(f"{self.title} is complete: {self.meta.tokens:,} tokens in {len(self.meta.shards)} shards")
-
-    def is_complete(self):
-        shards = self.meta.shards
-        return self.meta.complete and shards and all(self.is_whole(file) for file in shards)
-
-    def is_whole(self, file):
-        """Whether a shard can be read and has as many tokens as meta.json says."""
-        return self.count_tokens(file) == self.meta.shards.get(file)
-
-    def count_tokens(self, file):
-        """The number of tokens in a shard; 0 if it is missing or damaged."""
-        try:
-            return len(open_shard(self.path(file)))
-        except (UserError, OSError):
-            return 0
-
-    def resume(self) -> Position:
-        """Keep the shards before the first damaged one; return the position in the input at which they end."""
-        meta, kept, end = self.meta, {}, Position()
-        for file, recorded in meta.ends.items():
-            if not self.is_whole(file):
-                break
-            kept[file], end = meta.shards[file], Position(*recorded)
-        if self.validation_file in meta.shards:
-            if self.count_tokens(self.validation_file) < end.sampled:  # damaged: nothing can be kept
-                kept, end = {}, Position()
-            kept = {self.validation_file: end.sampled} | kept
-        meta.shards, meta.tokens, meta.documents = kept, sum(kept.values()), end.documents
-        meta.complete = False
-        return end
-
-    def path(self, file):
-        return os.path.join(self.folder, file)
-
-    def write(self, file: str, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Write a shard, and before it its mask: without one, every token would count as a target."""
-        if mask is not None:
-            write_shard(self.path(file.replace(".npy", ".mask")), mask)
-        write_shard(self.path(file), tokens)
-        self.meta.shards[file] = len(tokens)
-
-    def count_documents(self, tokens):
-        return int(np.count_nonzero(tokens == self.eot_token))
-
-    def save(self):
-        self.meta.tokens = sum(self.meta.shards.values())
-        with atomic_write(self.path("meta.json"), "w", encoding="utf-8") as file:
-            json.dump(vars(self.meta), file, indent=1)
-
-    def finish(self, noun="document"):
-        self.meta.complete = True
-        self.save()
-        train, val = (sum(self.meta.lengths(split)) for split in ("train", "val"))
-        print(f"{self.title}: {train:,} tokens to train on, {val:,} to validate on")
-        num_shards = console.count(len(self.meta.shards), "shard")
-        print(f"in {num_shards}, from {console.count(self.meta.documents, noun)}")

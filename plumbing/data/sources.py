@@ -2,7 +2,7 @@
 
 Of a data set of the hub, and of a clone of one, the library `datasets` says which files a split has: its own rules are
 applied to a folder of empty files with the same names. The hub's client fetches them, at the commit that was asked for
-once; what is in them is read in documents.py.
+once; what is in them is read in readers.py.
 """
 
 import glob
@@ -14,10 +14,11 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,15 @@ from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 
-OURS = re.compile(r"(^|[/\\])(meta|tokenizer\.tiktoken)\.json$")  # beside shards, and never input
+# what is never input: files beside shards, and those that tell of a data set or made it
+NO_DATA = re.compile(
+    r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state)\.json|config\.json|\.huggingface\.yaml)$"
+)
+CONFIG_FIELDS = (
+    "config_name",
+    "data_files",
+    "data_dir",
+)  # of a config in a card, those that say which files it has
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
     ".parquet": ".parquet",
@@ -101,9 +110,7 @@ def list_inputs(patterns: Sequence[str], types=tuple(TYPES), config="", split="t
     for pattern in patterns:
         names = list_data_set(pattern, config, split)
         if names is None and (config or split != "train"):
-            raise UserError(
-                f"{plain_address(pattern)} is no data set with splits. Leave --config and --split out."
-            )
+            raise UserError(f"{pattern} is no data set with splits. Leave --config and --split out.")
         found += [local_source(name) for name in names or list_names(pattern, types)]
     return found
 
@@ -118,25 +125,21 @@ def list_names(pattern, types):
     folders = set(filter(os.path.isdir, names))
     if "**" in pattern:  # it also matches the folders whose files it takes
         names = [name for name in names if name not in folders]
-    kept = [name for name in names if file_type(name) in types and name not in folders and not OURS.search(name)]
+    kept = [
+        name for name in names if file_type(name) in types and name not in folders and not NO_DATA.search(name)
+    ]
     if pattern not in names:  # a README tells of the others, unless it is all there is
         kept = [name for name in kept if os.path.basename(name).lower() != "readme.md"] or kept
     left_out = sorted(set(names) - set(kept))
     if not kept:
-        address = plain_address(pattern)
-        wrong = f"{left_out[0]} is not of a type that is read here" if names else f"No file matches {address}"
+        wrong = f"{left_out[0]} is not of a type that is read here" if names else f"No file matches {pattern}"
         if re.match(r"\w[\w+.-]+:/", pattern):
-            wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {address}"
+            wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {pattern}"
         advice = "A data set of the hub is for fineweb.py and smoltalk.py: --dataset OWNER/NAME."
         raise UserError(f"{wrong}. Give {what_is_read(types)}. {advice}")
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out, such as {left_out[0]}.")
     return kept
-
-
-def plain_address(name):
-    """A URL, of any scheme, without what may be secret: the user, the password and the query; others as they are."""
-    return re.sub(r"(?si)^(\s*[a-z][a-z0-9+.-]+:/+)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", name)
 
 
 def local_source(name):
@@ -200,7 +203,8 @@ def check_choice(dataset, noun, value, known):
     if value not in known:
         wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
         first = example(f"--{noun}", next(iter(known), value))
-        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known) or 'none'}. {first}")
+        more = f" and {len(known) - 50:,} more" if len(known) > 50 else ""
+        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known[:50]) or 'none'}{more}. {first}")
 
 
 # ----- Which files a split has --------------------------------------------------------------------------
@@ -211,23 +215,30 @@ def choose_files(
 ) -> tuple[str, list[str]]:
     """(config, names of its split's files) of a data set that has files of these names, by the rules of `datasets`."""
     import datasets  # slow to import
+    import huggingface_hub
 
     datasets.utils.logging.set_verbosity_error()
+    check_names(dataset, names)
+    names = [name for name in names if not NO_DATA.search(name)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         for name in names:
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        Path(folder, "README.md").write_text(card, encoding="utf-8")
         try:
-            known = datasets.get_dataset_config_names(folder)
-            default = datasets.get_dataset_default_config_name(folder)
-            chosen = config or (known[0] if len(known) == 1 else default)
-            is_known = chosen in known
-            builder: Any = datasets.load_dataset_builder(folder, chosen, cache_dir=cache) if is_known else None
+            entries = huggingface_hub.DatasetCard(card.lstrip("\ufeff")).data.get("configs") or []
+            known = datasets.utils.metadata.MetadataConfigs({entry["config_name"]: entry for entry in entries})
+            chosen = config or known.get_default_config_name() or ("" if known else "default")
+            check_choice(dataset, "config", chosen, list(known) or ["default"])
+            # with the other configs, of which there may be thousands, it would take minutes
+            header = {key: value for key, value in known.get(chosen, {}).items() if key in CONFIG_FIELDS}
+            text = f"---\n{json.dumps({'configs': [header]})}\n---\n" if header else ""  # JSON is YAML, too
+            Path(folder, "README.md").write_text(text, encoding="utf-8")
+            builder: Any = datasets.load_dataset_builder(folder, cache_dir=cache)
+        except UserError:
+            raise
         except Exception as error:  # of many kinds, YAML's among them
             raise nothing_is_read(dataset, names, f" ({console.plain(console.first_line(error))})") from None
-        check_choice(dataset, "config", chosen, known)
         found = builder.config.data_files or {}
         by_split = {
             str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
@@ -238,7 +249,22 @@ def choose_files(
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
     if unused and not re.search(r"(?m)^configs:", card):
         print(f"note: {console.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
-    return builder.config.name, by_split[split]
+    return chosen, by_split[split]
+
+
+def check_names(dataset, names):
+    """Raise UserError if a file of a data set would be put outside of the folder that is meant for it."""
+    for name in names:
+        if (
+            ".." in re.split(r"[/\\]", name)
+            or os.path.isabs(name)
+            or os.path.splitdrive(name)[0]
+            or "\0" in name
+        ):
+            raise UserError(
+                f"{dataset} lists a file {console.plain(name)!r}, which would be written outside of its folder. Do not "
+                "use this data set, and tell the hub."
+            )
 
 
 def nothing_is_read(dataset, names, reason=""):
@@ -254,12 +280,12 @@ def nothing_is_read(dataset, names, reason=""):
 # ----- The hub ------------------------------------------------------------------------------------------
 
 
-def check_name(name: str) -> None:
+def check_data_set(name: str) -> None:
     """Raise UserError unless `name` can be that of a data set of the hub."""
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if not is_name or os.path.isfile(name) or (file_type(name) and "/" not in name):
         raise UserError(
-            f"{plain_address(name)!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset "
+            f"{name!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset "
             f"OWNER/NAME. Your own files are given with --input {'FILES' if '://' in name else console.quote(name)}."
         )
 
@@ -273,7 +299,7 @@ def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
     if options.dataset == "python-docs":
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
     dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
-    check_name(dataset)
+    check_data_set(dataset)
     import huggingface_hub  # slow to import
 
     list_files = list_cache if huggingface_hub.is_offline_mode() else list_hub
@@ -442,17 +468,30 @@ class Downloads:
 
     def __init__(self, sources: list[Source], folder: str, first: int = 0, ahead: bool = True):
         self.sources, self.folder, self.first, self.ahead = sources, folder, first, ahead
+        check_names("It", [source.name for source in sources if source.repo])
 
     def __iter__(self) -> Iterator[tuple[int, Source]]:
         """Yield (number, source with the path of its file) from the first one on."""
-        with ThreadPool(1) as pool:  # unlike an executor, it does not make an exit wait for the download
-            coming = None
-            for number in range(self.first, len(self.sources)):
-                source = self.sources[number]
-                path = coming.get() if coming else fetch(source, self.folder)
-                if self.ahead and number + 1 < len(self.sources):
-                    coming = pool.apply_async(fetch, (self.sources[number + 1], self.folder))
-                yield number, source._replace(path=path)
+        coming = None
+        for number in range(self.first, len(self.sources)):
+            source = self.sources[number]
+            path = coming.result() if coming else fetch(source, self.folder)
+            if self.ahead and number + 1 < len(self.sources):
+                coming = self.begin(self.sources[number + 1])
+            yield number, source._replace(path=path)
+
+    def begin(self, source):
+        """Fetch a file in a thread; unlike that of an executor, it does not make an exit wait for the download."""
+        coming = Future()
+
+        def run():
+            try:
+                coming.set_result(fetch(source, self.folder))
+            except BaseException as error:  # for the thread that waits
+                coming.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return coming
 
     def remove_before(self, number: int) -> None:
         """Remove the files before this one, which will not be read again; those of the user stay."""
