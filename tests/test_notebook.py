@@ -217,8 +217,14 @@ def test_they_redefine_nothing_and_are_committed_with_outputs_small_and_with_pro
     assert "image/png" in outputs[1 if name == "play.ipynb" else -1].data, "the curve follows the summary"
 
 
-def test_every_lesson_has_a_picture_and_an_exercise_with_an_answer():
-    text = "\n".join(cell.source for cell in read_notebook("lessons.ipynb").cells if cell.cell_type == "markdown")
+def test_every_lesson_is_in_the_contents_and_has_a_picture_and_an_exercise_with_an_answer():
+    notebook = read_notebook("lessons.ipynb")
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    # where Jupyter puts a heading's anchor
+    anchors = [heading.replace(" ", "-") for heading in re.findall(r"^##? (.+)", text, re.MULTILINE)[1:]]
+    links = re.findall(r"\]\(#(.+?)\)", notebook.cells[0].source)
+    assert sorted(links) == sorted(anchors) and links[1:] == anchors[:-1]
+    assert code_cells(notebook)[0].source.count("\n") < 15, "the first screen is for the contents"
     numbers = re.findall(r"^## (\d+)\. ", text, re.MULTILINE)
     assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     assert len(re.findall(r"^\*\*Exercise\.\*\*", text, re.MULTILINE)) == len(numbers)
