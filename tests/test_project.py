@@ -50,6 +50,7 @@ def test_requirements_name_every_package_that_is_imported():
     """Other than our own and Python's."""
     trees = parsed(*PROGRAM, "tests/**/*.py")
     packages = {name.split(".")[0] for tree in trees.values() for name in imported(tree)}
+    packages = {{"PIL": "pillow"}.get(name, name) for name in packages}
     packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
     lines = read("requirements.txt").splitlines()
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines if line and line[0] != "#"}
