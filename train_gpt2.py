@@ -182,7 +182,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 from plumbing.data import tokenizers
-from plumbing.data.windows import READERS, Windows, data_tokenizer, mix, permute, read_windows
+from plumbing.data.windows import (
+    READERS,
+    Assumed,
+    Windows,
+    data_tokenizer,
+    mix,
+    permute,
+    plan_tokenizer,
+    read_windows,
+)
 from plumbing.run import checkpoint
 from plumbing.run.start import Start, begin, check_config
 from plumbing.system import kernels
@@ -714,7 +723,8 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
             import fineweb  # only these data are made here, if there are none
 
             fineweb.make_python_docs(folder)
-    enc = data_tokenizer(c.data, c.data_weights)
+    # before there are data, a dry run says what it would cost
+    enc = (plan_tokenizer if c.dry_run else data_tokenizer)(c.data, c.data_weights)
     padded_size = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
     if c.init_from:  # weights to begin with may have fewer ids; an evaluation is of the weights as they are
         vocab_size = max(c.vocab_size, padded_size if c.max_steps else enc.n_vocab)
@@ -732,7 +742,9 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
 
 
 def load_data(config, world):
-    """Load a run's (loader, validation loaders, tokenizer)."""
+    """Load a run's (loader, validation loaders, tokenizer); without data, which a dry run need not have, no loaders."""
+    if config.dry_run and isinstance(plan_tokenizer(config.data), Assumed):
+        return None, [], Assumed()
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
     order = dict(shuffle=config.shuffle, device=world.device)
     loader = DataLoaderLite(
@@ -761,10 +773,10 @@ class Parts(NamedTuple):
     unwrapped: Any  # validated: model without DDP
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # for float16
-    loader: DataLoaderLite
+    loader: Any  # a DataLoaderLite; in a dry run, there may be no data yet
     val_loaders: list[DataLoaderLite]  # one for each folder
     enc: Any  # the tokenizer
-    token_bytes: torch.Tensor  # how many bytes of text each id stands for
+    token_bytes: Any  # a tensor: how many bytes of text each id stands for
     examples: list[Any]  # HellaSwag's, rendered
 
 
@@ -773,7 +785,8 @@ def setup(start: Start) -> Parts:
     config, world = start.config, start.world
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
     loader, val_loaders, enc = load_data(config, world)
-    start.check_data(loader, val_loaders, enc)
+    if loader:
+        start.check_data(loader, val_loaders, enc)
     raw_model = start.make_model(
         GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=("vocab_size", "block_size")
     )
@@ -784,14 +797,15 @@ def setup(start: Start) -> Parts:
     if raw_model.float8:
         kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
     fit = start.find_what_fits(raw_model, wrap, enc.n_vocab)
-    for each in (loader, *val_loaders):
+    for each in (loader, *val_loaders) if loader else ():
         each.B = fit.B
     unwrapped = fit.model.module if world.size > 1 else fit.model
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=config.dtype == "float16")
-    token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
+    token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if loader else None
     start.examine(raw_model, optimizers, enc.n_vocab, longest=config.block_size)
-    start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loaders))
+    if loader:
+        start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loaders))
     models = raw_model, fit.model, unwrapped
     return Parts(*models, optimizers, scaler, loader, val_loaders, enc, token_bytes, examples)
 

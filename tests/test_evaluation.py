@@ -124,6 +124,18 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path,
     assert command[2:] == args
 
 
+def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, capsys, monkeypatch):
+    """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
+    monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
+    args = tiny_flags(tmp_path / "none", tmp_path / "new" / "log", dry_run=True)
+    assert status_of(train_gpt2.main, args) == 0 and not list(tmp_path.iterdir())
+    printed = capsys.readouterr().out
+    assert f"\ndata:       none yet in {tmp_path / 'none'}; the run reads 1,536\n" in printed
+    assert "\nassumed:    the tokenizer gpt2, with 50,257 ids\n" in printed
+    assert "\nmodel:      1,636,224 parameters" in printed, "2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)"
+    assert all(f"\n{row}:" in printed for row in ("step", "compute", "memory", "disk"))
+
+
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
     """The losses bit for bit; and dropout would be on in every step."""
 

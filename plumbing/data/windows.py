@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -80,6 +80,19 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
             parts += 1
         names[number] = "-".join(path.parts[-parts:])
     return [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
+
+
+class Assumed(NamedTuple):
+    """What is assumed of a tokenizer before there are data: that it is GPT-2's, whose tables may be missing, too."""
+
+    name: str = "gpt2"
+    n_vocab: int = 50257
+
+
+def plan_tokenizer(folders: Sequence[Name], weights: Sequence[float] = ()) -> Any:
+    """That of folders of shards or, if none of them has any, what is assumed of it."""
+    is_empty = not any(shards.split_of(path.name) for folder in folders for path in Path(folder).glob("*"))
+    return Assumed() if is_empty else data_tokenizer(folders, weights)
 
 
 def data_tokenizer(folders: Sequence[Name], weights: Sequence[float] = ()) -> tiktoken.Encoding:

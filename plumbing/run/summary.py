@@ -18,7 +18,8 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
     c, raw_model, loader = start.config, parts.raw_model, parts.loader
     T, B, S = c.sequence_length, fit.B, c.total_batch_size
     N = sum(p.numel() for p in raw_model.parameters())
-    there, val_there = loader.num_windows * T, sum(each.num_windows * T for each in parts.val_loaders)
+    there = loader.num_windows * T if loader else 0
+    val_there = sum(each.num_windows * T for each in parts.val_loaders)
     left, read = (c.max_steps - start.step) * S, c.max_steps * S
     # of a GPU, the trial has no time
     seconds = left * fit.seconds_per_token if world.device_type == "cpu" else 0
@@ -26,9 +27,10 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
     rows += [("optimizer", text) for text in describe_groups(c, parts.optimizers)]
     if read:
         at_most = "at most " if c.batch_ramp else ""
-        passes = "" if c.data_weights else f": {read / there:.2g} passes"
-        rows.append(("data", f"{there:,} training tokens; the run reads {at_most}{read:,}{passes}"))
-        for split, share in zip(loader.splits, loader.shares) if len(c.data) > 1 else ():
+        passes = "" if c.data_weights or not there else f": {read / there:.2g} passes"
+        found = f"{there:,} training tokens" if there else f"none yet in {' '.join(c.data)}"
+        rows.append(("data", f"{found}; the run reads {at_most}{read:,}{passes}"))
+        for split, share in zip(loader.splits, loader.shares) if there and len(c.data) > 1 else ():
             tokens = split.num_windows * T
             passes = f"{tokens:,} tokens, {share:.1%} of the run, {share * read / tokens:.2g} passes"
             rows.append(("", f"{split.folder}: {passes}"))
@@ -36,7 +38,11 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
         rows.append(("", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"))
     which = "from all of the split" if c.shuffle else "the first ones"
     validated = sum(min(c.val_tokens // T, each.num_windows) * T for each in parts.val_loaders)
-    rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; tokenizer {parts.enc.name}"))
+    if there:
+        tokenizer = f"tokenizer {parts.enc.name}"
+        rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; {tokenizer}"))
+    else:
+        rows.append(("assumed", f"the tokenizer {parts.enc.name}, with {parts.enc.n_vocab:,} ids"))
     micro_steps = S // (B * T * world.size)
     rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
     if read:
