@@ -124,11 +124,17 @@ def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own
     read_run, find_runs = names["logs"].read_run, names["logs"].find_runs
 
     # OpenAI's loss is that of FineWeb-Edu in GPT-2's tokens, and of nothing else
-    for name, config in (("edu", {}), ("other", {"data": "texts"}), ("bytes", {"vocab_size": 320})):
+    configs = {
+        "edu": {},
+        "edu-of-one": {"data": ["edu_fineweb10B"]},
+        "other": {"data": "texts"},
+        "bytes": {"vocab_size": 320},
+    }
+    for name, config in configs.items():
         write_run(tmp_path / name, [11, 7, 5], {"data": "edu_fineweb10B", "total_batch_size": 100} | config)
         names["plot_loss"]([read_run(tmp_path / name)])
         labels = [text.get_text() for text in plt.gcf().axes[0].get_legend().get_texts()]
-        assert ("OpenAI's GPT-2 124M, 3.292" in labels) == (name == "edu")
+        assert ("OpenAI's GPT-2 124M, 3.292" in labels) == name.startswith("edu")
 
     # branches are drawn from where they leave their parent; the tokens before that are the parent's
     write_run(tmp_path / "log" / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {"total_batch_size": 100})
