@@ -182,18 +182,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 from plumbing.data import tokenizers
-from plumbing.data.windows import (
-    READERS,
-    Assumed,
-    Windows,
-    data_tokenizer,
-    mix,
-    permute,
-    plan_tokenizer,
-    read_windows,
-)
+from plumbing.data.windows import Reader, Windows, data_tokenizer, mix, permute
 from plumbing.run import checkpoint
-from plumbing.run.start import Start, begin, check_config
+from plumbing.run.start import begin, check_config
 from plumbing.system import kernels
 from plumbing.system.distributed import map_over_ranks
 
@@ -413,7 +404,7 @@ class DataLoaderLite:
         shares = self.weights or sizes
         self.shares = [share / sum(shares) for share in shares]
         self.position = 0  # windows of the global order read so far: all that a resume needs
-        self.executor, self.readers = ThreadPoolExecutor(1), ThreadPoolExecutor(READERS)
+        self.executor, self.reader = ThreadPoolExecutor(1), Reader()
         self.prefetched = {}  # (position, B) -> the future of that batch
 
     def shuffle_epochs(self, places, num_windows, *folder):
@@ -439,7 +430,7 @@ class DataLoaderLite:
 
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
-        arrays = read_windows(self.locate(position + self.rank * B + np.arange(B)), self.readers)
+        arrays = self.reader.read(self.locate(position + self.rank * B + np.arange(B)))
         batch = [torch.from_numpy(array) for array in arrays]
         if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
@@ -723,14 +714,15 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
             import fineweb  # only these data are made here, if there are none
 
             fineweb.make_python_docs(folder)
-    # before there are data, a dry run says what it would cost
-    enc = (plan_tokenizer if c.dry_run else data_tokenizer)(c.data, c.data_weights)
-    padded_size = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
+    enc = data_tokenizer(c.data, c.data_weights, may_be_empty=c.dry_run)
+    n_vocab = enc.n_vocab if enc else 50257  # before there are data, a dry run assumes GPT-2's
+    padded_size = math.ceil(n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
     if c.init_from:  # weights to begin with may have fewer ids; an evaluation is of the weights as they are
-        vocab_size = max(c.vocab_size, padded_size if c.max_steps else enc.n_vocab)
+        vocab_size = max(c.vocab_size, padded_size if c.max_steps else n_vocab)
     else:
         vocab_size = c.vocab_size or padded_size
-    checkpoint.check_num_ids(vocab_size, enc)
+    if enc:
+        checkpoint.check_num_ids(vocab_size, enc)
     dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
     max_steps, warmup_steps = c.max_steps, c.warmup_steps
     if c.passes:
@@ -742,9 +734,10 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
 
 
 def load_data(config, world):
-    """Load a run's (loader, validation loaders, tokenizer); without data, which a dry run need not have, no loaders."""
-    if config.dry_run and isinstance(plan_tokenizer(config.data), Assumed):
-        return None, [], Assumed()
+    """Load a run's (loader, validation loaders, tokenizer): nothing where a dry run has no data."""
+    enc = data_tokenizer(config.data, config.data_weights, may_be_empty=config.dry_run)
+    if not enc:
+        return None, [], None
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
     order = dict(shuffle=config.shuffle, device=world.device)
     loader = DataLoaderLite(
@@ -752,7 +745,7 @@ def load_data(config, world):
     )
     # no seed: always the same windows
     val_loaders = [DataLoaderLite(folder, "val", B, T, *ranks, **order) for folder in config.data]
-    return loader, val_loaders, data_tokenizer(config.data, config.data_weights)
+    return loader, val_loaders, enc
 
 
 def wrap(raw_model, compiled, world):
@@ -775,12 +768,12 @@ class Parts(NamedTuple):
     scaler: torch.amp.GradScaler  # for float16
     loader: Any  # a DataLoaderLite; in a dry run, there may be no data yet
     val_loaders: list[DataLoaderLite]  # one for each folder
-    enc: Any  # the tokenizer
+    enc: Any  # the tokenizer; in a dry run, there may be none yet
     token_bytes: Any  # a tensor: how many bytes of text each id stands for
     examples: list[Any]  # HellaSwag's, rendered
 
 
-def setup(start: Start) -> Parts:
+def setup(start) -> Parts:
     """Load, make and check all that the run needs. Nothing of its folder is written yet."""
     config, world = start.config, start.world
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
@@ -796,14 +789,14 @@ def setup(start: Start) -> Parts:
     examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
     if raw_model.float8:
         kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
-    fit = start.find_what_fits(raw_model, wrap, enc.n_vocab)
+    fit = start.find_what_fits(raw_model, wrap, config.vocab_size)
     for each in (loader, *val_loaders) if loader else ():
         each.B = fit.B
     unwrapped = fit.model.module if world.size > 1 else fit.model
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device_type, enabled=config.dtype == "float16")
-    token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if loader else None
-    start.examine(raw_model, optimizers, enc.n_vocab, longest=config.block_size)
+    token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
+    start.examine(raw_model, optimizers, config.vocab_size, longest=config.block_size)
     if loader:
         start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loaders))
     models = raw_model, fit.model, unwrapped

@@ -131,8 +131,10 @@ def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, capsys, monk
     assert status_of(train_gpt2.main, args) == 0 and not list(tmp_path.iterdir())
     printed = capsys.readouterr().out
     assert f"\ndata:       none yet in {tmp_path / 'none'}; the run reads 1,536\n" in printed
-    assert "\nassumed:    the tokenizer gpt2, with 50,257 ids\n" in printed
-    assert printed.startswith("model:      1,636,224 parameters"), "2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)"
+    assert "\nassumed:    GPT-2's tokenizer, with 50,257 ids, and data enough\n" in printed
+    assert printed.startswith("model:      1,636,224 parameters"), (
+        "2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)"
+    )
     assert all(f"\n{row}:" in printed for row in ("step", "compute", "memory", "disk"))
 
 

@@ -3,9 +3,9 @@
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -13,8 +13,6 @@ import tiktoken
 from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
 from plumbing.files import Name
-
-READERS = 8  # windows that are read at a time
 
 
 class Windows:
@@ -51,21 +49,23 @@ class Windows:
         return self.shards[i].read(offset, self.T + 1), mask
 
 
-def read_windows(windows: list[tuple[Windows, int]], pool: Executor) -> list[np.ndarray]:
-    """[tokens (n, T + 1)] of n windows and, if one of their splits has masks, [their mask]: where there is none, ones.
+class Reader:
+    """Reads windows several at a time, since each may take as long as a disk behind a network needs to answer."""
 
-    The pool reads several at a time, since each may take as long as a network's disk needs to answer.
-    """
-    parts = [windows[i::READERS] for i in range(min(READERS, len(windows)))]
-    found = pool.map(lambda part: [split.read(number) for split, number in part], parts)
-    rows: list[Any] = [None] * len(windows)
-    for i, part in enumerate(found):
-        rows[i::READERS] = part
-    tokens = np.stack([row for row, _ in rows])
-    if not any(split.masks for split, _ in windows):
-        return [tokens]
-    ones = np.ones(tokens.shape[1], np.uint8)
-    return [tokens, np.stack([ones if mask is None else mask for _, mask in rows])]
+    def __init__(self, at_a_time: int = 8):
+        self.at_a_time, self.pool = at_a_time, ThreadPoolExecutor(at_a_time)
+
+    def read(self, windows: list[tuple[Windows, int]]) -> list[np.ndarray]:
+        """[tokens (n, T + 1)] of n windows and, if one of their splits has masks, [their mask], of ones elsewhere."""
+        parts = [windows[i :: self.at_a_time] for i in range(min(self.at_a_time, len(windows)))]
+        rows: list[Any] = [None] * len(windows)
+        for i, part in enumerate(self.pool.map(lambda part: [split.read(n) for split, n in part], parts)):
+            rows[i :: self.at_a_time] = part
+        tokens = np.stack([row for row, _ in rows])
+        if not any(split.masks for split, _ in windows):
+            return [tokens]
+        ones = np.ones(tokens.shape[1], np.uint8)
+        return [tokens, np.stack([ones if mask is None else mask for _, mask in rows])]
 
 
 def stream_names(folders: Sequence[Name]) -> list[str]:
@@ -82,21 +82,16 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
     return [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
 
 
-class Assumed(NamedTuple):
-    """What is assumed of a tokenizer before there are data: that it is GPT-2's, whose tables may be missing, too."""
+def data_tokenizer(
+    folders: Sequence[Name], weights: Sequence[float] = (), *, may_be_empty: bool = False
+) -> tiktoken.Encoding | None:
+    """The tokenizer of folders of shards; None if they `may_be_empty` and are.
 
-    name: str = "gpt2"
-    n_vocab: int = 50257
-
-
-def plan_tokenizer(folders: Sequence[Name], weights: Sequence[float] = ()) -> Any:
-    """That of folders of shards or, if none of them has any, what is assumed of it."""
-    is_empty = not any(shards.split_of(path.name) for folder in folders for path in Path(folder).glob("*"))
-    return Assumed() if is_empty else data_tokenizer(folders, weights)
-
-
-def data_tokenizer(folders: Sequence[Name], weights: Sequence[float] = ()) -> tiktoken.Encoding:
-    """The tokenizer of folders of shards; UserError, with the remedy, if one has no shards, or another tokenizer."""
+    UserError, with the remedy, if one has no shards, or another tokenizer.
+    """
+    names = [path.name for folder in folders for path in Path(folder).glob("*")]
+    if may_be_empty and not any(map(shards.split_of, names)):
+        return None
     encs = []
     for i, folder in enumerate(folders):
         for split in ("train", "val") if not weights or weights[i] else ("val",):

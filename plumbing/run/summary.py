@@ -42,7 +42,7 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
         tokenizer = f"tokenizer {parts.enc.name}"
         rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; {tokenizer}"))
     else:
-        rows.append(("assumed", f"the tokenizer {parts.enc.name}, with {parts.enc.n_vocab:,} ids"))
+        rows.append(("assumed", "GPT-2's tokenizer, with 50,257 ids, and data enough"))
     micro_steps = S // (B * T * world.size)
     rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
     if read:
