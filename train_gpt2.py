@@ -44,7 +44,7 @@ from plumbing.run.options import Below1, Positive, RunOptions, read_flags
 class GPTConfig:
     """What defines a model: it is saved with the weights. Each field is a flag, too, and its comment the help text."""
 
-    # the model; of one that has weights, only --vocab-size and --block-size can be changed, with --init-from
+    # the model; to change --vocab-size or --block-size of a trained one, begin with it by --init-from
     block_size: int = 1024  # longest sequence: the number of position embeddings
     vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
     n_layer: int = 12  # number of blocks
@@ -109,7 +109,7 @@ class TrainConfig(Recipe, RunOptions):
 
 # fmt: off
 PRESETS = {
-    # GPT-2's four sizes with GPT-3's learning rates; B is chosen for 80 GB and halved until it fits
+    # GPT-2's four sizes with GPT-3's learning rates; batch_size is for 80 GB, and halved until it fits
     "gpt2": TrainConfig(),
     "gpt2-medium": TrainConfig(
         preset="gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
@@ -141,7 +141,7 @@ PRESETS = {
 
 
 def complaints(c: TrainConfig) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe, apart from single numbers and the size of the batch."""
+    """A sentence for each thing that is wrong with the recipe, apart from the ranges that stand with the fields."""
     for name in ("block_size", "n_layer", "n_head", "n_embd"):
         if getattr(c, name) == 0:
             yield f"--{name.replace('_', '-')} is 0, but it must be 1 or more."
@@ -158,6 +158,8 @@ def complaints(c: TrainConfig) -> Iterator[str]:
     if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
         found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
         yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
+    if c.passes and weights:
+        yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
@@ -325,7 +327,8 @@ class GPT(nn.Module):
             logits, loss = self.loss_sum(x, targets)
         # add other losses `if self.training` only, so that validation losses can be compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
-        return logits.view(*idx.shape, -1) if logits is not None and return_logits else None, loss / num_targets
+        logits = logits.view(*idx.shape, -1) if logits is not None and return_logits else None
+        return logits, loss / num_targets
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
@@ -451,7 +454,7 @@ class DataLoaderLite:
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
         tokens = tokens.long()
-        # subtle: stack gives the strides that fit_to_machine compiled for; slices would keep the row stride T + 1
+        # subtle: stack gives the strides that the trial has compiled for; slices would keep the row stride T + 1
         x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
         if mask:
             y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
@@ -464,7 +467,7 @@ class DataLoaderLite:
         return {"position": self.position, "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Go on at a saved position; "" or, if that is one of another order, what differs: then the first is kept."""
+        """Go on at a saved position, and return "". If it is one of another order, begin, and return what differs."""
         order = self.state_dict()["order"]
         different = ", ".join(name for name in order if order[name] != state["order"].get(name))
         self.position = 0 if different else state["position"]
@@ -555,7 +558,7 @@ def configure_optimizers(model, config):
     for p in model.transformer.h.parameters() if config.optimizer == "muon" else ():
         if p.dim() == 2:
             rows, cols = p.shape
-            split = 3 if rows == 3 * cols else 1  # query, key and value are three matrices
+            split = 3 if rows == 3 * cols else 1  # c_attn: query, key and value are three matrices
             muon_groups.setdefault(p.shape, {"params": [], "split": split})["params"].append(p)
     if muon_groups:
         matrices = list(muon_groups.values())
@@ -573,7 +576,7 @@ def configure_optimizers(model, config):
 
 
 def apply_schedules(optimizers, step, config):
-    """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns the rate of a group at max_lr."""
+    """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns AdamW's rate."""
     lr = get_lr(step, config)
     warmed_up = min(1.0, step / config.muon_momentum_warmup) if config.muon_momentum_warmup else 1.0
     for optimizer in optimizers:
@@ -630,7 +633,7 @@ def generate_samples(raw_model, enc, config, *, world):
 
 
 class Step(NamedTuple):
-    """What an update says of itself."""
+    """What is known of an update."""
 
     loss: float  # the mean over all targets of the step, on all ranks
     norm: float  # of the gradient, before it was clipped
@@ -692,7 +695,7 @@ def train_step(model, raw_model, loader, num_windows, *, step, config, optimizer
         )
     for optimizer in optimizers if not overflow else ():
         scaler.step(optimizer)
-    # DDP's gradients are views of its buckets: dropped, each would be there twice, as other memory is taken for it
+    # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
     model.zero_grad(set_to_none=world.size == 1)
     scaler.update()
     world.share_buffers(model)
@@ -704,7 +707,10 @@ def train_step(model, raw_model, loader, num_windows, *, step, config, optimizer
 
 
 def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> TrainConfig:
-    """The run's config, made once: its settings, completed by what the data and the machine say. UserError if wrong."""
+    """The run's config: its settings, completed by what the data and the machine say. UserError if they are wrong.
+
+    Rank 0 makes it at each start. What an earlier start has completed stays as it is.
+    """
     if "sequence_length" not in typed:  # that of a preset may be too long for a model
         settings["sequence_length"] = min(settings["sequence_length"], settings["block_size"])
     c = TrainConfig(**settings)
@@ -809,7 +815,7 @@ def is_due(step, every, last):
 
 
 def evaluate(step, parts: Parts, run, *, config, world):
-    """Do what is due of evaluations and samples. After a signal to stop, the next start does the rest."""
+    """Do what is due of evaluations and samples. A signal to stop ends them; the next start begins with them again."""
     raw_model, enc, last = parts.raw_model, parts.enc, step == config.max_steps
     raw_model.eval()
     if is_due(step, config.val_every, last) and not run.stopping:

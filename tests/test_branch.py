@@ -135,13 +135,13 @@ def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent,
 
 # what a branch changes, and what its notes say of that
 ANEW = {
-    "seed": (dict(seed=7), ["a new order, as it has another seed."]),
-    "shuffle and length": (dict(shuffle=False, sequence_length=32), ["has another sequence_length, shuffle."]),
+    "seed": (dict(seed=7), ["a new order, with another seed."]),
+    "shuffle and length": (dict(shuffle=False, sequence_length=32), ["with another sequence_length, shuffle."]),
     "optimizer": (
         dict(optimizer="muon"),
         ["the parent's averages of gradients: it has group 0 of AdamW in the place"],
     ),
-    "data": (dict(data="other"), ["has another training data.", "The validation data are not the parent's"]),
+    "data": (dict(data="other"), ["with another training data.", "The validation data are not the parent's"]),
 }
 
 

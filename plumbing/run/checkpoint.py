@@ -421,10 +421,10 @@ def continued(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     kept = {name for name, value in made.items() if name in made_then and same(value, made_then[name])}
     values = {name: saved[name] if name in kept and name in saved else value for name, value in made.items()}
     # what was added since, such as a count of steps; but not a copy of what has another value now, such as a peak rate
-    others = [value for name, value in made_then.items() if name not in kept]
+    others = {name: value for name, value in made_then.items() if name not in kept}
     added = [name for name in saved if name not in (*made, "params", "param_names", MADE)]
-    kept_too = {name: saved[name] for name in added if not any(same(saved[name], value) for value in others)}
-    return values | {MADE: made} | kept_too
+    copies = {name for name in added for other in others if other in name and same(saved[name], others[other])}
+    return values | {MADE: made} | {name: saved[name] for name in added if name not in copies}
 
 
 def places(states: list[dict[str, Any]]) -> list[str]:

@@ -66,13 +66,12 @@ def lock_out_dir(out_dir: str, world: World) -> contextlib.AbstractContextManage
 
 
 def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: World) -> Beginning:
-    """What the run is and begins with, on rank 0. `asked` is the preset under what was typed. Writes nothing."""
+    """What the run is and begins with, on rank 0. `asked` is the preset under what was typed."""
     if asked.branch_from and asked.init_from:
         raise UserError("--branch-from and --init-from both name the first weights. Give one of them.")
     parent = folder_of(Path(asked.branch_from))
-    if (
-        asked.branch_from and parent.exists() and parent.samefile(asked.out_dir)
-    ):  # --no-resume would move it aside
+    # also with --no-resume, which would move the parent aside
+    if asked.branch_from and parent.exists() and parent.samefile(asked.out_dir):
         raise UserError(
             f"--out-dir is the folder of the parent (--branch-from), {parent}. Give the branch a folder of its own."
         )
@@ -329,8 +328,9 @@ class Start:
             refuse_other_parts(self.config, [other_order, "validation data" if other_val else ""], other_groups)
             return
         if other_order:
+            ramp = " Its batch ramp begins anew, too." if self.config.batch_ramp else ""
             print0(
-                f"note: This branch reads from the beginning of a new order, as it has another {other_order}."
+                f"note: This branch reads from the beginning of a new order, with another {other_order}.{ramp}"
             )
         if other_val:
             print0("note: The validation data are not the parent's, so losses cannot be compared with its own.")
