@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from plumbing.cli import console, flags
+from plumbing.cli.console import plain
 
 
 @dataclasses.dataclass
@@ -61,13 +62,20 @@ class Group:
     def name(self) -> str:
         """What the names of the runs' folders have in common: "gelu" for gelu-1 and gelu-2."""
         names = [run.folder.name for run in self.runs]
-        return os.path.commonprefix(names).rstrip("-_. ") or names[0]
+        return plain(os.path.commonprefix(names).rstrip("-_. ") or names[0])
+
+    @property
+    def seeds(self) -> list[Any]:
+        """What each run is paired by with those of other groups: its seed, or its parent's where only that varies."""
+        columns = list(zip(*map(seeds_of, self.runs)))
+        varying = [column for column in columns if len(set(column)) > 1] or columns[:1]
+        return [each[0] if len(set(each)) == 1 else each for each in zip(*varying)]
 
     def ends(self, stream: str) -> dict[Any, float]:
         """{seed: the last value of a stream}, the mean of them if a seed was run twice."""
         found: dict[Any, list[float]] = {}
-        for run in self.runs:
-            found.setdefault(seed_of(run), []).append(end_of(run, stream)[1])
+        for seed, run in zip(self.seeds, self.runs):
+            found.setdefault(seed, []).append(end_of(run, stream)[1])
         return {seed: float(np.mean(values)) for seed, values in found.items()}
 
     @property
@@ -116,6 +124,8 @@ def measured_on(run: Logged, stream: str) -> Any:
     (kind, _, name), data, config = stream.partition("/"), data_of(run), run.config
     if kind == "hella":
         return config.get("hellaswag_limit", 0)
+    if kind == "train":
+        return sorted(train for train, _ in data.values()), shares_of(run)
     if kind not in EVALUATIONS:
         return None
     on = [val for each, (_, val) in data.items() if each == name or not name]
@@ -124,13 +134,10 @@ def measured_on(run: Logged, stream: str) -> Any:
     return config.get("val_tokens"), sorted(zip(on, shares))
 
 
-def seed_of(run: Logged) -> Any:
-    """The seed that a run is paired by: with a parent of another seed both, and of a log alone its own name."""
-    seeds, at = {}, run
-    while at:
-        seeds[at.config.get("seed")] = None
-        at = at.parent
-    return (tuple(seeds) if len(seeds) > 1 else next(iter(seeds))) if run.config else str(run.folder)
+def seeds_of(run: Logged) -> list[Any]:
+    """The seeds of a run, its parent, that one's parent, and so on; of a log alone its name, as that has no other."""
+    own = run.config.get("seed", str(run.folder))
+    return [own, *(seeds_of(run.parent) if run.parent else [])]
 
 
 def traits_of(run: Logged) -> dict[str, Any]:
@@ -158,9 +165,9 @@ def traits_of(run: Logged) -> dict[str, Any]:
 
 def why_left_out(run: Logged, streams: list[str]) -> str:
     """Why a run cannot be compared by these streams; "" if it can."""
-    missing = [name for name in ("seed", "max_steps", "data") if run.config and name not in run.config]
-    if missing:
-        return f"its run.txt has no {' and no '.join(missing)}"
+    missing = [name for name in ("seed", "max_steps", "data") if name not in run.config]
+    if run.starts and missing:
+        return f"its run.txt has no {' and no '.join(missing)}" if run.config else "its run.txt is damaged"
     for stream in streams:
         step, _ = end_of(run, stream)
         if step < 0:
@@ -182,34 +189,29 @@ def group_runs(runs: list[Logged], stream: str = "") -> list[list[Group]]:
         streams = [stream] if stream else validations(run)
         problem = why_left_out(run, streams)
         if problem:
-            print(f"{run.folder} is left out: {problem}.")
+            print(f"{plain(run.folder)} is left out: {problem}.")
         elif not run.config:
             logs_alone.append(Group([run], {}, streams, f"a log alone, to step {run.last_step:,}"))
         else:
             key, traits = str([(each, measured_on(run, each)) for each in streams]), traits_of(run)
-            group = tables.setdefault(key, {}).setdefault(
-                str(sorted(traits.items())), Group([], traits, streams)
-            )
-            same = [other for other in group.runs if seed_of(other) == seed_of(run)]
+            groups = tables.setdefault(key, {})
+            group = groups.setdefault(str(sorted(traits.items())), Group([], traits, streams))
+            same = [other for other in group.runs if seeds_of(other) == seeds_of(run)]
             if same:
-                print(f"{run.folder} repeats {same[0].folder}, seed included: they count once, by their mean.")
+                both = f"{plain(run.folder)} repeats {plain(same[0].folder)}"
+                print(f"{both}, seed included: they count once, by their mean.")
             group.runs.append(run)
     found = [list(groups.values()) for groups in tables.values()]
     for groups in found:
-        every = [run for group in groups for run in group.runs]
-        if (
-            not stream
-            and len(groups[0].streams) > 1
-            and len({str(measured_on(run, "val")) for run in every}) == 1
-        ):
-            for group in groups:
-                group.streams = ["val", *group.streams]
         say_what_differs(groups)
+        means = {str(measured_on(run, "val")) for group in groups for run in group.runs}
+        if len(groups[0].streams) > 1 and len(means) == 1:
+            for group in groups:
+                group.streams.insert(0, "val")
         # nobody knows on which data a log alone is: that is for those to judge who have named it
         groups += [group for group in logs_alone if group.streams == groups[0].streams]
-    placed = {id(group) for groups in found for group in groups}
-    rest = [group for group in logs_alone if id(group) not in placed]
-    return [*found, rest] if rest else found
+    others = [group for group in logs_alone if not any(group in groups for groups in found)]
+    return [*found, others] if others else found
 
 
 def say_what_differs(groups: list[Group]) -> None:
@@ -229,7 +231,7 @@ def say_what_differs(groups: list[Group]) -> None:
                 continue  # where others have no parent, "begins with" says enough
             words = [names.get(str(each), str(each)) for each in (value if isinstance(value, list) else [value])]
             told.append(f"{name} {' '.join(words)}" if value not in ("", []) else f"no {name}")
-        group.different = ", ".join(told).replace("no begins with", "begins from scratch")
+        group.different = plain(", ".join(told).replace("no begins with", "begins from scratch"), limit=1000)
 
 
 # ----- What they show -----------------------------------------------------------------------------------
@@ -248,11 +250,9 @@ def verdict(base: Group, other: Group, stream: str = "") -> str:
     """What the seeds show of `other`, compared with `base`, in a sentence."""
     stream = stream or base.streams[0]
     for group in (base, other):
-        bad = [
-            f"{value} with seed {seed}" for seed, value in group.ends(stream).items() if not np.isfinite(value)
-        ]
-        if bad:
-            return f"{group.name} ends at {', '.join(bad)}: {other.name} and {base.name} cannot be compared."
+        ends = [f"{end} with seed {seed}" for seed, end in group.ends(stream).items() if not np.isfinite(end)]
+        if ends:
+            return f"{group.name} ends at {', '.join(ends)}: {other.name} and {base.name} cannot be compared."
     mean, half, n = difference(base, other, stream)
     alone = [group.name for group in (base, other) if not group.traits]
     if alone:
@@ -281,9 +281,9 @@ def report(groups: list[Group]) -> Iterator[str]:
     label, more_is_better = LABELS.get(streams[0].partition("/")[0], (streams[0], 0))
     order = f"{'highest' if more_is_better > 0 else 'lowest'} first"
     one = len(streams) == 1
-    if "/" in streams[0] and one:
+    if streams[0].startswith(("val/", "val_bpb/")) and one:
         label += f", {streams[0]}"
-    yield f"{data if isinstance(data, str) else ' '.join(data)}: last {label}, {order}"
+    yield f"{plain(data if isinstance(data, str) else ' '.join(data))}: last {label}, {order}"
     width = max(len(group.name) for group in groups)
     if not one:
         yield f"  {'':{width}}  {'  '.join(f'{stream:15}' for stream in streams)}  (+- half of what the seeds span)"

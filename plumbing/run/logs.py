@@ -98,21 +98,16 @@ def read_history(out_dir: Path) -> bytes:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts that run.txt describes, each as a dict of texts and, for those in DICTS, of dicts; damaged ones are
-    left out, with a warning.
-    """
-    starts, damaged = [], 0
+    """The starts that run.txt describes, each as a dict of texts and, for those in DICTS that are whole, of dicts."""
+    starts = []
     for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
         fields: dict[str, Any] = {}
         for line in block.splitlines():
             name, _, text = line.partition(": ")
-            fields[name] = read_dict(text) if name in DICTS else plain(text)
-            if fields[name] is None:
-                damaged += 1
-                del fields[name]
+            value = read_dict(text) if name in DICTS else plain(text)
+            if value is not None:
+                fields[name] = value
         starts.append(fields)
-    if damaged:
-        print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
     return starts
 
 
