@@ -274,8 +274,8 @@ def verdict(base: Group, other: Group, stream: str = "") -> str:
     return f"{text}: {other.name} is {'better' if mean * more_is_better > 0 else 'worse'}."
 
 
-def report(groups: list[Group]) -> Iterator[str]:
-    """What the runs on one data set show, line by line."""
+def table(groups: list[Group]) -> Iterator[str]:
+    """The groups on one data set, best first, line by line."""
     streams, first = groups[0].streams, groups[0].runs[0].config
     data = first.get("data", "unknown data")
     label, more_is_better = LABELS.get(streams[0].partition("/")[0], (streams[0], 0))
@@ -301,8 +301,13 @@ def report(groups: list[Group]) -> Iterator[str]:
                 spread = f" +-{(high - low) / 2:.4f}" if len(ends) > 1 else ""
                 cells.append(f"{np.mean(ends):.4f}{spread}".ljust(max(15, len(stream))))
         yield f"  {group.name:{width}}  {'  '.join(cells)}  {len(group.losses):2} x  {group.different}"
+
+
+def report(groups: list[Group]) -> Iterator[str]:
+    """What the runs on one data set show, line by line."""
+    yield from table(groups)
     for group in groups[1:]:
-        yield from (verdict(groups[0], group, stream) for stream in streams)
+        yield from (verdict(groups[0], group, stream) for stream in group.streams)
 
 
 def main(args=None):
