@@ -53,7 +53,7 @@ def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, f
                 yield int(match[1]), match[2], float(match[3])
             elif not match and (match := NANOGPT.match(line)):
                 printed = True
-                values = {"train": match[2], "val": match[3]}
+                values = {"train": match[2], "val": match[3]} if int(match[1]) < before else {}
                 yield from ((int(match[1]), stream, float(value)) for stream, value in values.items() if value)
             elif not match:
                 damaged += 1
