@@ -33,9 +33,8 @@ from plumbing.system.autofit import Fit, is_out_of_memory
 from plumbing.system.distributed import World
 
 # the names of what a run writes into its folder
-SOURCE_COPY = re.compile(r".+-[0-9a-f]{8}\.py")
 OURS = re.compile(
-    rf"(run|log|samples)\.txt|hf|wandb|{SOURCE_COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
+    rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
 )
 
 SECONDS_PER_LINE = 0.5  # of the console, about steps
@@ -52,6 +51,7 @@ class Beginning(NamedTuple):
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     tokenizer: str = ""  # the name of the model's own; "" for a new model
     finished_step: int | None = None  # of a run of which nothing is left to do: its last step
+    fingerprints: dict[str, list[str]] = {}  # of the data, for run.txt
 
     @property
     def step(self) -> int:
@@ -84,7 +84,7 @@ def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
         stale = [path for path in found if checkpoints.step_of(path) > start.step]
     else:
         ours = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
-        results = [path for path in ours if path.name != "run.txt" and not SOURCE_COPY.fullmatch(path.name)]
+        results = [path for path in ours if path.name != "run.txt" and not source_code.COPY.fullmatch(path.name)]
         stale = ours if any(path.is_dir() or path.stat().st_size for path in results) else []
     if stale:
         aside = move_aside(stale, out_dir)
@@ -93,7 +93,7 @@ def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    logs.write_start(config, start.step, start.branched, ran)
+    logs.write_start(config, start.step, start.branched, ran=ran, fingerprints=start.fingerprints)
     source_code.keep_copy(config)
 
 

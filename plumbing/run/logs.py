@@ -28,7 +28,12 @@ from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
 from plumbing.system.distributed import environment_number
 
-LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(\.\d{1,15})?(e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
+NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
+LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
+# what nanoGPT prints: "step 250: train loss 2.6230, val loss 2.6341" and "iter 250: loss 2.6230, time 31.07ms, ..."
+NANOGPT = re.compile(
+    rf"(?:step|iter) (\d{{1,15}}): (?:train )?loss {NUMBER},(?: val loss {NUMBER}\n)?", re.ASCII
+)
 
 NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # what the name of a stream cannot have
 
@@ -36,16 +41,24 @@ NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # what the name of a stream cannot 
 
 
 def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, stream, value) of log.txt's lines below step `before`; damaged ones are left out, with a warning."""
-    damaged, line = 0, "\n"
+    """Yield (step, stream, value) of a log's lines below step `before`; damaged ones are left out, with a warning.
+
+    The log may be what nanoGPT prints, too.
+    """
+    damaged, printed, line = 0, False, "\n"
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         for line in file:
             match = LINE.fullmatch(line)
-            if not match:
-                damaged += 1
-            elif int(match[1]) < before:
+            if match and int(match[1]) < before:
                 yield int(match[1]), match[2], float(match[3])
-    if damaged > (not line.endswith("\n")):  # no warning about a last line that a crash has cut short
+            elif not match and (match := NANOGPT.match(line)):
+                printed = True
+                values = {"train": match[2], "val": match[3]} if int(match[1]) < before else {}
+                yield from ((int(match[1]), stream, float(value)) for stream, value in values.items() if value)
+            elif not match:
+                damaged += 1
+    # no warning about a last line that a crash has cut short, or about what else is printed
+    if damaged > (not line.endswith("\n")) and not printed:
         print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
 
 
@@ -73,6 +86,8 @@ def last_values(path: Path) -> dict[str, float]:
 
 # ----- run.txt ------------------------------------------------------------------------------------------
 
+DICTS = ("config", "ran", "branched", "fingerprints")  # those fields that are in JSON
+
 
 def read_history(out_dir: Path) -> bytes:
     try:
@@ -83,19 +98,40 @@ def read_history(out_dir: Path) -> bytes:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts that run.txt describes, each as a dict of texts and, for "config", "ran" and "branched", of dicts."""
+    """The starts that run.txt describes, each as a dict of texts and, for those in DICTS that are whole, of dicts."""
     starts = []
     for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
         fields: dict[str, Any] = {}
         for line in block.splitlines():
             name, _, text = line.partition(": ")
-            fields[name] = json.loads(text) if name in ("config", "ran", "branched") else plain(text)
+            value = read_dict(text) if name in DICTS else plain(text)
+            if value is not None:
+                fields[name] = value
         starts.append(fields)
     return starts
 
 
-def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, ran: dict[str, Any]) -> None:
-    """Add a start to run.txt, which may have another program's lines in any encoding. ran: what the trial found."""
+def read_dict(text: str) -> dict[str, Any] | None:
+    """A dict in JSON; None if this is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_start(
+    config: Any,
+    start_step: int,
+    branched: dict[str, Any] | None,
+    *,
+    ran: dict[str, Any],
+    fingerprints: dict[str, list[str]],
+) -> None:
+    """Add a start to run.txt, which may have another program's lines in any encoding.
+
+    ran: what the trial found; fingerprints: {a folder's name in log.txt: those of its training and validation data}.
+    """
     changes = source_code.git("diff", "HEAD")  # of what is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
@@ -105,6 +141,7 @@ def write_start(config: Any, start_step: int, branched: dict[str, Any] | None, r
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),
         "data": "; ".join(plain(origin(folder)) for folder in config.data),
+        "fingerprints": json.dumps(fingerprints),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
@@ -157,9 +194,9 @@ def command(without: str = "") -> list[str]:
 
 @dataclasses.dataclass(eq=False)
 class Logged:
-    """A run that has a log.txt. Without a run.txt, as for one of build-nanogpt, nothing but its streams is known."""
+    """A run that has a log. Without a run.txt, as for one of nanoGPT or build-nanogpt, only its streams are known."""
 
-    folder: Path
+    folder: Path  # or a log alone, in a file of any name
     starts: list[dict[str, Any]]  # as read_starts gives them
 
     def fact(self, name: str, default: Any) -> Any:
@@ -167,18 +204,22 @@ class Logged:
         return next((start[name] for start in reversed(self.starts) if name in start), default)
 
     @property
+    def log(self) -> Path:
+        return self.folder if self.folder.is_file() else self.folder / "log.txt"
+
+    @property
     def config(self) -> dict[str, Any]:
         return self.fact("config", {})
 
     @property
     def branch_step(self) -> int:
-        return self.fact("branched", {"step": 0})["step"]
+        return self.fact("branched", {}).get("step", 0)
 
     @functools.cached_property
     def streams(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """{stream: (steps, values)}. A step is there twice if the run was killed and resumed: its last value counts."""
         logged = collections.defaultdict(dict)
-        for step, stream, value in read_log(self.folder / "log.txt"):
+        for step, stream, value in read_log(self.log):
             logged[stream][step] = value
         return {
             name: (np.array(sorted(at)), np.array([at[i] for i in sorted(at)])) for name, at in logged.items()
@@ -196,20 +237,55 @@ class Logged:
             log = folder / "log.txt"
             if log.exists() and not folder.samefile(self.folder):
                 # a branch's log begins as its parent's does; another run of the parent's name has another loss
-                if next(read_log(log), None) == next(read_log(self.folder / "log.txt"), None):
+                if next(read_log(log), None) == next(read_log(self.log), None):
                     return [self, *read_run(folder).line]
         return [self]
+
+    @functools.cached_property
+    def parent(self) -> "Logged | None":
+        """The run that it is a branch of, or that trained the weights it began with, if that is there."""
+        if self.branch_step:
+            return self.line[1] if len(self.line) > 1 else None
+        named = Path(self.config.get("init_from") or "gpt2")
+        named = named.parent if named.suffix == ".pt" or named.name == "hf" else named
+        if len(named.parts) == 1 and not named.is_dir():
+            return None  # GPT-2, by its name
+        for folder in (named, self.folder.parent / named.name):  # or beside it, if both were moved
+            if (folder / "log.txt").exists() and not folder.samefile(self.folder):
+                found = read_run(folder)
+                if found.began <= self.began:  # else it is another run, which has taken the parent's place
+                    return found
+        return None
+
+    @property
+    def began(self) -> float:
+        """When it was started first, in seconds; nan if that is not known."""
+        try:
+            return datetime.datetime.fromisoformat(self.starts[0]["started"]).timestamp()
+        except (IndexError, KeyError, ValueError):
+            return math.nan
 
 
 def read_run(folder: Name) -> Logged:
     path = Path(folder, "run.txt")
-    return Logged(Path(folder), read_starts(path) if path.exists() else [])
+    return Logged(Path(folder), read_starts(path) if path.is_file() else [])
 
 
 def find_runs(*patterns: str) -> list[Logged]:
-    """The runs in the folders that match any of these names or patterns, such as "log/gelu-*"."""
-    folders = dict.fromkeys(folder for pattern in patterns for folder in sorted(glob.glob(pattern)))
-    return [read_run(folder) for folder in folders if Path(folder, "log.txt").exists()]
+    """The runs in the folders that match any of these names or patterns, such as "log/gelu-*".
+
+    A log alone is a file that is named, or matched by a pattern with a suffix: "nanogpt-*.txt".
+    """
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        # a folder may have brackets in its name
+        for path in map(Path, [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))):
+            if path.name == "log.txt":
+                path = path.parent
+            is_log = path.is_file() and (str(path) == str(Path(pattern)) or Path(pattern).suffix)
+            if is_log or (path / "log.txt").exists():
+                found.setdefault(path.resolve(), path)
+    return [read_run(path) for path in found.values()]
 
 
 def family(run: Logged, others: list[Logged]) -> list[Logged]:

@@ -1,11 +1,13 @@
 """The file that trains, train_gpt2.py or a changed copy of it: what a run keeps of it, and whether it has changed."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from plumbing.cli.console import ROOT, UserError, first_line, output_of
 from plumbing.files import atomic_write
 
 NAME = "train_gpt2.py"
+COPY = re.compile(r".+-[0-9a-f]{8}\.py")  # the names of the copies that a run keeps
 Code = dict[str, str]  # of a file: its "name", that of its "copy" in the run's folder, and a "hash" of its code
 
 
@@ -78,6 +81,16 @@ def keep_copy(config: Any) -> None:
             file.write(source_of(type(config)))
     except UserError as error:  # the run itself may need less room
         print(f"note: {error} The run goes on, but keeps no copy of its source.", flush=True)
+
+
+def copies_in(out_dir: Path) -> dict[Path, str]:
+    """{path of a copy that the run in out_dir keeps: the hash of its code}."""
+    found = {}
+    for path in out_dir.glob("*.py"):
+        if COPY.fullmatch(path.name):
+            with contextlib.suppress(SyntaxError, ValueError):  # then it is another file, as it can't have run
+                found[path] = hash_of(path.read_bytes())
+    return found
 
 
 def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -> None:

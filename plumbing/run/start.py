@@ -15,6 +15,7 @@ import torch
 from plumbing.cli.console import UserError, print0, quote, quote_group
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
+from plumbing.data.windows import stream_names
 from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, source_code, summary, wandb_log
@@ -350,9 +351,14 @@ class Start:
         shares = parts.loader.shares
         if self.config.data_weights:
             shares = [weight / sum(self.config.data_weights) for weight in self.config.data_weights]
+        train = {split.folder: split.fingerprint[:16] for split in parts.loader.splits}
+        val = [loader.splits[0].fingerprint[:16] for loader in parts.val_loaders]
+        names = stream_names(self.config.data)
+        of_both = [[train.get(folder, ""), of_val] for folder, of_val in zip(self.config.data, val)]
+        beginning = self.beginning._replace(fingerprints=dict(zip(names, of_both)))
         splits = [split for loader in (parts.loader, *parts.val_loaders) for split in loader.splits]
         options: dict[str, Any] = dict(metadata=metadata, fit=self.fit, shares=shares, splits=splits)
-        run = Run(self.beginning, self.world, self.lock, **options)
+        run = Run(beginning, self.world, self.lock, **options)
         self.beginning = self.beginning._replace(saved=None, initial=None)  # frees gigabytes
         self.saved = None
         return run
