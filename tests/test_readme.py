@@ -46,6 +46,8 @@ RUN = {
     "python fineweb.py --input tinyshakespeare.txt": [],
     "python train_gpt2.py --preset quickstart --data shakespeare": [*SHORT, "--sample-every", "2"],
     'python sample.py "ROMEO:" -m log/shakespeare --temperature 0.8': FEW,
+    "python train_gpt2.py --preset quickstart --data python_docs code": SHORT,
+    "python train_gpt2.py --branch-from log/mixture": ["--max-steps", "4"],
     'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
     "python train_gpt2.py --data my_texts --out-dir log/texts": [*SMALL, "--passes", "0"],
     "python smoltalk.py --input chats.jsonl": [],
@@ -131,7 +133,8 @@ def make_inputs(folder):
     write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
     (folder / "docs.txt").write_text(5 * text, encoding="utf-8")
-    assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", "docs"]) == 0
+    for name in ("docs", "python_docs", "code"):
+        assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", name]) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
     (folder / "chats.jsonl").write_text(conversation * 200, encoding="utf-8")
