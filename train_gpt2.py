@@ -786,9 +786,9 @@ def setup(start) -> Parts:
     loader, val_loaders, enc = load_data(config, world)
     if loader:
         start.check_data(loader, val_loaders, enc)
-    raw_model = start.make_model(
-        GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=("vocab_size", "block_size")
-    )
+    # what is longer than its weights gets new rows: ids their mean, positions those before them again
+    resizable = dict(vocab_size=checkpoint.mean_row, block_size=checkpoint.rows_again)
+    raw_model = start.make_model(GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=resizable)
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
     # a missing file is downloaded now, rather than in the middle of a run
     load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit

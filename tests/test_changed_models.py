@@ -177,6 +177,18 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
 
 
+def test_a_branch_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
+    """As with rotary embeddings: it begins with its parent's weights and learns from longer sequences."""
+    path = changed_trainer(tmp_path / "train_rotary.py", ROTARY)
+    run(train_changed, path, tiny_flags(data, tmp_path / "parent"))
+    options = dict(block_size=64, sequence_length=64, max_steps=24, branch_from=tmp_path / "parent")
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
+    assert "a new order, with another sequence_length" in said
+    last = load_checkpoint(tmp_path / "out" / "model_00024.pt")
+    assert last["config"]["block_size"] == 64 and last["optimizer"][0]["state"][0]["step"] == 24
+    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+
+
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path):
     """Weights of another model, another version's optimizer and settings, and the code of a copy."""
     edits = EDITS | {"relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"}}

@@ -95,6 +95,24 @@ def test_a_run_goes_on_from_the_weights_of_another(data, tmp_path):
         assert losses(out, "val")[0] == pytest.approx(trained, abs=1e-5 if number < 2 else 0.05)
 
 
+@pytest.mark.gpt2
+def test_longer_sequences_begin_with_the_position_embeddings_once_more(data, tmp_path):
+    """And more ids with the mean of the others; with fewer of both, the first stay."""
+    train(data, tmp_path / "first", max_steps=8, val_every=0)
+    still = dict(max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
+    train(data, tmp_path / "long", init_from=tmp_path / "first", block_size=80, vocab_size=384, **still)
+    train(data, tmp_path / "short", init_from=tmp_path / "long", block_size=16, vocab_size=320, **still)
+    first, long, short = (
+        load_checkpoint(next((tmp_path / name).glob("model_*.pt")))["model"] for name in ("first", "long", "short")
+    )
+    wpe, wte = (first[f"transformer.{name}.weight"] for name in ("wpe", "wte"))
+    close = dict(rtol=0, atol=1e-6)
+    torch.testing.assert_close(long["transformer.wpe.weight"], torch.cat([wpe, wpe, wpe[:16]]), **close)
+    torch.testing.assert_close(long["lm_head.weight"], torch.cat([wte, wte.mean(0).expand(64, -1)]), **close)
+    torch.testing.assert_close(short["transformer.wpe.weight"], wpe[:16], **close)
+    torch.testing.assert_close(short["transformer.wte.weight"], wte, **close)
+
+
 def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path):
     """And resumes when that model is gone; a length that is asked for stays, and is refused."""
     options = {name: value for name, value in TINY.items() if name not in ("block_size", "sequence_length")}

@@ -25,6 +25,7 @@ from plumbing.run import checks, huggingface, source_code
 from plumbing.system.autofit import SkipInit
 
 Config = TypeVar("Config")
+NewRows = Callable[[Tensor, int], Tensor]
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -283,21 +284,29 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         )
 
 
-def resize(
-    weights: dict[str, Tensor], make_model: Callable[[], Any], rows: list[tuple[int, int]]
-) -> dict[str, Tensor]:
-    """The state dict `weights`, fitted to the model that make_model() makes: `rows` says from how many to how many.
+def mean_row(weight: Tensor, num_rows: int) -> Tensor:
+    """New rows for ids, the mean of the others: zeros would give an id logit 0, far above that of most others."""
+    return weight.mean(0).expand(num_rows, *weight.shape[1:])
 
-    New rows get the mean of the others: zeros would give an id logit 0, far above what a trained model gives to most.
+
+def rows_again(weight: Tensor, num_rows: int) -> Tensor:
+    """New rows for positions, the others again from the first on (see records/2026-11-25-longer-sequences)."""
+    return weight[torch.arange(num_rows) % len(weight)]
+
+
+def resize(
+    weights: dict[str, Tensor], shapes: dict[str, torch.Size], new_rows: NewRows, *, rows: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Those of `weights` that have as many rows as rows[0], where the model's own `shapes` have rows[1]: with so many.
+
+    new_rows(weight, number) makes what is added at the end; what is too many there is left out.
     """
-    with SkipInit():
-        own, resized = make_model().state_dict(), dict(weights)
-    for name, weight in weights.items():
-        then, now = (len(tensor) if tensor.dim() else 0 for tensor in (weight, own.get(name, weight)))
-        if then != now and (then, now) in rows:
-            new_rows = weight.mean(0).expand(max(0, now - then), *weight.shape[1:])
-            resized[name] = torch.cat([weight[:now], new_rows])
-    return resized
+    then, now = rows
+    return {
+        name: torch.cat([weight[:now], new_rows(weight, max(0, now - then))])
+        for name, weight in weights.items()
+        if weight.shape[:1] == (then,) and shapes.get(name, ())[:1] == (now,)
+    }
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

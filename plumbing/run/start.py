@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from plumbing.cli.console import UserError, print0, quote, quote_group
+from plumbing.cli.console import UserError, plain, print0, quote, quote_group
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
 from plumbing.data.windows import stream_names
@@ -269,11 +269,13 @@ class Start:
             shards.check_size(" ".join(self.config.data), "train", loader.T, **options)
         checkpoints.check_tokenizer(self.beginning.tokenizer, enc, " ".join(self.config.data))
 
-    def make_model(self, model_class: type, *, fixed: Iterable[str], resizable: Iterable[str]) -> Any:
+    def make_model(
+        self, model_class: type, *, fixed: Iterable[str], resizable: Mapping[str, checkpoints.NewRows]
+    ) -> Any:
         """The model on the device, with its first weights: new ones, or those that the run begins with.
 
         A field of GPTConfig that is `fixed` must be that of the weights; one that is `resizable` is a number of rows,
-        which fine-tuning may change.
+        to which fine-tuning may add such new ones, or leave out the last.
         """
         config = self.config.model_config
         if not self.beginning.model:
@@ -288,9 +290,21 @@ class Start:
                     f"{flag_of(name)} is {getattr(config, name)}, but the weights that the run begins with have "
                     f"{getattr(then, name)}. Leave it out."
                 )
-        if not self.saved:
-            rows = [(getattr(then, name), getattr(config, name)) for name in resizable]
-            weights = checkpoints.resize(weights, lambda: model_class(config), rows)
+        for name, new_rows in resizable.items():
+            before, now = getattr(then, name), getattr(config, name)
+            if before == now:
+                continue
+            then = dataclasses.replace(then, **{name: now})
+            with autofit.SkipInit():
+                shapes = {key: own.shape for key, own in model_class(then).state_dict().items()}
+            resized = checkpoints.resize(weights, shapes, new_rows, rows=(before, now))
+            if resized and self.saved:
+                raise UserError(
+                    f"{flag_of(name)} is {now}, but {plain(next(iter(resized)))} has {before} rows, and a branch keeps "
+                    "the shapes of its parent's weights. Leave it out, or begin a new run with these weights: "
+                    f"--init-from {quote(self.config.branch_from)} {flag_of(name)} {now}"
+                )
+            weights = weights | resized
         return checkpoints.from_state(model_class, config, weights).to(self.world.device)
 
     def find_what_fits(self, raw_model: Any, wrap: Callable[..., Any], num_ids: int) -> autofit.Fit:
