@@ -43,9 +43,8 @@ class Options:
     )
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    code: str = (
-        source_code.NAME
-    )  # the trainer's file with the code of the model: the changed copy that trained it
+    # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
+    code: str = ""
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling

@@ -205,14 +205,56 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 
 
-def test_the_copy_is_of_the_file_as_it_was_when_the_run_began(tmp_path):
+def test_the_copy_is_of_the_file_as_it_was_when_the_flags_were_read(tmp_path):
+    """Which is before torch is imported, and that takes seconds in which one has the next idea."""
     source, path = (ROOT / "train_gpt2.py").read_bytes(), tmp_path / "train_mine.py"
     path.write_bytes(source)
-    config_class = trainer_code.load(str(path)).TrainConfig
-    name = trainer_code.describe(config_class)["copy"]
+    trainer = trainer_code.load(str(path))
+    trainer.parse_args([])
     path.write_text("the next idea")
-    trainer_code.keep_copy(config_class(out_dir=str(tmp_path)))
-    assert (tmp_path / name).read_bytes() == source
+    copy = trainer_code.describe(trainer.TrainConfig)["copy"]
+    trainer_code.keep_copies(trainer.TrainConfig(out_dir=str(tmp_path)))
+    assert (tmp_path / copy).read_bytes() == source
+
+
+def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch):
+    """They are kept with it, also those that they import, and a change of them is noticed by their names."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
+    imports = {"import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n"}
+    path = changed_trainer(tmp_path / "train_gpt2.py", imports | {GELU: "self.c_proj(activation(self.c_fc(x)))"})
+    modules = tmp_path / "my_layers"
+    modules.mkdir()
+    (modules / "mlp.py").write_text("from .functions import activation\n")
+    (modules / "functions.py").write_text("import torch\n\nactivation = torch.relu\n")
+    args = tiny_flags(data, tmp_path / "out")
+    run(train_changed, path, args, ends=[0])
+    code = load_checkpoint(tmp_path / "out" / "model_00012.pt")["code"]
+    assert list(code["modules"]) == ["my_layers/mlp.py", "my_layers/functions.py"]
+    kept = (tmp_path / "out" / code["modules"]["my_layers/functions.py"]).read_bytes()
+    assert kept == (modules / "functions.py").read_bytes()
+    (tmp_path / "out" / "model_00012.pt").unlink()
+    assert "has changed" not in run(train_changed, path, args)[0]
+    (tmp_path / "out" / "model_00012.pt").unlink()
+    (modules / "functions.py").write_text("import torch\n\nactivation = torch.tanh\n")
+    assert "note: my_layers/functions.py has changed since" in run(train_changed, path, args)[0]
+
+
+def test_code_is_the_file_that_is_named_whatever_it_is_called_and_a_line_says_why_it_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    for name in ("train_gpt2.py", "torch.py", "compiled.pyc"):
+        Path(name).write_text(source, encoding="utf-8")
+    for name in ("train_gpt2.py", "torch.py"):
+        assert Path(trainer_code.load(name).__file__ or "").resolve() == tmp_path / name
+    assert sys.modules["torch"] is torch and trainer_code.load("").__file__ == train_gpt2.__file__
+    Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
+    for name, reason in {
+        "compiled.pyc": "is not a Python file",
+        "leaves.py": "ends the program",
+        "no.py": "is not a",
+    }.items():
+        assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
 
 
 def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_or_a_setting():
@@ -224,6 +266,9 @@ def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_o
         (b'"""Pre-norm residual block', b'"""A block'): True,
         (b"  # weight tying", b"  # as GPT-2"): True,
         (b"n_embd: int = 768", b"n_embd: int = 512"): True,
+        (b"    n_embd: int = 768", b"    slope = -9.0\n    n_embd: int = 768"): False,  # no field, and so not saved
+        (b"class MLP(nn.Module):", b"@dataclasses.dataclass\nclass MLP(nn.Module):\n    slope: float = 1.0"): False,
+        (b"    found = dict(", b"    PRESETS = None\n    found = dict("): False,
     }
     for (before, after), is_same in edits.items():
         assert source.count(before) == 1, before

@@ -49,7 +49,7 @@ class Checkpoint(TypedDict):
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
-    code: dict[str, str]  # of the file that trained it, see source_code.py
+    code: source_code.Code  # of the file that trained it
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
     finished: bool  # whether the run's last evaluation is done
     examined: dict[str, Any]  # what was found out about the model, and of which code: checks.examine
@@ -163,7 +163,7 @@ class SavedModel(NamedTuple):
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     enc: tiktoken.Encoding
-    code: dict[str, str]  # of the file that trained it, see source_code.py; {} if that is not known
+    code: source_code.Code  # of the file that trained it; {} if that is not known
     examined: dict[str, Any] = {}  # what that code's model was found to do: checks.examine
 
 

@@ -94,7 +94,7 @@ def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     logs.write_start(config, start.step, start.branched, ran=ran, fingerprints=start.fingerprints)
-    source_code.keep_copy(config)
+    source_code.keep_copies(config)
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:

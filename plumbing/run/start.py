@@ -45,7 +45,10 @@ def begin(
     own = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
     facts = {flag_of(name): value for name, value in typed.items() if name not in own}
     code = source_code.describe(config_class)
-    facts |= {f"the version of {code['name']}": code["copy"], "the version of torch": str(torch.__version__)}
+    facts |= {
+        f"the version of {name}": copy for name, copy in {code["name"]: code["copy"], **code["modules"]}.items()
+    }
+    facts["the version of torch"] = str(torch.__version__)
     with process_restored(), join(asked.device) as world:
         world.check_agreement(facts)
         with lock_out_dir(asked.out_dir, world) as lock:
