@@ -224,7 +224,12 @@ def main(args=None):
         return
     torch.manual_seed(options.seed)
     dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
-    model.to(device, dtype)  # cast once: autocast would convert the weights again for every token
+    model.to(device)
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():  # complex numbers and counts stay what they are
+            tensor.data = tensor.data.to(
+                dtype
+            )  # cast once: autocast would convert the weights again for every token
     if options.chat:
         chat(model, enc, options)
     else:

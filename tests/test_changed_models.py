@@ -15,7 +15,7 @@ import sample
 import torch
 import train_gpt2
 from plumbing.run import source_code as trainer_code
-from plumbing.run.checkpoint import load_checkpoint, make_config
+from plumbing.run.checkpoint import from_state, load_checkpoint, make_config
 
 from harness import (
     ROOT,
@@ -313,3 +313,126 @@ def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used
     said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
     assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
     assert not (tmp_path / "out").exists()
+
+
+IN_BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
+MLP_CALL = f"        return {GELU}\n"
+REFUSED = {  # {what is said before the first step: the edit}
+    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
+        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
+    },
+    "uses the setting grad_clip, which is not saved": {
+        PROJECTION: PROJECTION + "        self.clip = config.grad_clip\n"
+    },
+    "the field options of TrainConfig has the type 'dict'": {
+        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
+    },
+    "cannot load the state dict of the first one": {
+        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
+    },
+}
+
+
+def refuse(path, args, line):
+    assert line.lower() in refused(import_trainer(path).main, *args).lower()
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", REFUSED[line])
+    run(refuse, path, tiny_flags(data, tmp_path / "out"), line)
+    assert not (tmp_path / "out").exists()
+
+
+class Extra(torch.nn.Module):
+    """State of every kind beside weights: complex, expanded, a count, and what is no tensor at all."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.version = config, 1
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("phases", torch.full((2,), 1j))
+        self.register_buffer("ones", torch.ones(1).expand(2))
+
+    def get_extra_state(self):
+        return {"version": self.version}
+
+    def set_extra_state(self, state):
+        self.version = state["version"]
+
+
+def test_all_kinds_of_state_come_back_with_the_weights():
+    weights = Extra(None).state_dict() | {"ones": torch.tensor([2.0, 3.0]), "_extra_state": {"version": 7}}
+    model = from_state(Extra, None, weights)
+    assert model.version == 7 and model.ones.tolist() == [2, 3] and model.phases.tolist() == [1j, 1j]
+
+
+LORA = {
+    PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
+    "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
+    MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
+    "\n    def hidden_states(": """        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith(("low", "up")))
+
+    def load_state_dict(self, weights, strict=True):
+        return super().load_state_dict(weights, strict=False)
+
+    def hidden_states(""",
+}
+EDM2 = {
+    MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
+    "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
+    + MLP_CALL.replace("self.c_fc(x)", "self.c_fc(phases)"),
+    PROJECTION: PROJECTION
+    + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
+}
+
+
+def live_briefly(path, folder, args):
+    """Train, be stopped in step 5, go on: the same as never stopped, and samples as without a cache."""
+    trainer = import_trainer(path)
+
+    def stopped(*args, **state):
+        if state["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args, **state)
+
+    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "whole")]) == 0
+    with patched(trainer, "train_step", stopped) as train_step:
+        assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
+    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
+    assert log_lines(folder / "stopped") == log_lines(folder / "whole")
+    model, _ = trainer.load_model(str(folder / "whole"))
+    ids = bytes(itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 20)))
+    said = refusal_of(sample.main, "abcd", "-m", folder / "whole", "--temperature", 0, "--max-new-tokens", 20)
+    assert said == (0, f"{ids.decode(errors='replace')}\n", "")
+
+
+@pytest.mark.parametrize(
+    "edits", [LORA, EDM2], ids=["adapters over frozen weights", "weights written in the forward pass"]
+)
+def test_a_run_goes_on_where_weights_are_missing_or_written_to(edits, data, tmp_path):
+    """Adapters are what the model makes of them, as no weights have them; no trial leaves a trace."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    args = tiny_flags(data, tmp_path / "base")
+    args = args[: args.index("--out-dir")] + args[args.index("--out-dir") + 2 :]
+    if edits is LORA:
+        train(data, tmp_path / "base")
+        args += ["--init-from", str(tmp_path / "base")]
+    [said] = run(live_briefly, path, tmp_path, args)
+    if edits is LORA:
+        before, after = (load_checkpoint(tmp_path / name / "model_00012.pt")["model"] for name in ("base", "whole"))
+        assert all(torch.equal(before[name], after[name]) for name in before) and "The weights have no " in said
+        assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
+
+
+def test_ranks_that_train_different_models_are_told_at_the_next_checkpoint(data, tmp_path):
+    """DDP averages the gradients of those parameters that require one when the run begins."""
+    edits = {
+        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
+        "    start = loader.position\n": "    model.requires_grad_(True)\n    start = loader.position\n",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
+    assert "After step 4, transformer.wte.weight is not the same on all ranks" in error_in(said)
+    assert not list((tmp_path / "out").glob("model_*.pt"))

@@ -1,6 +1,7 @@
 """Find, read and write checkpoints, and read weights saved by other programs, for whatever model the trainer has."""
 
 import dataclasses
+import io
 import itertools
 import os
 import pickle
@@ -9,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import IO, Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import tiktoken
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from plumbing.cli.console import UserError, first_line, plain
+from plumbing.cli.console import UserError, first_line, plain, print0
 from plumbing.cli.flags import suggest
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
 from plumbing.run import checks, huggingface, source_code
-from plumbing.system.autofit import SkipInit
+from plumbing.system.autofit import SkipInit, make
 
 Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -60,7 +61,7 @@ class PeerConfig:
     """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints, and has only its fields."""
 
 
-def unpickle(path: Name, mmap: bool = False) -> Any:
+def unpickle(path: Name | IO[bytes], mmap: bool = False) -> Any:
     """Read tensors, plain data and PeerConfig under any of its names; nothing else, so that no file can run code."""
     names: Any = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     with torch.serialization.safe_globals(names):
@@ -236,8 +237,15 @@ def is_number(value: Any) -> bool:
 def from_state(model_class: type, config: Any, weights: dict[str, Tensor]) -> Any:
     """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly."""
     with SkipInit():
-        model = model_class(config)
+        model = make(model_class, config)
+    new = sorted(model.state_dict().keys() - weights.keys())
+    if new:  # a model whose load_state_dict allows that, as with adapters, begins these as it makes them
+        model = make(model_class, config)
     load_weights(model, weights)
+    if new:
+        print0(
+            f"note: The weights have no {', '.join(new[:3])}, so the model begins with what it has made there."
+        )
     return model
 
 
@@ -272,8 +280,9 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         problems = [plain(line.strip(" \t.")) for line in found]
     else:
         name_of = {}
-        for name, tensor in model.state_dict().items():
-            same = name_of.setdefault(memory_of(tensor), name)
+        own = tensors_in(model.state_dict())
+        for name in own.keys() & weights.keys():
+            same = name_of.setdefault(memory_of(own[name]), name)
             if same != name and not torch.equal(weights[name], weights[same]):
                 problems.append(f"{name} and {same} differ, but are one tensor here")
     if problems:
@@ -298,6 +307,11 @@ def resize(
             new_rows = weight.mean(0).expand(max(0, now - then), *weight.shape[1:])
             resized[name] = torch.cat([weight[:now], new_rows])
     return resized
+
+
+def tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A state dict without what get_extra_state has added, unless that is a tensor, too."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -337,6 +351,45 @@ def training_state(model: torch.nn.Module, optimizers: list[Any], scaler: Any, l
         "scaler": scaler.state_dict(),
         "loader": loader.state_dict(),
     }
+
+
+def check_readable(state: Any) -> None:
+    """Raise UserError, which names the place, if what a checkpoint holds beside tensors could not be read again."""
+
+    def without_tensors(value: Any) -> Any:
+        return None if isinstance(value, Tensor) else as_pythons(value)
+
+    place = unreadable(tree_map(without_tensors, state), "")
+    if place:
+        raise UserError(
+            f"No checkpoint could be read again with {place}. Keep tensors, numbers and texts there, or lists and "
+            "dicts of these, and make all else anew at every start."
+        )
+
+
+def as_pythons(value: Any) -> Any:
+    """Python's number for one of numpy's, which could be written, but not read again."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def unreadable(value: Any, place: str) -> str:
+    """What of `value`, which is at `place`, cannot be read again: "['loader'], which is a function"; "" if all can."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        unpickle(file)
+        return ""
+    except Exception:  # whatever an object of any class does there
+        entries = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, (list, tuple))
+            else ()
+        )
+        places = (unreadable(entry, f"{place}[{name!r}]") for name, entry in entries)
+        return next(filter(None, places), f"{place}, which is a {type(value).__name__}")
 
 
 # torch's names for state that is as large as the parameter
@@ -483,15 +536,14 @@ class CheckpointWriter:
         copies: dict[Any, Tensor] = {}
 
         def copy(value):
-            if isinstance(value, np.generic):  # a number of numpy's could be written, but not read again
-                return value.item()
             if not isinstance(value, Tensor):
-                return value
+                return as_pythons(value)
             memory = memory_of(value)
             if memory not in copies:  # tied weights are copied once, and tied in the file
                 copies[memory] = value.to("cpu", copy=True)
             return copies[memory]
 
+        check_readable(checkpoint)
         copied = tree_map(copy, checkpoint)
         self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
 

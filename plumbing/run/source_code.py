@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,9 @@ class WithoutSettings(ast.NodeTransformer):
         assignments = [each for each in node.body if isinstance(each, ast.Assign)]
         presets = [each for each in assignments if ast.unparse(each.targets[0]) == "PRESETS"]
         classes = {each.name: each for each in node.body if isinstance(each, ast.ClassDef)}
-        configs = [each.func.id for each in ast.walk(ast.Module(presets, [])) if is_call_of(each, classes)]
-        for name in configs:  # grows
+        names = [each.id for setting in presets for each in ast.walk(setting) if isinstance(each, ast.Name)]
+        configs = [name for name in dict.fromkeys(names) if name in classes]
+        for name in configs:  # which grows
             config = classes[name]
             config.body = [each for each in config.body if not is_field(each)]
             configs += [base.id for base in config.bases if isinstance(base, ast.Name) and base.id in classes]
@@ -115,10 +116,6 @@ class WithoutSettings(ast.NodeTransformer):
 
     def visit_Expr(self, node):
         return None if isinstance(node.value, ast.Constant) else node
-
-
-def is_call_of(node: ast.AST, names: Container[str]) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def is_field(node: ast.AST) -> bool:

@@ -4,6 +4,7 @@ has, and from what was typed, in this order. Rank 0 decides, behind the lock on 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -278,11 +279,20 @@ class Start:
         A field of GPTConfig that is `fixed` must be that of the weights; one that is `resizable` is a number of rows,
         which fine-tuning may change.
         """
+        self.first_weights = functools.partial(self.make_first, model_class, list(fixed), list(resizable))
+        with named_settings(self.config):
+            if not self.beginning.model:
+                autofit.check_memory(lambda: model_class(self.config.model_config), self.world.device)
+            model = self.first_weights().to(self.world.device)
+        self.samples = autofit.samples_of(model)
+        return model
+
+    def make_first(self, model_class: type, fixed: list[str], resizable: list[str]) -> Any:
+        """`make_model` on the CPU; the same again whenever it is called."""
         config = self.config.model_config
+        self.world.seed_random_numbers(self.config.seed)
         if not self.beginning.model:
-            autofit.check_memory(lambda: model_class(config), self.world.device)
-            self.world.seed_random_numbers(self.config.seed)
-            return model_class(config).to(self.world.device)
+            return autofit.make(model_class, config)
         settings, weights = self.beginning.model
         then = checkpoints.make_config(type(config), settings)
         for name in fixed:
@@ -293,12 +303,22 @@ class Start:
                 )
         if not self.saved:
             rows = [(getattr(then, name), getattr(config, name)) for name in resizable]
-            weights = checkpoints.resize(weights, lambda: model_class(config), rows)
-        return checkpoints.from_state(model_class, config, weights).to(self.world.device)
+            tensors = checkpoints.tensors_in(weights)
+            weights = weights | checkpoints.resize(tensors, lambda: model_class(config), rows)
+        return checkpoints.from_state(model_class, config, weights)
+
+    def put_back(self, raw_model: Any) -> None:
+        """Give the model its first weights again, if a forward pass has written to them, as to normalize them."""
+        if not autofit.same_samples(autofit.samples_of(raw_model), self.samples):
+            again = dict(self.first_weights().named_parameters())
+            with torch.no_grad():
+                for name, parameter in raw_model.named_parameters():
+                    parameter.copy_(again[name])
 
     def find_what_fits(self, raw_model: Any, wrap: Callable[..., Any], num_ids: int) -> autofit.Fit:
         """Find out what works on this machine: B, torch.compile, attention kernels. wrap makes the model to train."""
         self.fit = autofit.find_what_fits(raw_model, wrap, self.config, num_ids=num_ids, world=self.world)
+        self.put_back(raw_model)
         if self.config.dtype == "fp8" and not self.fit.compiled:
             print0(
                 "note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller."
@@ -312,6 +332,7 @@ class Start:
         known = self.saved.get("examined", {}) if self.saved else {}
         if known.get("code") != code:
             known = self.world.broadcast_from_master(checks.examine, raw_model, num_ids, longest)
+            self.put_back(raw_model)
         raw_model.has_cache = known["has_cache"]
         self.examined = {**known, "code": code}
 
@@ -320,9 +341,10 @@ class Start:
         refused, or a branch begins that anew.
         """
         checkpoints.mark_groups(optimizers)
+        loader, val_loaders = loaders
+        checkpoints.check_readable(checkpoints.training_state(raw_model, optimizers, scaler, loader))
         if not self.saved:
             return
-        loader, val_loaders = loaders
         other_order = loader.load_state_dict(self.saved["loader"])
         other_val = self.saved["val_fingerprint"] != fingerprint_of(val_loaders)
         other_groups = checkpoints.load_optimizer_states(raw_model, optimizers, self.saved["optimizer"])
@@ -388,6 +410,20 @@ class Start:
         print("To train again, name another --out-dir, or add --no-resume to move it aside.")
         print_next_commands(self.config, enc)
         return Ended(step, logs.last_values(out_dir / "log.txt"))
+
+
+@contextlib.contextmanager
+def named_settings(config: Any) -> Iterator[None]:
+    """Context in which a model is made, which may ask its GPTConfig for a setting that only the run has."""
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj != config.model_config or error.name not in vars(config):
+            raise
+        raise UserError(
+            f"The model uses the setting {error.name}, which is not saved with its weights. Move it from Recipe into "
+            f"{type(error.obj).__name__}, or give one of the model's own another name."
+        ) from None
 
 
 def fingerprint_of(loaders: list[Any]) -> str:
