@@ -376,7 +376,7 @@ def unreadable(value: Any, place: str) -> str:
     """What of `value`, which is at `place`, cannot be read again: "['loader'], which is a function"; "" if all can."""
     file = io.BytesIO()
     try:
-        torch.save(value, file)
+        torch.serialization.save(value, file)
         file.seek(0)
         unpickle(file)
         return ""
