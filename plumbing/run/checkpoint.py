@@ -281,7 +281,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     else:
         name_of = {}
         own = tensors_in(model.state_dict())
-        for name in own.keys() & weights.keys():
+        for name in [name for name in own if name in weights]:  # in the model's order
             same = name_of.setdefault(memory_of(own[name]), name)
             if same != name and not torch.equal(weights[name], weights[same]):
                 problems.append(f"{name} and {same} differ, but are one tensor here")
