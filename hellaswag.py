@@ -39,9 +39,8 @@ class Options:
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
     batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
-    code: str = (
-        source_code.NAME
-    )  # the trainer's file with the code of the model: the changed copy that trained it
+    # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
+    code: str = ""
 
 
 if __name__ == "__main__":

@@ -43,9 +43,8 @@ class Options:
     )
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    code: str = (
-        source_code.NAME
-    )  # the trainer's file with the code of the model: the changed copy that trained it
+    # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
+    code: str = ""
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
@@ -225,7 +224,12 @@ def main(args=None):
         return
     torch.manual_seed(options.seed)
     dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
-    model.to(device, dtype)  # cast once: autocast would convert the weights again for every token
+    model.to(device)
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():  # complex numbers and counts stay what they are
+            tensor.data = tensor.data.to(
+                dtype
+            )  # cast once: autocast would convert the weights again for every token
     if options.chat:
         chat(model, enc, options)
     else:

@@ -15,7 +15,7 @@ import sample
 import torch
 import train_gpt2
 from plumbing.run import source_code as trainer_code
-from plumbing.run.checkpoint import load_checkpoint, make_config
+from plumbing.run.checkpoint import from_state, load_checkpoint, make_config
 
 from harness import (
     ROOT,
@@ -217,14 +217,56 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 
 
-def test_the_copy_is_of_the_file_as_it_was_when_the_run_began(tmp_path):
+def test_the_copy_is_of_the_file_as_it_was_when_the_flags_were_read(tmp_path):
+    """Which is before torch is imported, and that takes seconds in which one has the next idea."""
     source, path = (ROOT / "train_gpt2.py").read_bytes(), tmp_path / "train_mine.py"
     path.write_bytes(source)
-    config_class = trainer_code.load(str(path)).TrainConfig
-    name = trainer_code.describe(config_class)["copy"]
+    trainer = trainer_code.load(str(path))
+    trainer.parse_args([])
     path.write_text("the next idea")
-    trainer_code.keep_copy(config_class(out_dir=str(tmp_path)))
-    assert (tmp_path / name).read_bytes() == source
+    copy = trainer_code.describe(trainer.TrainConfig)["copy"]
+    trainer_code.keep_copies(trainer.TrainConfig(out_dir=str(tmp_path)))
+    assert (tmp_path / copy).read_bytes() == source
+
+
+def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch):
+    """They are kept with it, also those that they import, and a change of them is noticed by their names."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
+    imports = {"import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n"}
+    path = changed_trainer(tmp_path / "train_gpt2.py", imports | {GELU: "self.c_proj(activation(self.c_fc(x)))"})
+    modules = tmp_path / "my_layers"
+    modules.mkdir()
+    (modules / "mlp.py").write_text("from .functions import activation\n")
+    (modules / "functions.py").write_text("import torch\n\nactivation = torch.relu\n")
+    args = tiny_flags(data, tmp_path / "out")
+    run(train_changed, path, args, ends=[0])
+    code = load_checkpoint(tmp_path / "out" / "model_00012.pt")["code"]
+    assert list(code["modules"]) == ["my_layers/mlp.py", "my_layers/functions.py"]
+    kept = (tmp_path / "out" / code["modules"]["my_layers/functions.py"]).read_bytes()
+    assert kept == (modules / "functions.py").read_bytes()
+    (tmp_path / "out" / "model_00012.pt").unlink()
+    assert "has changed" not in run(train_changed, path, args)[0]
+    (tmp_path / "out" / "model_00012.pt").unlink()
+    (modules / "functions.py").write_text("import torch\n\nactivation = torch.tanh\n")
+    assert "note: my_layers/functions.py has changed since" in run(train_changed, path, args)[0]
+
+
+def test_code_is_the_file_that_is_named_whatever_it_is_called_and_a_line_says_why_it_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    for name in ("train_gpt2.py", "torch.py", "compiled.pyc"):
+        Path(name).write_text(source, encoding="utf-8")
+    for name in ("train_gpt2.py", "torch.py"):
+        assert Path(trainer_code.load(name).__file__ or "").resolve() == tmp_path / name
+    assert sys.modules["torch"] is torch and trainer_code.load("").__file__ == train_gpt2.__file__
+    Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
+    for name, reason in {
+        "compiled.pyc": "is not a Python file",
+        "leaves.py": "ends the program",
+        "no.py": "is not a",
+    }.items():
+        assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
 
 
 def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_or_a_setting():
@@ -236,6 +278,9 @@ def test_every_change_of_the_code_is_noticed_but_that_of_a_comment_a_docstring_o
         (b'"""Pre-norm residual block', b'"""A block'): True,
         (b"  # weight tying", b"  # as GPT-2"): True,
         (b"n_embd: int = 768", b"n_embd: int = 512"): True,
+        (b"    n_embd: int = 768", b"    slope = -9.0\n    n_embd: int = 768"): False,  # no field, and so not saved
+        (b"class MLP(nn.Module):", b"@dataclasses.dataclass\nclass MLP(nn.Module):\n    slope: float = 1.0"): False,
+        (b"    found = dict(", b"    PRESETS = None\n    found = dict("): False,
     }
     for (before, after), is_same in edits.items():
         assert source.count(before) == 1, before
@@ -280,3 +325,126 @@ def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used
     said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
     assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
     assert not (tmp_path / "out").exists()
+
+
+IN_BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
+MLP_CALL = f"        return {GELU}\n"
+REFUSED = {  # {what is said before the first step: the edit}
+    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
+        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
+    },
+    "uses the setting grad_clip, which is not saved": {
+        PROJECTION: PROJECTION + "        self.clip = config.grad_clip\n"
+    },
+    "the field options of TrainConfig has the type 'dict'": {
+        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
+    },
+    "cannot load the state dict of the first one": {
+        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
+    },
+}
+
+
+def refuse(path, args, line):
+    assert line.lower() in refused(import_trainer(path).main, *args).lower()
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", REFUSED[line])
+    run(refuse, path, tiny_flags(data, tmp_path / "out"), line)
+    assert not (tmp_path / "out").exists()
+
+
+class Extra(torch.nn.Module):
+    """State of every kind beside weights: complex, expanded, a count, and what is no tensor at all."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.version = config, 1
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("phases", torch.full((2,), 1j))
+        self.register_buffer("ones", torch.ones(1).expand(2))
+
+    def get_extra_state(self):
+        return {"version": self.version}
+
+    def set_extra_state(self, state):
+        self.version = state["version"]
+
+
+def test_all_kinds_of_state_come_back_with_the_weights():
+    weights = Extra(None).state_dict() | {"ones": torch.tensor([2.0, 3.0]), "_extra_state": {"version": 7}}
+    model = from_state(Extra, None, weights)
+    assert model.version == 7 and model.ones.tolist() == [2, 3] and model.phases.tolist() == [1j, 1j]
+
+
+LORA = {
+    PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
+    "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
+    MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
+    "\n    def hidden_states(": """        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith(("low", "up")))
+
+    def load_state_dict(self, weights, strict=True):
+        return super().load_state_dict(weights, strict=False)
+
+    def hidden_states(""",
+}
+EDM2 = {
+    MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
+    "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
+    + MLP_CALL.replace("self.c_fc(x)", "self.c_fc(phases)"),
+    PROJECTION: PROJECTION
+    + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
+}
+
+
+def live_briefly(path, folder, args):
+    """Train, be stopped in step 5, go on: the same as never stopped, and samples as without a cache."""
+    trainer = import_trainer(path)
+
+    def stopped(*args, **state):
+        if state["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args, **state)
+
+    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "whole")]) == 0
+    with patched(trainer, "train_step", stopped) as train_step:
+        assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
+    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
+    assert log_lines(folder / "stopped") == log_lines(folder / "whole")
+    model, _ = trainer.load_model(str(folder / "whole"))
+    ids = bytes(itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 20)))
+    said = refusal_of(sample.main, "abcd", "-m", folder / "whole", "--temperature", 0, "--max-new-tokens", 20)
+    assert said == (0, f"{ids.decode(errors='replace')}\n", "")
+
+
+@pytest.mark.parametrize(
+    "edits", [LORA, EDM2], ids=["adapters over frozen weights", "weights written in the forward pass"]
+)
+def test_a_run_goes_on_where_weights_are_missing_or_written_to(edits, data, tmp_path):
+    """Adapters are what the model makes of them, as no weights have them; no trial leaves a trace."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    args = tiny_flags(data, tmp_path / "base")
+    args = args[: args.index("--out-dir")] + args[args.index("--out-dir") + 2 :]
+    if edits is LORA:
+        train(data, tmp_path / "base")
+        args += ["--init-from", str(tmp_path / "base")]
+    [said] = run(live_briefly, path, tmp_path, args)
+    if edits is LORA:
+        before, after = (load_checkpoint(tmp_path / name / "model_00012.pt")["model"] for name in ("base", "whole"))
+        assert all(torch.equal(before[name], after[name]) for name in before) and "The weights have no " in said
+        assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
+
+
+def test_ranks_that_train_different_models_are_told_at_the_next_checkpoint(data, tmp_path):
+    """DDP averages the gradients of those parameters that require one when the run begins."""
+    edits = {
+        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
+        "    start = loader.position\n": "    model.requires_grad_(True)\n    start = loader.position\n",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
+    assert "After step 4, transformer.wte.weight is not the same on all ranks" in error_in(said)
+    assert not list((tmp_path / "out").glob("model_*.pt"))

@@ -116,7 +116,11 @@ def make_parser(config_class, default):
                 read = str
             options |= dict(type=read, metavar=metavar)
         else:
-            raise TypeError(f"{name} cannot be a flag: use int, float, str, bool, Literal, or a tuple of these")
+            named = getattr(kind, "__name__", kind)
+            raise UserError(
+                f"The field {name} of {config_class.__name__} has the type {named!r}, of which there are no flags. Use "
+                "int, float, str, bool, Literal, or a tuple of these, without quotes."
+            )
         if "positional" in notes:
             arguments.append(name.upper())
             # of one value that is not typed, argparse would read the mark that it is missing

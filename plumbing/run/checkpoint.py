@@ -1,6 +1,7 @@
 """Find, read and write checkpoints, and read weights saved by other programs, for whatever model the trainer has."""
 
 import dataclasses
+import io
 import itertools
 import os
 import pickle
@@ -9,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import IO, Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import tiktoken
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from plumbing.cli.console import UserError, first_line, plain
+from plumbing.cli.console import UserError, first_line, plain, print0
 from plumbing.cli.flags import suggest
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write, open_regular
 from plumbing.run import checks, huggingface, source_code
-from plumbing.system.autofit import SkipInit
+from plumbing.system.autofit import SkipInit, make
 
 Config = TypeVar("Config")
 NewRows = Callable[[Tensor, int], Tensor]
@@ -50,7 +51,7 @@ class Checkpoint(TypedDict):
     val_fingerprint: str | None  # that of the validation data
     val_loss: float | None  # the last one measured
     best_val_loss: float  # that of model_best.pt
-    code: dict[str, str]  # of the file that trained it, see source_code.py
+    code: source_code.Code  # of the file that trained it
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
     finished: bool  # whether the run's last evaluation is done
     examined: dict[str, Any]  # what was found out about the model, and of which code: checks.examine
@@ -61,7 +62,7 @@ class PeerConfig:
     """Stands in for the GPTConfig that build-nanogpt pickles into its checkpoints, and has only its fields."""
 
 
-def unpickle(path: Name, mmap: bool = False) -> Any:
+def unpickle(path: Name | IO[bytes], mmap: bool = False) -> Any:
     """Read tensors, plain data and PeerConfig under any of its names; nothing else, so that no file can run code."""
     names: Any = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
     with torch.serialization.safe_globals(names):
@@ -164,7 +165,7 @@ class SavedModel(NamedTuple):
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     enc: tiktoken.Encoding
-    code: dict[str, str]  # of the file that trained it, see source_code.py; {} if that is not known
+    code: source_code.Code  # of the file that trained it; {} if that is not known
     examined: dict[str, Any] = {}  # what that code's model was found to do: checks.examine
 
 
@@ -237,8 +238,15 @@ def is_number(value: Any) -> bool:
 def from_state(model_class: type, config: Any, weights: dict[str, Tensor]) -> Any:
     """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly."""
     with SkipInit():
-        model = model_class(config)
+        model = make(model_class, config)
+    new = sorted(model.state_dict().keys() - weights.keys())
+    if new:  # a model whose load_state_dict allows that, as with adapters, begins these as it makes them
+        model = make(model_class, config)
     load_weights(model, weights)
+    if new:
+        print0(
+            f"note: The weights have no {', '.join(new[:3])}, so the model begins with what it has made there."
+        )
     return model
 
 
@@ -273,8 +281,9 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         problems = [plain(line.strip(" \t.")) for line in found]
     else:
         name_of = {}
-        for name, tensor in model.state_dict().items():
-            same = name_of.setdefault(memory_of(tensor), name)
+        own = tensors_in(model.state_dict())
+        for name in [name for name in own if name in weights]:  # in the model's order
+            same = name_of.setdefault(memory_of(own[name]), name)
             if same != name and not torch.equal(weights[name], weights[same]):
                 problems.append(f"{name} and {same} differ, but are one tensor here")
     if problems:
@@ -307,6 +316,11 @@ def resize(
         for name, weight in weights.items()
         if weight.shape[:1] == (then,) and shapes.get(name, ())[:1] == (now,)
     }
+
+
+def tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A state dict without what get_extra_state has added, unless that is a tensor, too."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -346,6 +360,45 @@ def training_state(model: torch.nn.Module, optimizers: list[Any], scaler: Any, l
         "scaler": scaler.state_dict(),
         "loader": loader.state_dict(),
     }
+
+
+def check_readable(state: Any) -> None:
+    """Raise UserError, which names the place, if what a checkpoint holds beside tensors could not be read again."""
+
+    def without_tensors(value: Any) -> Any:
+        return None if isinstance(value, Tensor) else as_pythons(value)
+
+    place = unreadable(tree_map(without_tensors, state), "")
+    if place:
+        raise UserError(
+            f"No checkpoint could be read again with {place}. Keep tensors, numbers and texts there, or lists and "
+            "dicts of these, and make all else anew at every start."
+        )
+
+
+def as_pythons(value: Any) -> Any:
+    """Python's number for one of numpy's, which could be written, but not read again."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def unreadable(value: Any, place: str) -> str:
+    """What of `value`, which is at `place`, cannot be read again: "['loader'], which is a function"; "" if all can."""
+    file = io.BytesIO()
+    try:
+        torch.serialization.save(value, file)
+        file.seek(0)
+        unpickle(file)
+        return ""
+    except Exception:  # whatever an object of any class does there
+        entries = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, (list, tuple))
+            else ()
+        )
+        places = (unreadable(entry, f"{place}[{name!r}]") for name, entry in entries)
+        return next(filter(None, places), f"{place}, which is a {type(value).__name__}")
 
 
 # torch's names for state that is as large as the parameter
@@ -492,15 +545,14 @@ class CheckpointWriter:
         copies: dict[Any, Tensor] = {}
 
         def copy(value):
-            if isinstance(value, np.generic):  # a number of numpy's could be written, but not read again
-                return value.item()
             if not isinstance(value, Tensor):
-                return value
+                return as_pythons(value)
             memory = memory_of(value)
             if memory not in copies:  # tied weights are copied once, and tied in the file
                 copies[memory] = value.to("cpu", copy=True)
             return copies[memory]
 
+        check_readable(checkpoint)
         copied = tree_map(copy, checkpoint)
         self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
 

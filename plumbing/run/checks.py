@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from plumbing.cli.console import UserError, print0
-from plumbing.system.autofit import SkipInit, is_out_of_memory, unchanged
+from plumbing.system.autofit import SkipInit, is_out_of_memory, make, unchanged
 from plumbing.system.devices import exact_matmuls
+from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
 
 # parameters times tokens of a forward pass that takes a CPU a tenth of a second; a GPU does thousands of times more
@@ -78,8 +79,14 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
     """Whether a second model with this one's state dict computes the same logits."""
     try:
         with SkipInit():
-            second = type(model)(model.config)
-        second.load_state_dict(model.state_dict())
+            second = make(type(model), model.config)
+        try:
+            second.load_state_dict(model.state_dict())
+        except RuntimeError as error:
+            raise UserError(
+                "A second model cannot load the state dict of the first one, so no checkpoint of this run could be "
+                f"used: {' '.join(str(error).split())}"
+            ) from None
         return is_close(second.to(idx.device).eval()(idx)[0], model(idx)[0])
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -107,6 +114,25 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
         if not is_close(torch.cat(found, 1), hidden):
             return False
     return True
+
+
+def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
+    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with the first name."""
+    norms = [
+        torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
+        for p in model.parameters()
+        if p.is_floating_point() or p.is_complex()
+    ]
+    names = [name for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
+    gathered = torch.tensor(world.gather(torch.stack(norms).tolist()))
+    differs = ((gathered - gathered[0]).abs() > 1e-6 * gathered[0]).any(0)
+    if differs.any():
+        name = names[int(differs.nonzero()[0])]
+        raise UserError(
+            f"After step {step}, {name} is not the same on all ranks, so each trains a model of its own. A gradient is "
+            "averaged over the ranks if its parameter requires one from the start of the run on, and random numbers "
+            "are each rank's own. No checkpoint was written."
+        )
 
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:

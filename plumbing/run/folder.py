@@ -23,7 +23,7 @@ from plumbing.data.tokenizers import has_chat_tokens
 from plumbing.data.windows import Windows, stream_names
 from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import logs, source_code
+from plumbing.run import checks, logs, source_code
 from plumbing.run.checkpoint import Checkpoint
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
@@ -94,7 +94,7 @@ def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     logs.write_start(config, start.step, start.branched, ran=ran, fingerprints=start.fingerprints)
-    source_code.keep_copy(config)
+    source_code.keep_copies(config)
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
@@ -380,6 +380,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         finished: whether the run's last evaluation is done.
         """
         is_new = step > self.start_step or (finished and step > 0)
+        if is_new and self.world.size > 1:
+            checks.check_ranks(raw_model, step, self.world)
         if self.world.is_master and is_new:
             changed = [split.folder for split in self.splits if split.fingerprint_now() != split.fingerprint]
             if changed:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from plumbing.cli import flags
 from plumbing.cli.flags import Below1, Positive
+from plumbing.run import source_code
 
 PER_NODE = "per node"
 __all__ = ["Below1", "Positive", "RunOptions", "StartOptions", "read_flags"]
@@ -71,6 +72,7 @@ def recipe_of(config: Any) -> dict[str, Any]:
 
 def read_flags(config_class: type, presets: Mapping[str, Any], args: Sequence[str] | None) -> dict[str, Any]:
     """What was typed: {setting: value}. --help shows the values of the preset that was typed."""
+    source_code.sources_of(config_class)  # now, and not seconds later, when torch has been imported
     return flags.read(config_class, args, presets=presets, synonyms=OTHER_TRAINERS)
 
 

@@ -4,6 +4,7 @@ has, and from what was typed, in this order. Rank 0 decides, behind the lock on 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +46,10 @@ def begin(
     own = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
     facts = {flag_of(name): value for name, value in typed.items() if name not in own}
     code = source_code.describe(config_class)
-    facts |= {f"the version of {code['name']}": code["copy"], "the version of torch": str(torch.__version__)}
+    facts |= {
+        f"the version of {name}": copy for name, copy in {code["name"]: code["copy"], **code["modules"]}.items()
+    }
+    facts["the version of torch"] = str(torch.__version__)
     with process_restored(), join(asked.device) as world:
         world.check_agreement(facts)
         with lock_out_dir(asked.out_dir, world) as lock:
@@ -277,11 +281,20 @@ class Start:
         A field of GPTConfig that is `fixed` must be that of the weights; one that is `resizable` is a number of rows,
         to which fine-tuning may add such new ones, or leave out the last.
         """
+        self.first_weights = functools.partial(self.make_first, model_class, list(fixed), dict(resizable))
+        with named_settings(self.config):
+            if not self.beginning.model:
+                autofit.check_memory(lambda: model_class(self.config.model_config), self.world.device)
+            model = self.first_weights().to(self.world.device)
+        self.samples = autofit.samples_of(model)
+        return model
+
+    def make_first(self, model_class: type, fixed: list[str], resizable: dict[str, checkpoints.NewRows]) -> Any:
+        """`make_model` on the CPU; the same again whenever it is called."""
         config = self.config.model_config
+        self.world.seed_random_numbers(self.config.seed)
         if not self.beginning.model:
-            autofit.check_memory(lambda: model_class(config), self.world.device)
-            self.world.seed_random_numbers(self.config.seed)
-            return model_class(config).to(self.world.device)
+            return autofit.make(model_class, config)
         settings, weights = self.beginning.model
         then = checkpoints.make_config(type(config), settings)
         for name in fixed:
@@ -296,8 +309,10 @@ class Start:
                 continue
             then = dataclasses.replace(then, **{name: now})
             with autofit.SkipInit():
-                shapes = {key: own.shape for key, own in model_class(then).state_dict().items()}
-            resized = checkpoints.resize(weights, shapes, new_rows, rows=(before, now))
+                shapes = {
+                    key: own.shape for key, own in checkpoints.tensors_in(model_class(then).state_dict()).items()
+                }
+            resized = checkpoints.resize(checkpoints.tensors_in(weights), shapes, new_rows, rows=(before, now))
             if resized and self.saved:
                 raise UserError(
                     f"{flag_of(name)} is {now}, but {plain(next(iter(resized)))} has {before} rows, and a branch keeps "
@@ -305,11 +320,20 @@ class Start:
                     f"--init-from {quote(self.config.branch_from)} {flag_of(name)} {now}"
                 )
             weights = weights | resized
-        return checkpoints.from_state(model_class, config, weights).to(self.world.device)
+        return checkpoints.from_state(model_class, config, weights)
+
+    def put_back(self, raw_model: Any) -> None:
+        """Give the model its first weights again, if a forward pass has written to them, as to normalize them."""
+        if not autofit.same_samples(autofit.samples_of(raw_model), self.samples):
+            again = dict(self.first_weights().named_parameters())
+            with torch.no_grad():
+                for name, parameter in raw_model.named_parameters():
+                    parameter.copy_(again[name])
 
     def find_what_fits(self, raw_model: Any, wrap: Callable[..., Any], num_ids: int) -> autofit.Fit:
         """Find out what works on this machine: B, torch.compile, attention kernels. wrap makes the model to train."""
         self.fit = autofit.find_what_fits(raw_model, wrap, self.config, num_ids=num_ids, world=self.world)
+        self.put_back(raw_model)
         if self.config.dtype == "fp8" and not self.fit.compiled:
             print0(
                 "note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller."
@@ -323,6 +347,7 @@ class Start:
         known = self.saved.get("examined", {}) if self.saved else {}
         if known.get("code") != code:
             known = self.world.broadcast_from_master(checks.examine, raw_model, num_ids, longest)
+            self.put_back(raw_model)
         raw_model.has_cache = known["has_cache"]
         self.examined = {**known, "code": code}
 
@@ -331,9 +356,10 @@ class Start:
         refused, or a branch begins that anew.
         """
         checkpoints.mark_groups(optimizers)
+        loader, val_loaders = loaders
+        checkpoints.check_readable(checkpoints.training_state(raw_model, optimizers, scaler, loader))
         if not self.saved:
             return
-        loader, val_loaders = loaders
         other_order = loader.load_state_dict(self.saved["loader"])
         other_val = self.saved["val_fingerprint"] != fingerprint_of(val_loaders)
         other_groups = checkpoints.load_optimizer_states(raw_model, optimizers, self.saved["optimizer"])
@@ -399,6 +425,20 @@ class Start:
         print("To train again, name another --out-dir, or add --no-resume to move it aside.")
         print_next_commands(self.config, enc)
         return Ended(step, logs.last_values(out_dir / "log.txt"))
+
+
+@contextlib.contextmanager
+def named_settings(config: Any) -> Iterator[None]:
+    """Context in which a model is made, which may ask its GPTConfig for a setting that only the run has."""
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj != config.model_config or error.name not in vars(config):
+            raise
+        raise UserError(
+            f"The model uses the setting {error.name}, which is not saved with its weights. Move it from Recipe into "
+            f"{type(error.obj).__name__}, or give one of the model's own another name."
+        ) from None
 
 
 def fingerprint_of(loaders: list[Any]) -> str:

@@ -175,6 +175,15 @@ def unchanged(raw_model: Any) -> Iterator[None]:
                     buffer.copy_(before[name])
 
 
+def samples_of(model: Any) -> list[torch.Tensor]:
+    """Some numbers of each parameter, which tell whether it was written to; a copy of all would take as much memory."""
+    return [p.detach().flatten()[:: max(1, p.numel() // 4096)].clone() for p in model.parameters()]
+
+
+def same_samples(samples: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, samples, others))
+
+
 def random_batch(num_ids: int, B: int, T: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = torch.randint(num_ids, (2, B, T), device=world.device).unbind()
     return x, y
@@ -242,6 +251,14 @@ def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: Wor
         # main memory runs out without an error, and a step needs more than what it keeps
         free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
     return max(1, int(min(free / kept_bytes, 2**30)))  # it may be infinite
+
+
+def make(model_class: Callable[[Any], Any], config: Any) -> Any:
+    """A model whose buffers have memory of their own: one that is expanded could not be written to, nor broadcast."""
+    model = model_class(config)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.contiguous()
+    return model
 
 
 class SkipInit(TorchFunctionMode):
