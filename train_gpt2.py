@@ -374,8 +374,7 @@ def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
 def load_model(source):
     """Load (GPT, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest checkpoint."""
     model, saved = checkpoint.load_model(GPT, GPTConfig, source)
-    checkpoint.check_num_ids(model.config.vocab_size, saved.enc)
-    checkpoint.examine_loaded(model, saved, longest=model.config.block_size)
+    checkpoint.examine_loaded(model, saved, num_ids=model.config.vocab_size, longest=model.config.block_size)
     return model, saved.enc
 
 
@@ -727,8 +726,6 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
         vocab_size = max(c.vocab_size, padded_size if c.max_steps else n_vocab)
     else:
         vocab_size = c.vocab_size or padded_size
-    if enc:
-        checkpoint.check_num_ids(vocab_size, enc)
     dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
     max_steps, warmup_steps = c.max_steps, c.warmup_steps
     if c.passes:
@@ -785,9 +782,9 @@ def setup(start) -> Parts:
     torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
     loader, val_loaders, enc = load_data(config, world)
     if loader:
-        start.check_data(loader, val_loaders, enc)
+        start.check_data(loader, val_loaders, enc, num_ids=config.vocab_size)
     # what is longer than its weights gets new rows: ids their mean, positions those before them again
-    resizable = dict(vocab_size=checkpoint.mean_row, block_size=checkpoint.rows_again)
+    resizable = dict(vocab_size="mean", block_size="tiling")  # how fine-tuning makes new rows
     raw_model = start.make_model(GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=resizable)
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
     # a missing file is downloaded now, rather than in the middle of a run

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypedDict, TypeVar
@@ -26,7 +25,6 @@ from plumbing.run import checks, huggingface, source_code
 from plumbing.system.autofit import SkipInit, make
 
 Config = TypeVar("Config")
-NewRows = Callable[[Tensor, int], Tensor]
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -256,8 +254,9 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
     return from_state(model_class, make_config(config_class, saved.settings), saved.weights).eval(), saved
 
 
-def examine_loaded(model: Any, saved: SavedModel, longest: int) -> None:
-    """Find out whether a loaded model has a cache, unless the run that trained this very code knew it."""
+def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> None:
+    """Find out whether a loaded model of num_ids ids has a cache, unless the run that trained this code knew it."""
+    check_num_ids(num_ids, saved.enc)
     code, known = source_code.describe(type(model.config))["hash"], saved.examined
     if known.get("code") != code:
         known = checks.examine(model, saved.enc.n_vocab, longest, is_new=False)
@@ -293,26 +292,25 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         )
 
 
-def mean_row(weight: Tensor, num_rows: int) -> Tensor:
-    """New rows for ids, the mean of the others: zeros would give an id logit 0, far above that of most others."""
-    return weight.mean(0).expand(num_rows, *weight.shape[1:])
-
-
-def rows_again(weight: Tensor, num_rows: int) -> Tensor:
-    """New rows for positions, the others again from the first on (see records/2026-11-25-longer-sequences)."""
-    return weight[torch.arange(num_rows) % len(weight)]
+def new_rows(weight: Tensor, number: int, how: str) -> Tensor:
+    """So many rows to add to a weight. "mean": that of the others, for ids, as zeros would give an id logit 0, far
+    above that of most. "tiling": the others from the first on, for positions (records/2026-11-25-longer-sequences).
+    """
+    if how == "mean":
+        return weight.mean(0).expand(number, *weight.shape[1:])
+    return weight[torch.arange(number) % len(weight)]
 
 
 def resize(
-    weights: dict[str, Tensor], shapes: dict[str, torch.Size], new_rows: NewRows, *, rows: tuple[int, int]
+    weights: dict[str, Tensor], shapes: dict[str, torch.Size], how: str, *, rows: tuple[int, int]
 ) -> dict[str, Tensor]:
     """Those of `weights` that have as many rows as rows[0], where the model's own `shapes` have rows[1]: with so many.
 
-    new_rows(weight, number) makes what is added at the end; what is too many there is left out.
+    How new ones are made is said to `new_rows`; what is too many is left out.
     """
     then, now = rows
     return {
-        name: torch.cat([weight[:now], new_rows(weight, max(0, now - then))])
+        name: torch.cat([weight[:now], new_rows(weight, max(0, now - then), how)])
         for name, weight in weights.items()
         if weight.shape[:1] == (then,) and shapes.get(name, ())[:1] == (now,)
     }

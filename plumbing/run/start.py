@@ -257,8 +257,12 @@ class Start:
         """Whether nothing is left to do: the run's last checkpoint was written after its last evaluation."""
         return self.beginning.finished_step is not None
 
-    def check_data(self, loader: Any, val_loaders: list[Any], enc: Any) -> None:
-        """Raise UserError unless the data are whole, enough, the same on all ranks, and of the model's tokenizer."""
+    def check_data(self, loader: Any, val_loaders: list[Any], enc: Any, *, num_ids: int) -> None:
+        """Raise UserError unless the data are whole, enough, the same on all ranks, and of the model's tokenizer.
+
+        num_ids: how many ids the model has.
+        """
+        checkpoints.check_num_ids(num_ids, enc)
         fingerprints = {
             "the training data": fingerprint_of([loader]),
             "the validation data": fingerprint_of(val_loaders),
@@ -273,13 +277,11 @@ class Start:
             shards.check_size(" ".join(self.config.data), "train", loader.T, **options)
         checkpoints.check_tokenizer(self.beginning.tokenizer, enc, " ".join(self.config.data))
 
-    def make_model(
-        self, model_class: type, *, fixed: Iterable[str], resizable: Mapping[str, checkpoints.NewRows]
-    ) -> Any:
+    def make_model(self, model_class: type, *, fixed: Iterable[str], resizable: Mapping[str, str]) -> Any:
         """The model on the device, with its first weights: new ones, or those that the run begins with.
 
         A field of GPTConfig that is `fixed` must be that of the weights; one that is `resizable` is a number of rows,
-        to which fine-tuning may add such new ones, or leave out the last.
+        to which fine-tuning may add, as `checkpoint.new_rows` says, or leave out the last.
         """
         self.first_weights = functools.partial(self.make_first, model_class, list(fixed), dict(resizable))
         with named_settings(self.config):
@@ -289,7 +291,7 @@ class Start:
         self.samples = autofit.samples_of(model)
         return model
 
-    def make_first(self, model_class: type, fixed: list[str], resizable: dict[str, checkpoints.NewRows]) -> Any:
+    def make_first(self, model_class: type, fixed: list[str], resizable: dict[str, str]) -> Any:
         """`make_model` on the CPU; the same again whenever it is called."""
         config = self.config.model_config
         self.world.seed_random_numbers(self.config.seed)
@@ -303,7 +305,7 @@ class Start:
                     f"{flag_of(name)} is {getattr(config, name)}, but the weights that the run begins with have "
                     f"{getattr(then, name)}. Leave it out."
                 )
-        for name, new_rows in resizable.items():
+        for name, how in resizable.items():
             before, now = getattr(then, name), getattr(config, name)
             if before == now:
                 continue
@@ -312,7 +314,7 @@ class Start:
                 shapes = {
                     key: own.shape for key, own in checkpoints.tensors_in(model_class(then).state_dict()).items()
                 }
-            resized = checkpoints.resize(checkpoints.tensors_in(weights), shapes, new_rows, rows=(before, now))
+            resized = checkpoints.resize(checkpoints.tensors_in(weights), shapes, how, rows=(before, now))
             if resized and self.saved:
                 raise UserError(
                     f"{flag_of(name)} is {now}, but {plain(next(iter(resized)))} has {before} rows, and a branch keeps "
