@@ -123,7 +123,7 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "transformer.wte.weight has 320 rows"),
-        (dict(block_size=64), "model_00008.pt --block-size 64"),
+        (dict(block_size=64), " --block-size 64"),
         (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out."),
         (dict(n_head=4), "--n-head is 4, but the weights"),
         (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
