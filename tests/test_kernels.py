@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from plumbing.cli.console import UserError
+from plumbing.cli.console import UserError, is_out_of_memory
 from plumbing.system import kernels
-from plumbing.system.autofit import is_out_of_memory
 from plumbing.system.devices import has_float8, peak_flops
 from plumbing.system.kernels import LinearCrossEntropy, losses_and_gradient
 

@@ -199,7 +199,8 @@ def explain(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one that led to it, says that memory ran out: libraries may keep only the text."""
     said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
-    words = "MemoryError|out of memory|ALLOC_FAILED|[Cc]an(not|'t) allocate memory|failed to map segment"
+    words = "MemoryError|out of memory|not enough memory|ALLOC_FAILED|[Cc]an(not|'t) allocate memory"
+    words += "|failed to map segment|overflowed"  # sizes overflow where they are beyond any memory
     has_its_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or has_its_number or re.search(words, said) is not None
 

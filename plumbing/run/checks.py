@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from plumbing.cli.console import UserError, print0
-from plumbing.system.autofit import SkipInit, is_out_of_memory, make, unchanged
+from plumbing.cli.console import UserError, is_out_of_memory, print0
+from plumbing.system.autofit import SkipInit, make, unchanged
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache

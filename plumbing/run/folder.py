@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli.console import UserError, count, duration, first_line, print0, print_next, short
+from plumbing.cli.console import (
+    UserError,
+    count,
+    duration,
+    first_line,
+    is_out_of_memory,
+    print0,
+    print_next,
+    short,
+)
 from plumbing.cli.flags import flag_of
 from plumbing.data.tokenizers import has_chat_tokens
 from plumbing.data.windows import Windows, stream_names
@@ -29,7 +38,7 @@ from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
-from plumbing.system.autofit import Fit, is_out_of_memory
+from plumbing.system.autofit import Fit
 from plumbing.system.distributed import World
 
 # the names of what a run writes into its folder

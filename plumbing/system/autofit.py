@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from plumbing.cli.console import UserError, count, first_line, print0
+from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
 from plumbing.system import devices
 from plumbing.system.distributed import World, environment_number
 
@@ -302,10 +301,3 @@ def check_memory(make_model: Callable[[], Any], device: str) -> None:
 def largest_divisor(number: int, at_most: int) -> int:
     """The largest divisor of `number` that is not above `at_most`: 96, 64 -> 48."""
     return max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that led to it, says that memory ran out: torch.compile may keep only the text."""
-    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
-    words = "MemoryError|out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|overflowed"
-    return re.search(words, said) is not None
