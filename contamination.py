@@ -36,7 +36,7 @@ from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
 from plumbing.data.readers import read_records
 from plumbing.data.shards import check_meta, open_shard, split_of
-from plumbing.system.cpus import num_cores
+from plumbing.system.limits import num_cores
 
 NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64

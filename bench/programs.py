@@ -20,8 +20,8 @@ from bench.measure import measure, timed
 from bench.steps import configure, transformers_model, world_of
 from plumbing.data import readers, tokenizers
 from plumbing.run.huggingface import transposed
-from plumbing.system.cpus import num_cores
 from plumbing.system.kernels import without_cudnn_attention
+from plumbing.system.limits import num_cores
 from train_gpt2 import GPT
 
 SECONDS_OF_WORK = 2  # of a core in `data`: so much that fineweb.py's start counts little

@@ -276,6 +276,20 @@ def test_free_memory_is_what_linux_and_the_groups_of_the_process_leave(groups, l
     assert devices.free_memory("cpu", tmp_path) == free
 
 
+def test_torch_has_no_more_threads_than_the_quota_has_cores(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(devices, "num_cores", lambda: before + 5)
+    try:
+        devices.choose_device("cpu")
+        assert torch.get_num_threads() == before
+        torch.set_num_threads(3)
+        monkeypatch.setattr(devices, "num_cores", lambda: 2)
+        devices.choose_device("cpu")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -34,7 +34,7 @@ from plumbing.data.options import DataOptions
 from plumbing.data.readers import Counts, Row, Unusable, read_rows
 from plumbing.data.shards import Meta, read_meta, split_of
 from plumbing.files import atomic_write, lock_folder
-from plumbing.system.cpus import num_cores
+from plumbing.system.limits import num_cores
 
 BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so that the overhead is negligible
 QUEUE_BYTES = 2**26  # of text that waits or is done

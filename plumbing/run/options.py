@@ -95,6 +95,7 @@ OTHER_TRAINERS = {
     "--val-tokens": "eval-iters",
     "--checkpoint-every": "save-steps save-every always-save-checkpoint",
     "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
+    "torch.distributed.launch adds it: start the ranks with torchrun in its place.": "local-rank",
     "log.txt, which has every step": "log-interval logging-steps",
     "The model has no dropout: in pretraining it sees most texts once.": "dropout",
 }

@@ -14,10 +14,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from plumbing.cli.console import UserError, is_rank_0, output_of
+from plumbing.system.limits import memory_limits, num_cores
 
 
 def choose_device(name: str) -> str:
-    """The device called `name`, or for "auto" the best on this machine. Raises UserError if it cannot be used."""
+    """The device called `name`, or for "auto" the best on this machine. Raises UserError if it cannot be used.
+
+    torch has no more threads then than a container's quota has cores: they would only wait for one another.
+    """
     name, known = re.sub("^gpu", "cuda", name), ["cpu"]
     if torch.backends.mps.is_available():
         known = ["mps", *known]
@@ -40,6 +44,7 @@ def choose_device(name: str) -> str:
         )
     if name.startswith("cuda"):
         check_kernels(name)
+    torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     return name
 
 
@@ -68,24 +73,6 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
     return min([free, *memory_limits(root)])
-
-
-def memory_limits(root: Path = Path("/")) -> list[int]:
-    """Bytes to which Linux limits this process's control group and each group above it: a container's or a job's."""
-    groups, limits = root / "proc/self/cgroup", []
-    for line in groups.read_text().splitlines() if groups.exists() else []:
-        _, controllers, group = line.split(":", 2)
-        files: list[tuple[str, str]] = []
-        if not controllers:  # version 2; beside version 1 it has a folder of its own
-            files = [(".", "memory.max"), ("unified", "memory.max")]
-        elif "memory" in controllers.split(","):
-            files = [("memory", "memory.limit_in_bytes")]
-        for mount, name in files:
-            # a container may see its own group as the root of the tree, so that the levels below it are not there
-            own = root / "sys/fs/cgroup" / mount / group.strip("/")
-            levels = [level / name for level in (own, *own.parents)]
-            limits += [level.read_text().strip() for level in levels if level.exists()]
-    return [int(limit) for limit in limits if limit != "max"]
 
 
 def choose_dtype(name: str, device: str, is_wide: bool = False) -> tuple[torch.dtype, str]:

@@ -1,9 +1,9 @@
-"""plumbing/system/cpus.py: as many cores as this process may use, which in a container are fewer than there are."""
+"""plumbing/system/limits.py: as many cores as this process may use, which in a container are fewer than there are."""
 
 import os
 
 import pytest
-from plumbing.system import cpus
+from plumbing.system import limits
 
 
 def make_system(root, files):
@@ -63,10 +63,10 @@ V1 = "4:memory:/\n3:cpu,cpuacct:/docker/ab\n1:name=systemd:/\n"
 )
 def test_a_containers_quota_counts_and_not_the_hosts_cores(tmp_path, files, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(192), raising=False)
-    assert cpus.num_cores(make_system(tmp_path, files)) == expected
+    assert limits.num_cores(make_system(tmp_path, files)) == expected
 
 
 def test_no_more_than_the_cores_that_the_process_is_bound_to(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4}, raising=False)
-    assert cpus.num_cores(make_system(tmp_path, {"sys/fs/cgroup/cpu.max": "900000 100000"})) == 2
-    assert cpus.num_cores() >= 1
+    assert limits.num_cores(make_system(tmp_path, {"sys/fs/cgroup/cpu.max": "900000 100000"})) == 2
+    assert limits.num_cores() >= 1

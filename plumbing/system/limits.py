@@ -1,0 +1,49 @@
+"""What this process may use: by its affinity, and by the control groups of Linux that containers and jobs have."""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")  # of the system; a test has another one
+
+
+def num_cores(root: Path = ROOT) -> int:
+    """The cores by affinity and by the quotas of the control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = []
+    for group in control_groups("cpu", root):
+        older = read(group / "cpu.cfs_quota_us") + " " + read(group / "cpu.cfs_period_us")  # version 1
+        numbers = re.fullmatch(r"(\d+) (\d+)", read(group / "cpu.max") or older)  # "max" or -1: no limit
+        if numbers and int(numbers[2]):
+            quotas.append(math.ceil(int(numbers[1]) / int(numbers[2])))
+    return max(1, min([cores, *quotas]))
+
+
+def memory_limits(root: Path = ROOT) -> list[int]:
+    """The bytes to which the control groups limit their processes together."""
+    groups = list(control_groups("memory", root))
+    limits = [read(group / name) for name in ("memory.max", "memory.limit_in_bytes") for group in groups]
+    return [int(limit) for limit in limits if limit.isdigit()]  # "max": no limit
+
+
+def control_groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control group and of each one around it, in version 2 and 1."""
+    for line in read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
+        _, names, group = line.split(":", 2)
+        mounts = [names, controller] if controller in names.split(",") else []
+        if not names:
+            mounts = [".", "unified"]  # version 2 has one tree; where there is version 1, too, in this folder
+        for mount in mounts:
+            top = root / "sys/fs/cgroup" / mount
+            # a container may see its own group as the root of the tree, so that the levels below it are not there
+            own = top / group.strip("/")
+            yield from (level for level in (own, *own.parents) if level.is_relative_to(top))
+
+
+def read(path):
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
