@@ -23,7 +23,6 @@ Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, ta
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -658,7 +657,7 @@ def train_step(model, raw_model, loader, num_windows, *, step, config, optimizer
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
         last = micro_step == grad_accum_steps - 1  # only its backward pass all-reduces the gradients
-        with contextlib.nullcontext() if last else world.no_sync(model):
+        with world.all_reduced(model) if last else world.no_sync(model):
             with world.autocast():
                 _, loss = model(x, y, return_logits=False)
             # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's

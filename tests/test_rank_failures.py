@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -158,6 +159,23 @@ def test_a_rank_that_fails_alone_says_why_and_ends_at_once(data, tmp_path):
     args = tiny_flags(data, tmp_path / "out", batch_size=2)
     _, said = run(train_with_a_defect_on_rank_1, args, ranks=2, ends=[None, 1])
     assert "ValueError: a defect" in said
+
+
+def train_with_blocks_skipped_on_rank_1(args):
+    """Rank 1 leaves the blocks out in its step 3, as stochastic depth does now and then, and rank 0 waits for them."""
+
+    def skip_in_step_3(*args, **state):
+        skips = os.environ["RANK"] == "1" and state["step"] == 3
+        with patched(train_gpt2.Block, "forward", lambda self, x, cache: x) if skips else nullcontext():
+            return train_step(*args, **state)
+
+    with patched(train_gpt2, "train_step", skip_in_step_3) as train_step:
+        train_gpt2.main(args)
+
+
+def test_a_parameter_that_has_no_gradient_on_one_rank_is_named(data, tmp_path):
+    _, said = run(train_with_blocks_skipped_on_rank_1, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[None, 2])
+    assert error_in(said).startswith("error: On rank 1 transformer.h.0.ln_1.weight had no gradient in this step")
 
 
 LATE_RANK_0 = """

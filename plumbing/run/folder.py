@@ -270,11 +270,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
                     self.wandb.finish(status=1 if kind else 0)
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
                     self.log.close()
-        if "Expected to have finished reduction in the prior iteration" in str(error):
-            raise UserError(
-                "In the last step a parameter had no gradient on some rank, but DDP needs one of each. If only some "
-                "batches use a part of the model, such as an expert, add 0 times the sum of its parameters to the loss."
-            ) from None
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""

@@ -66,6 +66,28 @@ class World:
         """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""
         return model.no_sync() if self.size > 1 else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def all_reduced(self, model: Any) -> Iterator[None]:
+        """Context of the backward pass in which DDP averages the gradients over the ranks.
+
+        UserError where a parameter had no gradient, for which the other ranks would wait until they give up.
+        """
+        yield
+        if self.size == 1:
+            return
+        try:
+            model.reducer._rebuild_buckets()  # as DDP does before its next forward pass, which is too late to stop
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: (\d+)", str(error))
+            if not found:
+                raise
+            names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+            raise UserError(
+                f"On rank {self.rank} {names[int(found[1])]} had no gradient in this step, but DDP needs one of each "
+                "parameter. If only some batches use a part of the model, such as an expert, add 0 times the sum of its "
+                "parameters to the loss."
+            ) from None
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: sum over the ranks, in place. For a mean, divide by the size: gloo has no average."""
         if self.size > 1:
