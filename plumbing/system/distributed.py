@@ -84,8 +84,8 @@ class World:
             names = [name for name, p in model.module.named_parameters() if p.requires_grad]
             raise UserError(
                 f"On rank {self.rank} {names[int(found[1])]} had no gradient in this step, but DDP needs one of each. "
-                "If only some batches use a part of the model, such as an expert, add 0 times the sum of its parameters "
-                "to the loss."
+                "If only some batches use a part of the model, such as an expert, add 0 times the sum of its parameters"
+                " to the loss."
             ) from None
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
