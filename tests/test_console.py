@@ -27,7 +27,7 @@ from plumbing.system import autofit, devices
 from plumbing.system.distributed import World
 from train_gpt2 import TrainConfig
 
-from harness import examples_file, full_disk, patched, read_log, refused, status_of, tiny_flags, train
+from harness import examples_file, full_disk, patched, read_log, refused, run, status_of, tiny_flags, train
 
 
 def test_the_account_of_a_run(capsys):
@@ -230,6 +230,14 @@ def test_what_is_printed_loses_the_secrets_of_its_urls(text, shown, monkeypatch)
         raise UserError(text)
 
     assert refused(fail) == f"error: {shown}"
+
+
+def test_no_file_of_a_run_has_the_secrets_of_an_address_that_was_typed(data, tmp_path, monkeypatch):
+    args = tiny_flags(data, tmp_path / "out", hellaswag_data=ADDRESS, hellaswag_every=0, max_steps=1)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args])
+    run(train_gpt2.main, args)
+    assert "https://host:8080/a/b.txt" in (tmp_path / "out" / "run.txt").read_text(encoding="utf-8")
+    assert not [path for path in (tmp_path / "out").rglob("*.*") if b"SECRET" in path.read_bytes()]
 
 
 def raw_stream(raw):

@@ -196,7 +196,11 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
         ("-x.txt", ": python fineweb.py --input=-x.txt"),
         ("chats", ": python fineweb.py --input chats (for conversations: python smoltalk.py --input chats)"),
         ("mixed", ": python fineweb.py --input mixed"),
-        ("my data", ': python fineweb.py --input FILES --out-dir "my data"'),
+        (
+            "my data",
+            ': python fineweb.py --input FILES --out-dir "my data" (for conversations: python smoltalk.py '
+            '--input FILES --out-dir "my data")',
+        ),
         ("edu_fineweb10B", ": python fineweb.py"),
         ("python_docs", ": python fineweb.py --dataset python-docs --tokenizer bytes"),
     ]:

@@ -146,12 +146,13 @@ def command_for(folder):
     """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
     files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
     types = {sources.file_type(file.name) for file in files if not sources.NO_DATA.search(file.name)} - {""}
-    texts = console.quote_group(("--input", folder))
-    if not types:
-        out_dir = console.quote_group(("--out-dir", folder))
-        return OWN_FOLDERS.get(str(folder), f"python fineweb.py --input FILES {out_dir}")
-    conversations = f" (for conversations: python smoltalk.py {texts})" if ".jsonl" in types else ""
-    return f"python fineweb.py {texts}{conversations}"
+    if not types and str(folder) in OWN_FOLDERS:
+        return OWN_FOLDERS[str(folder)]
+    flags = [("--input", folder)] if types else [("--input", "FILES"), ("--out-dir", folder)]
+    made_from = " ".join(map(console.quote_group, flags))
+    may_be_chats = not types or ".jsonl" in types
+    conversations = f" (for conversations: python smoltalk.py {made_from})" if may_be_chats else ""
+    return f"python fineweb.py {made_from}{conversations}"
 
 
 def split_of(name):

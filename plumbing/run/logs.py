@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plumbing.cli.console import plain, quote
+from plumbing.cli.console import plain, quote, without_secrets
 from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
@@ -149,7 +149,7 @@ def write_start(
         "changes": json.dumps(changes[:20_000]) if changes else "",
         "branched": json.dumps(branched) if branched else "",
     }
-    entry = "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
+    entry = without_secrets("".join(f"{name}: {text}\n" for name, text in lines.items() if text)) + "\n"
     out_dir = Path(config.out_dir)
     history = read_history(out_dir)
     with atomic_write(out_dir / "run.txt") as file:
