@@ -10,6 +10,7 @@ import re
 import shlex
 import socket
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 import smoltalk
 from datasets import Dataset, DatasetDict
 from plumbing.cli.console import UserError
-from plumbing.data import shards, sources
+from plumbing.data import preparation, shards, sources
 
 from corpora import TABLES, as_bytes, is_split, make, random_texts, read, read_meta
 from harness import KILLED, die_at, error_in, full_disk, listing, patched, refusal_of, refused, run, talk
@@ -197,6 +198,15 @@ def test_a_name_that_leads_outside_is_refused_before_it_is_touched(hub, name, tm
     assert [path.name for path in tmp_path.iterdir()] in ([], [".hf"])
 
 
+def test_a_card_that_names_files_outside_of_its_data_set_is_refused(hub, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "own.txt").write_text("own", encoding="utf-8")
+    hub.add("OWNER/bad", {"README.md": CONFIGS.replace("de/*.jsonl", "de/../../../*"), "de/a.jsonl": jsonl(["a"])})
+    with patched(tempfile, "tempdir", str(tmp_path / "tmp")):
+        line = refused(fineweb.main, "--dataset", "OWNER/bad", "--config", "de", *BYTES)
+    assert "names files that are not in the data set, such as ../../own.txt" in line
+
+
 def test_of_thousands_of_configs_one_is_looked_at(hub):
     names = [f"c{i}" for i in range(3000)]
     card = json.dumps({"configs": [{"config_name": name, "data_files": f"{name}/*.jsonl"} for name in names]})
@@ -292,6 +302,19 @@ def test_killed_and_without_a_network_it_continues_with_the_files_on_disk(hub, t
     prepare(shard_size=3000)
     assert downloads and not set(fetched(hub)) & downloads
     assert listing("out") == listing("whole/out")
+
+
+def test_a_kill_where_the_shards_become_complete_leaves_no_download(hub):
+    add_stories(hub, random_texts(30))
+    with patched(preparation.ShardWriter, "finish", interrupt), pytest.raises(KeyboardInterrupt):
+        prepare()
+    assert not list(Path("out").glob(".download*"))
+    prepare()
+    assert read_meta("out")["complete"]
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 def test_the_users_cache_is_used_and_left_alone(hub, tmp_path, monkeypatch):

@@ -239,11 +239,17 @@ def choose_files(
             raise
         except Exception as error:  # of many kinds, YAML's among them
             raise nothing_is_read(dataset, names, f" ({console.plain(console.first_line(error))})") from None
-        found = builder.config.data_files or {}
+        found: Any = builder.config.data_files or {}
         by_split = {
-            str(key): [Path(path).relative_to(folder).as_posix() for path in found[key]] for key in found
+            str(key): [Path(os.path.relpath(path, folder)).as_posix() for path in found[key]] for key in found
         }
     check_choice(dataset, "split", split, list(by_split))
+    elsewhere = sorted({*by_split[split]} - {*names})
+    if elsewhere:
+        raise UserError(
+            f"The card of {dataset} names files that are not in the data set, such as {console.plain(elsewhere[0])}. "
+            "Fetch those that you trust, and give them with --input."
+        )
     if not all(map(file_type, by_split[split])) or not by_split[split]:
         raise nothing_is_read(dataset, names)
     unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
