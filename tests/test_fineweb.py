@@ -1,5 +1,6 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
+import functools
 import io
 import itertools
 import json
@@ -36,7 +37,7 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import KILLED, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of
+from harness import KILLED, ROOT, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of
 
 
 def test_the_time_left_comes_from_the_share_of_bytes_that_were_read():
@@ -278,6 +279,18 @@ def test_importing_runs_nothing(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on addresses")
+def test_a_limit_on_addresses_is_kept(tmp_path):
+    """As ulimit -v sets it on a cluster; three quarters of 2 GB, as the real tokenizers take some, too."""
+    import resource
+
+    pq.write_table(pa.table({"text": random_texts(30)}), tmp_path / "a.parquet")
+    command = [sys.executable, ROOT / "fineweb.py", "--input", "a.parquet", "--num-proc", "2", "--tokenizer", "bytes"]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_AS, (1_500_000 * 1024,) * 2)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 0 and "from 30 documents" in done.stdout, done.stderr
 
 
 def test_the_quick_start_takes_the_shards_that_are_there(tmp_path):

@@ -136,6 +136,8 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     # sources.retry says within a minute what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")  # seconds
+    # pyarrow's own allocator reserves a gigabyte of addresses, half of what a cluster may allow (ulimit -v)
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
     protect_console()
     Console.output_is_product = output_is_product
