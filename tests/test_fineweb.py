@@ -285,14 +285,20 @@ def test_importing_runs_nothing(tmp_path):
 def test_the_limit_on_addresses_that_a_cluster_may_set_is_enough(tmp_path):
     """Which is 2 GB with ulimit -v 2000000: this tokenizer leaves what the real ones need."""
     pq.write_table(pa.table({"text": random_texts(30)}), tmp_path / "a.parquet")
-    code = (
-        "import fineweb\nfrom plumbing.cli import console\nconsole.run(fineweb.main)\n"
-        "print(open('/proc/self/status').read())\n"
-    )
-    args = ["--input", "a.parquet", "--num-proc", "2", "--tokenizer", "bytes"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = "import fineweb; from plumbing.cli import console; console.run(fineweb.main); "
+    code += "print(open('/proc/self/status').read())"
+    args = [
+        "--input",
+        tmp_path / "a.parquet",
+        "--num-proc",
+        "2",
+        "--tokenizer",
+        "bytes",
+        "--out-dir",
+        tmp_path / "out",
+    ]
     command = [sys.executable, "-c", code, *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert int(re.search(r"VmPeak:\s+(\d+) kB", done.stdout)[1]) < 1_500_000, done
 
 
