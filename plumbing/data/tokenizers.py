@@ -5,6 +5,7 @@ name, the pre-tokenization pattern and the special tokens: these are in a file o
 """
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -143,6 +144,7 @@ def dumps(enc):
     return "\n".join([json.dumps(header), *lines]) + "\n"
 
 
+@functools.lru_cache(2)  # a run's folders have the same one, and are asked for it more than once
 def loads(text):
     """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged or made by hand, and unusable.
 
