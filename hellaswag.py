@@ -236,9 +236,8 @@ def score_batch(model, rows, cut, n_vocab):
     if device.type == "cuda":
         idx, positions, targets = (tensor.pin_memory() for tensor in (idx, positions, targets))
     idx, positions, targets = (tensor.to(device, non_blocking=True) for tensor in (idx, positions, targets))
-    x = model.hidden_states(idx, cache).flatten(0, 1)[
-        positions
-    ]  # (N, C), those that predict a token of an ending
+    # (N, C), those that predict a token of an ending
+    x = model.hidden_states(idx, cache).flatten(0, 1)[positions]
     chunk_size, log_probs = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK, []
     for chunk, ids in zip(x.split(chunk_size), targets.split(chunk_size)):
         logits = model.logits(chunk)[:, :n_vocab].float()  # (chunk_size, n_vocab)

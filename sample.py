@@ -225,11 +225,10 @@ def main(args=None):
     torch.manual_seed(options.seed)
     dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
     model.to(device)
+    # once, as autocast would convert the weights again for every token; complex numbers and counts stay what they are
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if tensor.is_floating_point():  # complex numbers and counts stay what they are
-            tensor.data = tensor.data.to(
-                dtype
-            )  # cast once: autocast would convert the weights again for every token
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
     if options.chat:
         chat(model, enc, options)
     else:

@@ -74,16 +74,8 @@ OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
-TOOLS = [
-    "function",
-    "observation",
-    "function_call",
-    "function_response",
-    "tool_call",
-    "tool_response",
-    "ipython",
-]
-ROLE_NAMES |= dict.fromkeys(TOOLS, "tool")
+TOOLS = "function observation function_call function_response tool_call tool_response ipython"
+ROLE_NAMES |= dict.fromkeys(TOOLS.split(), "tool")
 FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that an answer is not to be learned
 
 # ----- Conversations ------------------------------------------------------------------------------------

@@ -71,9 +71,8 @@ class Recipe(GPTConfig):
     sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
     total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
-    data_weights: tuple[
-        float, ...
-    ] = ()  # shares of the folders in --data; by default each window once per epoch
+    # shares of the folders in --data; by default each window once per epoch
+    data_weights: tuple[float, ...] = ()
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     val_tokens: Positive[int] = 10 * 2**20  # validation tokens, the same ones every time
     # the schedule
@@ -210,9 +209,8 @@ class CausalSelfAttention(nn.Module):
         self.layer, self.n_head = layer, config.n_head
         self.c_attn = init_normal(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value in one matmul
         # 2 * n_layer projections add up in the residual stream, whose variance should not grow (GPT-2, section 2.3)
-        self.c_proj = init_normal(
-            nn.Linear(config.n_embd, config.n_embd), std=0.02 / math.sqrt(2 * config.n_layer)
-        )
+        std = 0.02 / math.sqrt(2 * config.n_layer)
+        self.c_proj = init_normal(nn.Linear(config.n_embd, config.n_embd), std)
 
     def forward(self, x, cache=None):
         # B sequences, T tokens, C channels = nh heads * hs channels each; with a cache, S >= T tokens to attend to
@@ -317,9 +315,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         x, targets = x.flatten(0, 1), targets.flatten()
-        if (
-            self.float8 and not return_logits
-        ):  # refused at the start of a run if loss_sum computes something else
+        if self.float8 and not return_logits:  # a run with another loss_sum was refused at its start
             loss = kernels.cross_entropy_in_float8(x, self.lm_head.weight, targets, IGNORE_INDEX)
             logits = None
         else:

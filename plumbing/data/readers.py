@@ -295,9 +295,8 @@ def shape_of(kind):
         return {field.name: shape_of(field.type) for field in kind}
     if str(kind) == "null":
         return None
-    return (
-        "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
-    )  # not of lists or maps of them
+    # of lists or maps of strings the name begins otherwise
+    return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
@@ -362,14 +361,10 @@ def read_values(path, name):
             place = f"Entry {number + 1}" if array else f"Line {line}"
             try:
                 value, end = decoder.raw_decode(held, start)
-            except (
-                json.JSONDecodeError,
-                RecursionError,
-            ) as error:  # it may only be incomplete, or this is the end
-                reason = getattr(error, "msg", str(error))
-                is_cut = (
-                    reason.startswith("Unterminated") or getattr(error, "pos", 0) >= len(held) - LONGEST_WORD
-                )
+            except (json.JSONDecodeError, RecursionError) as error:
+                # it may only be incomplete, or this is the end
+                reason, position = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
+                is_cut = reason.startswith("Unterminated") or position >= len(held) - LONGEST_WORD
                 # twice as much each time, so that a long value is not parsed often
                 block = file.read(max(JSON_BLOCK, len(held) - start)) if is_cut else ""
                 held, start = held[start:] + block, 0

@@ -30,11 +30,8 @@ from plumbing.files import atomic_write, file_sample, named_errors, open_regular
 NO_DATA = re.compile(
     r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state)\.json|config\.json|\.huggingface\.yaml)$"
 )
-CONFIG_FIELDS = (
-    "config_name",
-    "data_files",
-    "data_dir",
-)  # of a config in a card, those that say which files it has
+# of a config in a card, those that say which files it has
+CONFIG_FIELDS = ("config_name", "data_files", "data_dir")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
     ".parquet": ".parquet",

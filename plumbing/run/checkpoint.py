@@ -449,9 +449,8 @@ def load_optimizer_states(model: torch.nn.Module, optimizers: list[Any], states:
         ]
         rest = {name: value for name, value in state.items() if name != "class"}
         optimizer.load_state_dict({**rest, "param_groups": groups})
-        for own, name, value in tensors_of(
-            optimizer, state
-        ):  # torch has made each floating one the parameter's dtype
+        # torch has made each floating one the parameter's dtype
+        for own, name, value in tensors_of(optimizer, state):
             restored = optimizer.state[own][name]
             if restored.dtype != value.dtype:
                 optimizer.state[own][name] = value.to(restored.device)

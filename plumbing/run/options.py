@@ -38,9 +38,8 @@ class RunOptions(StartOptions):
     data: Annotated[tuple[str, ...], PER_NODE] = ("edu_fineweb10B",)  # folders of token shards
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
-    batch_size: Positive[int] = (
-        64  # B, at most this many sequences per rank and micro-step; lowered until they fit
-    )
+    # B, at most this many sequences per rank and micro-step; lowered until they fit
+    batch_size: Positive[int] = 64
     # evaluation and output, every so many steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
     hellaswag_every: int = 250  # steps between HellaSwag scores
