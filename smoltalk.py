@@ -73,7 +73,7 @@ FORMATS = (
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
 ROLE_NAMES = {"human": "user", "developer": "system"}
-ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard"], "assistant")
+ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"], "assistant")
 TOOLS = "function observation function_call function_response tool_call tool_response ipython"
 ROLE_NAMES |= dict.fromkeys(TOOLS.split(), "tool")
 FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that an answer is not to be learned
@@ -141,7 +141,7 @@ def read_message(message):
     """(role, content, whether it is to be learned) of a message of OpenAI's or ShareGPT's; tool is what tools say."""
     if not isinstance(message, dict):
         return "", message, True
-    role = message.get("role") or message.get("from")
+    role = str(message.get("role") or message.get("from") or "").lower()
     if message.get("tool_calls") or message.get("function_call"):
         role = "tool"
     content = message.get("content", message.get("value"))
@@ -150,7 +150,7 @@ def read_message(message):
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise Unusable(f"has weight {console.plain(repr(weight), 60)} at a message, but only 0 and 1 are read")
-    return ROLE_NAMES.get(str(role), role), content, all(message.get(flag) not in (0, False) for flag in FLAGS)
+    return ROLE_NAMES.get(role, role), content, all(message.get(flag) not in (0, False) for flag in FLAGS)
 
 
 def is_text(part):

@@ -178,6 +178,7 @@ def test_a_script_and_older_descriptions_beside_the_data_do_not_matter(hub, tmp_
     texts = random_texts(30)
     infos = json.dumps({"default": {"description": "", "features": {"text": {"dtype": "string"}}}})
     files = {"old.py": "raise SystemExit", "dataset_infos.json": infos, "README.md": "---\nlicense: mit\n---\n"}
+    files |= dict.fromkeys(["LICENSE.txt", "data/requirements.txt", "data/readme-en.txt"], "not this")
     files |= {"data/train.jsonl": jsonl(texts), ".huggingface.yaml": "configs: 3", "data/test.jsonl": jsonl(["no"])}
     hub.add("OWNER/old", files)
     prepare("OWNER/old")

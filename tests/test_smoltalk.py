@@ -258,6 +258,7 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
         ({"messages": talk(parts, "A rose.")}, talk("What is red?", "A rose.")),
         (talk("U", "A"), talk("U", "A")),
         ({"conversations": [{"from": "system", "value": "S"}, *SHAREGPT]}, [system, *talk("U", "A")]),
+        ([{"role": "User", "content": "U"}, {"role": "model", "content": "A"}], talk("U", "A")),
         ({"messages": [{"role": "developer", "content": "S"}, *talk("U", "A")]}, [system, *talk("U", "A")]),
         (alpaca, talk("U", "A")),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, talk("Add.\n\n2+2", "4")),

@@ -30,6 +30,10 @@ from plumbing.files import atomic_write, file_sample, named_errors, open_regular
 NO_DATA = re.compile(
     r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state)\.json|config\.json|\.huggingface\.yaml)$"
 )
+# what stands beside the data in many sets; two of these would outnumber one table
+ABOUT_DATA = re.compile(
+    r"(?i)(^|/)(licen[cs]e|notice|readme|requirements|changelog|citation|authors)\b[^/]*\.txt$"
+)
 # of a config in a card, those that say which files it has
 CONFIG_FIELDS = ("config_name", "data_files", "data_dir")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -216,7 +220,7 @@ def choose_files(
 
     datasets.utils.logging.set_verbosity_error()
     check_names(dataset, names)
-    names = [name for name in names if not NO_DATA.search(name)]
+    names = [name for name in names if not (NO_DATA.search(name) or ABOUT_DATA.search(name))]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         for name in names:
             path = Path(folder, name)
