@@ -232,13 +232,14 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
         # the rows between two stray quotes would be one text
         ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Lines 2 to 4 of .*a.csv is damaged"),
         ("a.csv", b"text,id,text\na,b,c", "has 2 columns called 'text'. Rename"),
-        ("a.csv", b"id;body\n1;a, b\n", "--text-column: id, body"),
+        ("a.csv", b"id;body\n1;a, b\n", "--text-column: id, body.* --text-column body$"),
         ("a.txt", b"caf\xe9", "not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt"),
         ("a.txt", "caf\xe9s".encode("utf-16-le"), "not UTF-8 text: it is UTF-16 .*: iconv -f UTF-16LE -t UTF-8 FILE"),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
         ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows under several keys: train, test"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}', "Line 1 of .*a.jsonl has an object with two 'text'"),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
         ("a.jsonl", b'{"id": 3}\n{"id": 4}', "Line 1 of .* has no column of strings.* Its columns are id: 3"),
         # a frame of zstd with a window of 2 GB

@@ -187,12 +187,13 @@ def describe(place: str, row: dict[str, Any], column: str, fields: dict[str, Any
         kinds = ", ".join(f"{key}: {console.plain(value, 60)}" for key, value in fields.items()) or "none"
         advice = "Bytes that are text must be stored as strings." if "binary" in kinds else "Use another file."
         return f"{place} has no column of strings, so there is no text in it. Its columns are {kinds}. {advice}"
-    texts = {other: console.plain(find(row, other) or "", 40) for other in others}
-    examples = "; ".join(f"{other}: {text}" for other, text in texts.items() if text)
+    texts = {other: find(row, other) or "" for other in others}
+    examples = "; ".join(f"{other}: {console.plain(text, 40)}" for other, text in texts.items() if text)
     advice = f"Choose text with --text-column: {', '.join(others)}."
     if examples:
         advice += f" A row has {examples}."
-    return f"{place} has no text under {column!r}{held}. {advice} {example('--text-column', others[0])}"
+    longest = max(others, key=lambda other: len(texts[other]))
+    return f"{place} has no text under {column!r}{held}. {advice} {example('--text-column', longest)}"
 
 
 def check_doubled(name, names, columns):
@@ -304,8 +305,9 @@ def shape_of(kind):
 
 def read_json(source, columns):
     """The rows of a file of JSON lines, of an array, of values over several lines, or of one object that holds rows."""
+    usable = (dict, list, Unusable)
     rows = (
-        Row(place, value if isinstance(value, (dict, list)) else Unusable(f"is no object, but {value!r}"))
+        Row(place, value if isinstance(value, usable) else Unusable(f"is no object, but {value!r}"))
         for place, value in read_values(source.path, source.name)
     )
     first = list(itertools.islice(rows, 2))
@@ -345,12 +347,21 @@ def read_records(path: str, name: str = "") -> Iterator[tuple[int, str, dict[str
             yield int(place.split()[-1]), f"{place} of {name}", record
 
 
+def object_of(pairs):
+    """An object of JSON, of these (key, value); Unusable if a key is there twice, as one value would be dropped."""
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    keys = [key for key, _ in pairs]
+    return Unusable(f"has an object with two {console.plain(max(keys, key=keys.count), 60)!r}")
+
+
 def read_values(path, name):
     """Yield (place, value) for each value in a file, one on each line or several, or for each entry of its array.
 
     Only a few blocks are in memory. As a conversation in JSON lines may be a list, an array there is on several lines.
     """
-    decoder, number, line, start = json.JSONDecoder(), 0, 1, 0
+    decoder, number, line, start = json.JSONDecoder(object_pairs_hook=object_of), 0, 1, 0
     with open_text(path) as file:
         held = file.read(JSON_BLOCK)
         array = re.match(r"\s*\[" if suffix_of(path) == ".json" else r"\s*\[\s*[\r\n]", held)
