@@ -46,6 +46,7 @@ RUN = {
     "python fineweb.py --input tinyshakespeare.txt": [],
     "python train_gpt2.py --preset quickstart --data shakespeare": [*SHORT, "--sample-every", "2"],
     'python sample.py "ROMEO:" -m log/shakespeare --temperature 0.8': FEW,
+    'python fineweb.py --input "*.py"': [],
     "python train_gpt2.py --preset quickstart --data python_docs code": SHORT,
     "python train_gpt2.py --branch-from log/mixture": ["--max-steps", "4"],
     'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
@@ -79,14 +80,13 @@ NOT_RUN = {
     "jupyter lab play.ipynb": "is a server; test_notebook.py runs the notebook",
     "python records/2026-11-22-first-chat/make_chats.py": "writes a file that is written shorter here",
     "curl -o tinyshakespeare.txt": "needs a network",
-    "git clone": "needs a network",
     "python train_gpt2.py --init-from gpt2": "needs OpenAI's weights",
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",
     "torchrun --": "needs several GPUs; test_ranks.py starts some on a CPU",
 }
-PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl git".split())
+PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl".split())
 
 
 def commands():
@@ -111,7 +111,8 @@ def test_every_command_is_run_or_has_a_reason():
 def changed_trainers():
     """{name: source} of the copies of train_gpt2.py that the README's diffs make."""
     changed = {}
-    for name, diff in re.findall(r"```diff\n--- train_gpt2.py\n\+\+\+ (\w+).py\n(.*?)```", README, re.DOTALL):
+    changes = r"^--- train_gpt2.py\n\+\+\+ (\w+).py\n(.*?)^(?=---|```)"
+    for name, diff in re.findall(changes, README, re.DOTALL | re.MULTILINE):
         source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
         for hunk in re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)[1:]:
             before, after = ("".join(re.findall(rf"^[ {sign}](.*\n)", hunk, re.MULTILINE)) for sign in "-+")
@@ -129,11 +130,14 @@ def make_inputs(folder):
         "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n"
     )
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
-    (folder / "texts").mkdir()
+    for name in ("texts", "tests", "plumbing/data"):
+        (folder / name).mkdir(parents=True)
+    for name in ("tests/a.py", "plumbing/data/b.py"):
+        (folder / name).write_text(text, encoding="utf-8")
     write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
     (folder / "docs.txt").write_text(5 * text, encoding="utf-8")
-    for name in ("docs", "python_docs", "code"):
+    for name in ("docs", "python_docs"):
         assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", name]) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
