@@ -33,14 +33,12 @@ class Options:
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"
     num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
-    max_new_tokens: flags.Positive[int] = (
-        256  # maximum length of a continuation, which also ends at <|endoftext|>
-    )
+    # maximum length of a continuation, which also ends at <|endoftext|>
+    max_new_tokens: flags.Positive[int] = 256
     temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
-    top_p: flags.Positive[float] = (
-        1.0  # sample from the smallest set of most likely tokens with this total probability
-    )
+    # sample from the smallest set of most likely tokens with this total probability
+    top_p: flags.Positive[float] = 1.0
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own

@@ -715,7 +715,9 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
 
             fineweb.make_python_docs(folder)
     enc = data_tokenizer(c.data, c.data_weights, may_be_empty=c.dry_run)
-    n_vocab = enc.n_vocab if enc else 50257  # before there are data, a dry run assumes GPT-2's
+    # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
+    assumed = 257 if c.data == PRESETS["quickstart"].data else 50257
+    n_vocab = enc.n_vocab if enc else assumed
     padded_size = math.ceil(n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
     if c.init_from:  # weights to begin with may have fewer ids; an evaluation is of the weights as they are
         vocab_size = max(c.vocab_size, padded_size if c.max_steps else n_vocab)

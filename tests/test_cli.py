@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
+import bench.__main__
+import contamination
+import fineweb
+import hellaswag
 import pytest
+import sample
+import smoltalk
+import tokenizer
 import torch
 import train_gpt2
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
+from plumbing.run import compare
 from plumbing.run.options import OTHER_TRAINERS
 
 from harness import ROOT, SCRIPTS, needs, refused
@@ -109,6 +117,7 @@ def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, 
         ("quickstart", "The argument 'quickstart' was not expected. Use --preset quickstart."),
         ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),
         ("--preset gpt2-medum", "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?"),
+        ("code", "The argument 'code' was not expected. Put quotes around"),
         ("--sample-prompt The king", "'king' was not expected. Put quotes around a text of several words"),
     ],
 )
@@ -146,6 +155,15 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, 
         shown = {"True": "on", "False": "off"}.get(shown, shown)
         assert value in ("", None, ()) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
+
+
+PROGRAMS = (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_every_flag_of_every_program_has_a_help_text(program):
+    comments = flags.comments_of(program.Options)
+    assert all(comments[field.name][1] for field in dataclasses.fields(program.Options))
 
 
 @dataclass

@@ -127,15 +127,19 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path,
 def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, capsys, monkeypatch):
     """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
+    monkeypatch.chdir(tmp_path)
     args = tiny_flags(tmp_path / "none", tmp_path / "new" / "log", dry_run=True)
     assert status_of(train_gpt2.main, args) == 0 and not list(tmp_path.iterdir())
     printed = capsys.readouterr().out
-    assert f"\ndata:       none yet in {tmp_path / 'none'}; the run reads 1,536\n" in printed
-    assert "\nassumed:    GPT-2's tokenizer, with 50,257 ids, and data enough\n" in printed
+    assert f"\ndata:       none yet in {tmp_path / 'none'}; the run reads 1,536 tokens\n" in printed
+    assert "\nassumed:    a tokenizer of at most 50,304 ids, and data enough\n" in printed
     assert printed.startswith("model:      1,636,224 parameters"), (
         "2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)"
     )
     assert all(f"\n{row}:" in printed for row in ("step", "compute", "memory", "disk"))
+    # bytes, which are made where the preset's own folder is missing
+    assert status_of(train_gpt2.main, ["--preset", "quickstart", "--dry-run", "--out-dir", "new"]) == 0
+    assert "a tokenizer of at most 320 ids" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):

@@ -232,7 +232,9 @@ def explain(unknown, actions, synonyms, presets):
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
     has_positional = any(not action.option_strings for action in actions)
-    advice = "" if has_positional else closest(word.partition("=")[0], meanings)  # lr=3e-4
+    # a flag without its dashes, as in lr=3e-4, and no word that only looks like one
+    is_flag = not has_positional and ("=" in word or word in meanings)
+    advice = closest(word.partition("=")[0], meanings) if is_flag else ""
     advice = advice or "Put quotes around a text of several words; --help shows all flags."
     return f"The argument {word!r} was not expected. {advice}"
 

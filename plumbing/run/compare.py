@@ -21,9 +21,8 @@ from plumbing.cli.console import plain
 class Options:
     # the runs' folders, or patterns; by default log/*
     runs: Annotated[tuple[str, ...], "positional"] = ()
-    stream: str = (
-        ""  # what of log.txt to compare by, such as val/code or hella; by default all validation losses
-    )
+    # what of log.txt to compare by, such as val/code or hella; by default all validation losses
+    stream: str = ""
 
 
 if __name__ == "__main__":

@@ -54,9 +54,8 @@ class Beginning(NamedTuple):
 
     config: Any  # the TrainConfig, made once
     saved: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = (
-        None  # settings and weights of --init-from's model
-    )
+    # settings and weights of --init-from's model
+    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     tokenizer: str = ""  # the name of the model's own; "" for a new model
     finished_step: int | None = None  # of a run of which nothing is left to do: its last step

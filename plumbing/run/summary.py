@@ -29,7 +29,7 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
         at_most = "at most " if c.batch_ramp else ""
         passes = "" if c.data_weights or not there else f": {read / there:.2g} passes"
         found = f"{there:,} training tokens" if there else f"none yet in {' '.join(c.data)}"
-        rows.append(("data", f"{found}; the run reads {at_most}{read:,}{passes}"))
+        rows.append(("data", f"{found}; the run reads {at_most}{read:,}{'' if there else ' tokens'}{passes}"))
         for split, share in zip(loader.splits, loader.shares) if there and len(c.data) > 1 else ():
             tokens = split.num_windows * T
             passes = f"{tokens:,} tokens, {share:.1%} of the run, {share * read / tokens:.2g} passes"
@@ -42,7 +42,7 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
         tokenizer = f"tokenizer {parts.enc.name}"
         rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; {tokenizer}"))
     else:
-        rows.append(("assumed", "GPT-2's tokenizer, with 50,257 ids, and data enough"))
+        rows.append(("assumed", f"a tokenizer of at most {c.vocab_size:,} ids, and data enough"))
     micro_steps = S // (B * T * world.size)
     rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
     if read:
