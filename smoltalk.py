@@ -55,7 +55,9 @@ class Options(DataOptions):
 if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
+import contextlib
 import itertools
+import json
 import random
 from typing import NamedTuple
 
@@ -112,7 +114,7 @@ def read_conversation(record):
 def messages_of(record):
     """The messages of a conversation as they stand in a row, behind those of its system and history."""
     row = record if isinstance(record, dict) else {"messages": record}
-    lists = [row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)]
+    lists = [list_in(row.get(key)) for key in ("messages", "conversations")]
     messages = next(filter(None, lists), [])
     if not messages and row.get("instruction") is not None:  # Alpaca's
         texts = row["instruction"], row.get("input") or ""
@@ -131,6 +133,14 @@ def messages_of(record):
     if row.get("system") and read_message(messages[0])[:2] != ("system", row["system"]):
         earlier.insert(0, {"role": "system", "content": row["system"]})
     return earlier + messages
+
+
+def list_in(value):
+    """A list, or one in JSON, as a CSV file has it; else an empty one."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else []
 
 
 def turn(request, answer):

@@ -1,5 +1,6 @@
 """smoltalk.py: what a conversation becomes, what of it is learned, and what bad input does."""
 
+import csv
 import dataclasses
 import itertools
 import json
@@ -316,6 +317,11 @@ def test_tables_of_conversations_are_read_too(tmp_path, capsys):
     assert read_meta(folder)["documents"] == 38
     said = capsys.readouterr().out
     assert "note: 2 rows left out. Row 2 of " in said and "Row 4 of " in said
+    with open(tmp_path / "chats.csv", "w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerows([["id", "conversations"], *([n, json.dumps(chat)] for n, chat in enumerate(chats))])
+    again = prepare(options_for(tmp_path, input=(str(tmp_path / "chats.csv"),), out_dir=str(tmp_path / "of_csv")))
+    assert all(itertools.starmap(np.array_equal, zip(read(again), read(folder), strict=True)))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "texts.parquet")
     with pytest.raises(UserError, match="texts.parquet has no column called messages, but text"):
         prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),), out_dir=str(tmp_path / "texts")))
