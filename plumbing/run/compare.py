@@ -279,26 +279,17 @@ def table(groups: list[Group]) -> Iterator[str]:
     data = first.get("data", "unknown data")
     label, more_is_better = LABELS.get(streams[0].partition("/")[0], (streams[0], 0))
     order = f"{'highest' if more_is_better > 0 else 'lowest'} first"
-    one = len(streams) == 1
-    if streams[0].startswith(("val/", "val_bpb/")) and one:
-        label += f", {streams[0]}"
     yield f"{plain(data if isinstance(data, str) else ' '.join(data))}: last {label}, {order}"
     width = max(len(group.name) for group in groups)
-    if not one:
-        yield f"  {'':{width}}  {'  '.join(f'{stream:15}' for stream in streams)}  (+- half of what the seeds span)"
+    yield f"  {'':{width}}  {'  '.join(f'{stream:15}' for stream in streams)}  (+- half of what the seeds span)"
     sign = -1 if more_is_better > 0 else 1
     # a loss that is no number is the worst
     for group in sorted(groups, key=lambda group: (not np.isfinite(group.loss), sign * group.loss)):
         cells = []
         for stream in streams:
             ends = [*group.ends(stream).values()]
-            low, high = min(ends), max(ends)
-            if one:
-                spread = f"{low:.4f} to {high:.4f}" if len(ends) > 1 else ""
-                cells.append(f"{np.mean(ends):.4f}  {spread:16}")
-            else:
-                spread = f" +-{(high - low) / 2:.4f}" if len(ends) > 1 else ""
-                cells.append(f"{np.mean(ends):.4f}{spread}".ljust(max(15, len(stream))))
+            spread = f" +-{(max(ends) - min(ends)) / 2:.4f}" if len(ends) > 1 else ""
+            cells.append(f"{np.mean(ends):.4f}{spread}".ljust(max(15, len(stream))))
         yield f"  {group.name:{width}}  {'  '.join(cells)}  {len(group.losses):2} x  {group.different}"
 
 
