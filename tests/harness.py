@@ -303,15 +303,12 @@ def listing(folder):
     }
 
 
-# Other processes. They are forked from a server that has imported torch and train_gpt2 and done nothing
-# else: each is as good as a new `python train_gpt2.py`, there in 50 ms instead of 3 s. Windows has no fork.
+# Other processes. They are forked from a server that has made a short run (preloaded.py) and does nothing else:
+# each is as good as a new `python train_gpt2.py`, there in 20 ms instead of 3 s. Windows has no fork.
 has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
-# What a run imports on its way is imported there, too. harness comes last, since it freezes what is there: the
-# garbage collection in each run then has little to look at.
-PRELOADED = "pytest torch._dynamo safetensors.torch tokenizers transformers.models.gpt2.modeling_gpt2 harness"
 if has_fork:
-    processes.set_forkserver_preload(PRELOADED.split())
+    processes.set_forkserver_preload(["preloaded"])
 
 
 def free_port():
@@ -454,3 +451,5 @@ def killed_at(step, checkpoint, args):
 
 gc.freeze()
 atexit.register(gc.unfreeze)  # triton 3.9 reports what is frozen at the end as leaks, on many lines
+# each run ends with it, and the next one's collection would look at all that torch and transformers have: 0.3 s
+gc.unfreeze = lambda: None

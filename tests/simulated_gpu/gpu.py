@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 import types
 from pathlib import Path
@@ -107,10 +108,16 @@ def insert(*names, gib=None, build="cu130", hollow=False):
 
 def serve():
     """Run each (function, arguments, output, insert's arguments) that comes on stdin in a process; print its status."""
+    import pytest  # noqa: F401 - what runs import, once for all of these processes
+    import tokenizers  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    from plumbing.data.tokenizers import get_encoding
+    from plumbing.run.huggingface import export_huggingface
+
     import harness
 
-    for name in harness.PRELOADED.split():  # once for all of these processes
-        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:  # no whole run: it would start autograd's threads, without the GPU
+        export_huggingface(harness.tiny_model(vocab_size=257), get_encoding("bytes"), Path(folder, "hf"))
 
     while True:
         try:
