@@ -144,6 +144,7 @@ def kind_of(field):
     return kind, notes
 
 
+@functools.cache
 def comments_of(config_class):
     """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
     comments = {}
