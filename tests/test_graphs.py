@@ -13,7 +13,7 @@ import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.start import Start
 
-from harness import examples_file, losses, make_shards, train
+from harness import examples_file, losses, train
 
 COUNTERS = torch._dynamo.utils.counters
 STAGES = {"find_what_fits": Start}
@@ -48,21 +48,23 @@ def count_graphs(run, backend, stop_after=0):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_after_a_resume(backend, tmp_path):
+def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_after_a_resume(
+    backend, data, tmp_path, monkeypatch
+):
     """The ramp has half of the step's windows. A resumed run, which is past it, compiles for the trial's alone.
 
     The losses are those without a compiler.
     """
-    folder = make_shards(tmp_path / "data", (3000, 70000))
     options = dict(n_layer=1, n_embd=16, sequence_length=32, max_steps=4, compile=True, checkpoint_every=0)
-    options |= dict(total_batch_size=2**16, batch_size=2**11, batch_ramp=2**15 + 1)
-    options |= dict(val_every=1, val_tokens=2**11, hellaswag_every=1, sample_every=1)
-    options |= dict(hellaswag_data=examples_file(tmp_path, ["a cat", "The dog sat", "hi"]))
-    run = functools.partial(train, folder, tmp_path / "out", **options)
+    options |= dict(total_batch_size=1024, batch_size=32, val_every=1, val_tokens=1024, hellaswag_every=1)
+    options |= dict(sample_every=1, hellaswag_data=examples_file(tmp_path, ["a cat", "The dog sat", "hi"]))
+    ramp = lambda tokens_seen, config: 1024 if tokens_seen > 512 else 512  # noqa: E731 - in place of one of 32K
+    monkeypatch.setattr(train_gpt2, "get_batch_size", ramp)
+    run = functools.partial(train, data, tmp_path / "out", **options)
     assert count_graphs(run, backend, stop_after=2) == {"find_what_fits": 1, "train_step": 1}
     assert count_graphs(run, backend) == {"find_what_fits": 1}
     assert not COUNTERS["graph_break"]
-    train(folder, tmp_path / "plain", **options | {"compile": False})
+    train(data, tmp_path / "plain", **options | {"compile": False})
     for stream in ("train", "val"):
         assert np.allclose(losses(tmp_path / "plain", stream), losses(tmp_path / "out", stream), atol=1e-4)
     names = load_checkpoint(tmp_path / "out" / "model_00004.pt")["model"]

@@ -4,9 +4,8 @@ import datetime
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +14,7 @@ import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.system import devices, distributed
 
-from harness import error_in, flags, make_shards, patched, run, tiny_flags
+from harness import error_in, flags, forked_torchrun, make_shards, patched, run, tiny_flags
 
 
 def train_alone_otherwise(args, changes, version=torch.__version__):
@@ -178,26 +177,17 @@ def test_a_parameter_that_has_no_gradient_on_one_rank_is_named(data, tmp_path):
     assert error_in(said).startswith("error: On rank 1 transformer.h.0.ln_1.weight had no gradient in this step")
 
 
-LATE_RANK_0 = """
-import os
-from pathlib import Path
-if os.environ["RANK"] == "1":
-    Path("started").touch()
-while not Path("started").exists():
-    pass
-import train_gpt2
-from plumbing.cli import console
-console.run(train_gpt2.main)
-"""
+def train_late_on_rank_0(args):
+    if os.environ["RANK"] == "0":
+        time.sleep(1)  # imports take longer here
+    train_gpt2.main(args)
 
 
 def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     """Rank 0, even where it comes later than the others, whose end makes torchrun end it."""
-    (tmp_path / "script.py").write_text(LATE_RANK_0, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "--monitor-interval=0.1", "script.py", *tiny_flags(data, tmp_path / "out", n_layer=0)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, timeout=120)
-    assert "--n-layer is 0" in error_in(done.stderr), done.stderr
+    args = tiny_flags(data, tmp_path / "out", n_layer=0)
+    [said] = run(forked_torchrun, train_late_on_rank_0, args, ends=[None])
+    assert "--n-layer is 0" in error_in(said), said
     assert not (tmp_path / "out").exists()
 
 
