@@ -96,7 +96,7 @@ def test_a_run_with_everything(gpu, name, folder, tmp_path):
 def test_a_stop_its_continuation_and_a_branch_are_the_run_bit_for_bit(gpu, folder, tmp_path):
     """In float16, whose gradient scaler has a state of its own."""
     names = ("whole", "stopped", "branch")
-    changes = dict(dtype="float16", optimizer="muon", hellaswag_every=0)
+    changes = dict(dtype="float16", optimizer="muon", hellaswag_every=0, sample_every=0)
     whole, stopped, branch = [all_flags(folder, tmp_path / name, **changes) for name in names]
     assert gpu(train_gpt2.main, whole)[0] == 0
     assert gpu(signalled, 5, "SIGTERM", 1, 0, stopped)[0] == 0
@@ -134,7 +134,7 @@ def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
 STAGES = {  # where, and in which call of the process
     "validation": ("train_gpt2", "evaluate_val_loss", 2),
     "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 2),
-    "sampling": ("train_gpt2", "generate_samples", 2),
+    "sampling": ("train_gpt2", "generate_samples", 1),
     "the export": ("plumbing.run.folder", "export_huggingface", 1),
 }
 
@@ -155,7 +155,7 @@ def train_on_a_gpu_that_fills(module, name, call, args):
 
 def test_out_of_memory_later_costs_one_line_and_no_work(gpu, folder, tmp_path):
     """In one evaluation after another, and in the export. Then the run ends as one that had enough."""
-    whole, args = all_flags(folder, tmp_path / "whole"), all_flags(folder, tmp_path / "out")
+    whole, args = (all_flags(folder, tmp_path / name, max_steps=6) for name in ("whole", "out"))
     assert gpu(train_gpt2.main, whole)[0] == 0
     for stage, (module, name, call) in STAGES.items():
         status, said = gpu(train_on_a_gpu_that_fills, module, name, call, args)

@@ -110,13 +110,15 @@ def serve():
     """Run each (function, arguments, output, insert's arguments) that comes on stdin in a process; print its status."""
     import pytest  # noqa: F401 - what runs import, once for all of these processes
     import tokenizers  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    import torch._inductor.cudagraph_trees  # noqa: F401
+    import train_gpt2
     from plumbing.data.tokenizers import get_encoding
     from plumbing.run.huggingface import export_huggingface
 
     import harness
 
-    with tempfile.TemporaryDirectory() as folder:  # no whole run: it would start autograd's threads, without the GPU
+    train_gpt2.parse_args([])  # no whole run, which would start autograd's threads, and none for the GPU
+    with tempfile.TemporaryDirectory() as folder:
         export_huggingface(harness.tiny_model(vocab_size=257), get_encoding("bytes"), Path(folder, "hf"))
 
     while True:
