@@ -125,7 +125,7 @@ def serve():
         try:
             function, args, output, (names, options) = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            os._exit(0)  # at once: to take all modules apart takes a second
         child = os.fork()
         if not child:
             signal.alarm(60)
