@@ -88,8 +88,8 @@ def collectives(folder, ranks):
 
 def life_of_a_run(folder, data, ranks):
     """{what: its collectives} and what rank 0 says, from a start with too little memory to a continuation's end."""
-    rest = dict(optimizer="muon", hellaswag_every=3, hellaswag_data=examples_file(folder, ["a cat", "hi"]))
-    rest |= dict(sample_every=3, max_steps=6, val_every=3, checkpoint_every=3, total_batch_size=128 * ranks)
+    rest = dict(optimizer="muon", hellaswag_every=2, hellaswag_data=examples_file(folder, ["a cat", "hi"]))
+    rest |= dict(sample_every=4, max_steps=4, val_every=2, checkpoint_every=2, total_batch_size=128 * ranks)
     found, said = {}, ""
 
     def record(name, function, *args):
@@ -100,7 +100,7 @@ def life_of_a_run(folder, data, ranks):
     flags = tiny_flags(data, folder / "out", **rest)
     record("new, with too little memory", train_where_rank_1_lacks_memory, flags)
     record("finished", train_recorded, nothing, -1, flags)
-    parent = folder / "out" / "model_00003.pt"
+    parent = folder / "out" / "model_00002.pt"
     branch = [*tiny_flags(data, folder / "branch", **rest), "--branch-from", str(parent), "--max-lr", "1e-3"]
     record("branch", train_recorded, nothing, -1, branch)
     stopped = tiny_flags(data, folder / "stopped", **rest)
