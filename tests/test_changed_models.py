@@ -316,7 +316,8 @@ WARNINGS = {
 @pytest.mark.parametrize("warning", WARNINGS)
 def test_what_a_changed_model_cannot_keep_is_said(warning, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", WARNINGS[warning])
-    options = dict(hellaswag_every=6, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
+    options = dict(hellaswag_every=1, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
+    options |= dict(max_steps=1, val_every=0)
     [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
     assert warning in said
 

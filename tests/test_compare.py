@@ -278,7 +278,7 @@ def test_the_command_compares_real_runs(data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "copy")
     for rate in ("3e-3", "1e-6"):
         for seed, path in ((1, data), (2, f"{data}/"), (3, copy)):
-            options = dict(seed=seed, max_steps=8, val_every=8, checkpoint_every=0, max_lr=rate, min_lr=1e-7)
+            options = dict(seed=seed, max_steps=4, val_every=4, checkpoint_every=0, max_lr=rate, min_lr=1e-7)
             train(path, tmp_path / f"lr-{rate}-{seed}", **options)
     shutil.rmtree(copy)
     make_shards(copy, seed=5)

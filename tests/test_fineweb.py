@@ -185,7 +185,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path
     whole = listing(make(tmp_path, *paths, name="whole/out", shard_size=16_000))
     # meta.json and the tokenizer's two files, then for every training shard the validation sample, itself and meta.json
     renames = 3 * (len(whole) - 4) + 3
-    for count in range(1, renames + 1):
+    for count in range(1, renames + 1, 1 if kind == "jsonl" else 3):
         after = count % 2 == 0 and count < renames
         run(make_and_die, tmp_path, paths, f"{count}/out", count, after, ends=[KILLED])
         assert listing(make(tmp_path, *paths, name=f"{count}/out", shard_size=16_000)) == whole

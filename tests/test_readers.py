@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
 import random
@@ -171,12 +172,14 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeyp
     assert prepare(Options(input=("texts",), tokenizer="bytes")) == "texts_shards"
 
 
-def test_python_docs_are_the_documentation_of_this_python(tmp_path):
+def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch):
+    """Of its top folder here, as all of it takes seconds."""
+    monkeypatch.setattr(os, "walk", lambda root, walk=os.walk: itertools.islice(walk(root), 1))
     tokens = read(prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs"))))
-    assert len(tokens) > 1e6 and np.count_nonzero(tokens == 256) > 300
+    assert len(tokens) > 1e6 and np.count_nonzero(tokens == 256) > 200
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
     # a piece of the language reference, and a docstring of the library
-    assert "statement is used for conditional execution" in text and json.dumps.__doc__.splitlines()[0] in text
+    assert "statement is used for conditional execution" in text and random.Random.seed.__doc__.splitlines()[0] in text
 
 
 def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_path, monkeypatch):
