@@ -79,6 +79,7 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monk
     pictures = []
 
     def show():
+        plt.gcf().set_layout_engine("none")  # which would draw it twice
         plt.gcf().canvas.draw()
         pictures.extend(plt.get_fignums())
         plt.close("all")

@@ -179,7 +179,9 @@ def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch)
     assert len(tokens) > 1e6 and np.count_nonzero(tokens == 256) > 200
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
     # a piece of the language reference, and a docstring of the library
-    assert "statement is used for conditional execution" in text and random.Random.seed.__doc__.splitlines()[0] in text
+    assert (
+        "statement is used for conditional execution" in text and random.Random.seed.__doc__.splitlines()[0] in text
+    )
 
 
 def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_path, monkeypatch):

@@ -266,7 +266,7 @@ ALL = ["cu126", "cu128", "cu130"]
 # weights and what belongs to them take 1.9 GiB, and a sequence of 1,024 tokens 0.52: 32 x 768 numbers of 2 bytes per
 # token and block, and 50,304 logits and their gradients. 95% of a card may be used
 DECISIONS = [
-    (["H200"], 0, ALL, "bfloat16", "fp8", {"gpt2": 64, "gpt2-xl": 8}),  # the presets' own B, which is for 80 GB
+    (["H200"], 0, ALL, "bfloat16", "fp8", {"gpt2": 64}),  # the preset's own B, which is for 80 GB
     (["A100"], 0, ALL, "bfloat16", "no", {"gpt2": 64}),  # 35 of 75 GiB; float8 is Ada's
     (["4090"], 0, ALL, "bfloat16", "fp8", {"gpt2": 32, "gpt2-xl": "no"}),  # 18.6 of 22 GiB; 23 GiB of state
     (["slice"], 0, ALL, "bfloat16", "fp8", {"gpt2": 8}),  # 6.6 of 9.3 GiB; 16 would take 11
