@@ -136,7 +136,7 @@ def train_changed(path, args):
 def live(path, folder, data, examples):
     """Train, be stopped, continue, branch, fine-tune, sample, score, end: all with the model in the file at `path`."""
     trainer = import_trainer(path)
-    options = dict(hellaswag_every=6, hellaswag_data=examples, block_size=64)
+    options = dict(hellaswag_every=4, hellaswag_data=examples, block_size=64, max_steps=8)
 
     def train(out, **changes):
         return status_of(trainer.main, tiny_flags(data, folder / out, **options | changes))
@@ -146,11 +146,11 @@ def live(path, folder, data, examples):
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(*args, **state)
 
-    assert train("whole", sample_every=12) == 0 and losses(folder / "whole")[-1] < losses(folder / "whole")[0] - 0.1
+    assert train("whole", sample_every=8) == 0 and losses(folder / "whole")[-1] < losses(folder / "whole")[0] - 0.1
     with patched(trainer, "train_step", stopped) as train_step:
         assert train("stopped") == 0
     assert train("stopped") == 0 and log_lines(folder / "stopped") == log_lines(folder / "whole")
-    assert train("branch", branch_from=folder / "whole" / "model_00008.pt") == 0
+    assert train("branch", branch_from=folder / "whole" / "model_00004.pt") == 0
     assert log_lines(folder / "branch") == log_lines(folder / "whole")
     assert train("tuned", init_from=folder / "whole", max_steps=1) == 0
     assert losses(folder / "tuned", "val")[0] == pytest.approx(losses(folder / "whole", "val")[-1], abs=1e-6)

@@ -88,7 +88,7 @@ def collectives(folder, ranks):
 
 def life_of_a_run(folder, data, ranks):
     """{what: its collectives} and what rank 0 says, from a start with too little memory to a continuation's end."""
-    rest = dict(optimizer="muon", hellaswag_every=2, hellaswag_data=examples_file(folder, ["a cat", "hi"]))
+    rest = dict(n_layer=1, optimizer="muon", hellaswag_every=2, hellaswag_data=examples_file(folder, ["a cat", "hi"]))
     rest |= dict(sample_every=4, max_steps=4, val_every=2, checkpoint_every=2, total_batch_size=128 * ranks)
     found, said = {}, ""
 

@@ -67,7 +67,6 @@ def all_flags(folder, out_dir, **changes):
 RUNS = {  # cards, what torch was built for, flags, and what the summary says
     "float32": (["H200"], "cu130", dict(dtype="float32"), "NVIDIA H200, float32"),
     "bfloat16": (["A100"], "cu130", dict(dtype="auto", optimizer="muon"), "NVIDIA A100-SXM4-80GB, bfloat16"),
-    "float16": (["V100"], "cu126", dict(dtype="auto", optimizer="muon"), "Tesla V100-SXM2-16GB, float16"),
     "fp8": (["4090"], "cu130", dict(dtype="fp8"), "NVIDIA GeForce RTX 4090, fp8"),
     "recomputing": (["H200"], "cu130", dict(dtype="bfloat16", activation_checkpointing=True), "H200, bfloat16"),
 }
@@ -267,11 +266,10 @@ ALL = ["cu126", "cu128", "cu130"]
 # token and block, and 50,304 logits and their gradients. 95% of a card may be used
 DECISIONS = [
     (["H200"], 0, ALL, "bfloat16", "fp8", {"gpt2": 64}),  # the preset's own B, which is for 80 GB
-    (["A100"], 0, ALL, "bfloat16", "no", {"gpt2": 64}),  # 35 of 75 GiB; float8 is Ada's
+    (["A100"], 0, ALL, "bfloat16", "no", {}),  # float8 is Ada's
     (["4090"], 0, ALL, "bfloat16", "fp8", {"gpt2": 32, "gpt2-xl": "no"}),  # 18.6 of 22 GiB; 23 GiB of state
     (["slice"], 0, ALL, "bfloat16", "fp8", {"gpt2": 8}),  # 6.6 of 9.3 GiB; 16 would take 11
     (["V100"], 0, ["cu126", "cu128"], "float16", "no", {"gpt2": 16}),  # 11 of 15 GiB; Volta is before bfloat16
-    (["1080"], 0, ["cu126"], "float16", "no", {"gpt2": 8}),  # 6.6 of 7.5 GiB
     (["H200", "1080"], 1, ["cu126"], "float16", "no", {}),  # each rank asks for its own GPU
     (["1080", "H200"], 1, ["cu126"], "bfloat16", "fp8", {}),  # and another rank needs the first one
 ]
