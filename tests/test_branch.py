@@ -39,7 +39,7 @@ from harness import (
     write_half,
 )
 
-OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, keep_checkpoints=9)
+OPTIONS = dict(max_steps=12, val_every=4, checkpoint_every=4, keep_checkpoints=9)
 
 
 @pytest.fixture(scope="module")

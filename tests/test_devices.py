@@ -24,13 +24,13 @@ needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor 
 @pytest.fixture(scope="module")
 def full(folder):
     """The losses of a run in float32."""
-    train(folder, folder.parent / "full", dtype="float32", max_steps=24, max_lr=1e-2)
+    train(folder, folder.parent / "full", dtype="float32", max_steps=24, max_lr=1e-2, val_every=0)
     return losses(folder.parent / "full")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("fp8", marks=needs_float8)])
 def test_half_precision_trains_and_keeps_float32_weights(dtype, folder, full, tmp_path):
-    train(folder, tmp_path / "half", dtype=dtype, max_steps=24, max_lr=1e-2)
+    train(folder, tmp_path / "half", dtype=dtype, max_steps=24, max_lr=1e-2, val_every=0)
     half = losses(tmp_path / "half")
     assert len(half) == 24 and np.isfinite(half).all()
     assert half[0] == pytest.approx(full[0], abs=0.02) and (half != full).any()

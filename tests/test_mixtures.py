@@ -1,12 +1,10 @@
 """Several folders of data: exact shares in an order that is computed, a loss for each, and runs that go on exactly."""
 
-import itertools
 import json
 import shutil
 
 import numpy as np
 import pytest
-import torch
 import train_gpt2
 from plumbing.data.windows import mix, shares_of, stream_names
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
@@ -91,21 +89,6 @@ def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(fold
         found = [(tuple(x[0].tolist()), tuple(y[0].tolist())) for x, y in batches]
         assert sorted(found) == sorted(everything) and found != everything
     assert loader.num_windows == len(everything)
-
-
-def test_batches_depend_neither_on_b_nor_on_the_ranks(folders):
-    """Of 48 windows, for every B and number of ranks, also when reading begins in the middle."""
-    orders = []
-    for B, ranks in itertools.product((1, 4, 8), (1, 2, 3)):
-        loaders = [
-            DataLoaderLite(folders, "train", B, 16, r, ranks, weights=(3, 1, 2), seed=1, shuffle=True)
-            for r in range(ranks)
-        ]
-        for loader in loaders:
-            loader.position = 24
-        rows = [x for _ in range(48 // (B * ranks)) for loader in loaders for x in loader.next_batch()[0]]
-        orders.append(torch.stack(rows))
-    assert all(torch.equal(order[:40], orders[0][:40]) for order in orders)
 
 
 OPTIONS = dict(max_steps=12, checkpoint_every=4, keep_checkpoints=9, keep_best=True)

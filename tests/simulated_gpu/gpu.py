@@ -6,6 +6,7 @@ speed, rounding and workspaces of a GPU's kernels, NCCL. It is loaded before tor
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import pickle
@@ -120,6 +121,7 @@ def serve():
     train_gpt2.parse_args([])  # no whole run, which would start autograd's threads, and none for the GPU
     with tempfile.TemporaryDirectory() as folder:
         export_huggingface(harness.tiny_model(vocab_size=257), get_encoding("bytes"), Path(folder, "hf"))
+    gc.freeze()
 
     while True:
         try:
