@@ -15,7 +15,7 @@ from plumbing.system import autofit
 from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
-from harness import log_lines, losses, printed_commands, status_of, tiny_model, train
+from harness import log_lines, losses, make_shards, printed_commands, status_of, tiny_model, train
 
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkeypatch):
@@ -220,15 +220,16 @@ def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eigh
     assert {("--total-batch-size", 64 * 1024), ("--max-steps", 46), ("--warmup-steps", 4)} <= set(words)
 
 
-def test_passes_count_the_steps(data, tmp_path):
-    """4,688 tokens to train on in 293 windows of 16, 8 of them a step: two passes are 73 steps."""
+def test_passes_count_the_steps(tmp_path):
+    """1,552 tokens to train on in 62 and 35 windows of 16, 8 of them a step: two passes are 24 steps."""
+    data = make_shards(tmp_path / "data", (2000, 1000, 565))
     options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
     said = train(data, tmp_path / "out", passes=2, **options)
-    assert len(losses(tmp_path / "out")) == 73
+    assert len(losses(tmp_path / "out")) == 24
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
-    assert len(losses(tmp_path / "out-longer")) == 146
+    assert len(losses(tmp_path / "out-longer")) == 48
     options |= dict(branch_from=tmp_path / "out", warmup_steps=5)
     train(data, tmp_path / "branch", passes=5, **options)
-    assert len(losses(tmp_path / "branch")) == 183
+    assert len(losses(tmp_path / "branch")) == 61
     starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
-    assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(73, 7), (183, 5)]
+    assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(24, 2), (61, 5)]

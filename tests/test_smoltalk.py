@@ -151,7 +151,7 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes_and_note
     assert len(full) > 5 and set(full) == {641} and last <= 641
     # meta.json and the tokenizer's two files; for a training shard, it and the sample, with their masks, and meta.json
     renames = 3 + 5 * (len(full) + 1)
-    for count in [*range(1, 14), *range(14, renames + 1, 11)]:
+    for count in [*range(1, 9), *range(10, renames + 1, 9)]:
         run(make_and_die, tmp_path, f"{count}", count, count % 2 == 0 and count < renames, ends=[KILLED])
         capsys.readouterr()
         first = tmp_path / f"{count}" / "out" / "out_train_000001.npy"
