@@ -29,7 +29,7 @@ def pytest_configure(config):
 
 
 # the files that take longest, longest first: then both processes end at about the same time
-LONGEST = "simulated_gpu resume notebook branch downloads fineweb changed_models readme bad_input weights".split()
+LONGEST = "simulated_gpu notebook changed_models resume branch downloads weights fineweb readers smoltalk".split()
 
 
 def pytest_collection_modifyitems(config, items):
