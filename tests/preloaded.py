@@ -3,9 +3,7 @@
 It stands for the modules, regular expressions and so on that a process makes only once, in 0.2 s of each run.
 """
 
-import atexit
 import gc
-import os
 import tempfile
 from pathlib import Path
 
@@ -19,4 +17,3 @@ with tempfile.TemporaryDirectory() as folder:
     harness.train(harness.make_shards(Path(folder, "data")), Path(folder, "out"), max_steps=1, val_every=0)
 gc.collect()  # and threads end
 gc.freeze()  # the garbage collection in each run then has little to look at
-atexit.register(os._exit, 0)  # when the tests end: to take all of this apart would take a second
