@@ -23,9 +23,7 @@ def pytest_cmdline_main(config):
 def pytest_configure(config):
     """Import the harness before a test imports torch, as it sets the environment; xdist's controller runs no tests."""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
-        harness = importlib.import_module("harness")  # takes two seconds
-        if hasattr(config, "workerinput") and harness.has_fork:
-            harness.fork_server()
+        importlib.import_module("harness")  # takes two seconds
 
 
 # the files that take longest, longest first: then both processes end at about the same time

@@ -10,10 +10,8 @@ import gc
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -311,31 +309,6 @@ has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 if has_fork:
     processes.set_forkserver_preload(["preloaded"])
-
-
-def fork_server():
-    """Fork the server here and now, where it would be a new process that imports everything once more.
-
-    A test's own changes of this process must not be in it, so that only one that has run no test can do it.
-    """
-
-    def fork(path, words, descriptors):
-        server = os.fork()
-        if not server:
-            for low, high in itertools.pairwise([2, *sorted(descriptors), 2**16]):
-                os.closerange(low + 1, high)  # what this process has open is not the server's
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # nor what pytest captures
-            try:
-                exec(words[-1])  # what would follow `python -c`; it ends with this process
-            finally:
-                os._exit(0)
-        return server
-
-    importlib.import_module("preloaded")
-    # the tracker of semaphores comes with the first process, whose test captures what it says of those that are killed
-    with patched(multiprocessing.resource_tracker, "ensure_running", lambda: None):
-        with patched(multiprocessing.util, "spawnv_passfds", fork):
-            multiprocessing.forkserver.ensure_running()
 
 
 def free_port():

@@ -219,6 +219,23 @@ def test_of_thousands_of_configs_one_is_looked_at(hub):
         sources.choose_files("OWNER/many", files, f"---\n{card}\n---\n", "", "train")
 
 
+def test_without_a_network_it_continues_with_the_files_that_are_there(hub, tmp_path):
+    """Killed before its first shard: only the list of files and two of them are on disk."""
+    add_stories(hub, random_texts(30))
+    prepare(out_dir="whole/out")
+    run(prepare_and_die, hub.url, tmp_path, 2, ends=[KILLED])
+    assert not list(Path("out").glob("*.npy"))
+    hub.lasting["ANY /"] = "500"
+    there = {path.name for path in Path("out").glob(".download/data/*.parquet")}
+    if len(there) == 3:
+        prepare(shard_size=3000)
+    else:
+        assert "Could not download data/train-" in refused(
+            fineweb.main, "--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES
+        )
+        assert read_meta("out")["ends"]
+
+
 def test_a_thread_needs_no_semaphore(hub, monkeypatch):
     """Where /dev/shm is missing or read-only, the system has none for multiprocessing."""
 
