@@ -71,6 +71,7 @@ def run_script(*args):
 
 @pytest.mark.gpt2
 @pytest.mark.filterwarnings(*(f"error::{kind}Warning" for kind in ("User", "Runtime", "Future", "Syntax")))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
 def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch, run_cells, capfd):
     for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
