@@ -388,13 +388,8 @@ def unreadable(value: Any, place: str) -> str:
         unpickle(file)
         return ""
     except Exception:  # whatever an object of any class does there
-        entries = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, (list, tuple))
-            else ()
-        )
+        inside = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        entries = inside.items() if isinstance(inside, dict) else ()
         places = (unreadable(entry, f"{place}[{name!r}]") for name, entry in entries)
         return next(filter(None, places), f"{place}, which is a {type(value).__name__}")
 
