@@ -59,6 +59,11 @@ ROTARY = {
     POSITIONS: "self.transformer.wte(idx)",
     "        self.transformer.wpe = init_normal(nn.Embedding(config.block_size, config.n_embd))\n": "",
 }
+PROJECTIONS = "        self.c_attn = init_normal"
+TABLES = """        positions = torch.arange(config.block_size)
+        self.register_buffer("sines", positions[:, None].sin())
+        self.register_buffer("causal", positions[:, None] >= positions)
+"""
 RESIDUAL = "        x = x + self.attn("
 MEAN = """        if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
@@ -181,15 +186,20 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
 
 
-def test_a_branch_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
-    """As with rotary embeddings: it begins with its parent's weights and learns from longer sequences."""
-    path = changed_trainer(tmp_path / "train_rotary.py", ROTARY)
+@pytest.mark.parametrize("begin", ["branch_from", "init_from"])
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path, begin):
+    """As with rotary embeddings: a branch learns from longer sequences. Tables of positions become those of its own."""
+    path = changed_trainer(tmp_path / "train_rotary.py", ROTARY | {PROJECTIONS: TABLES + PROJECTIONS})
     run(train_changed, path, tiny_flags(data, tmp_path / "parent"))
-    options = dict(block_size=64, sequence_length=64, max_steps=24, branch_from=tmp_path / "parent")
+    options = {"block_size": 64, "sequence_length": 64, "max_steps": 24, begin: tmp_path / "parent"}
     [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
-    assert "a new order, with another sequence_length" in said
     last = load_checkpoint(tmp_path / "out" / "model_00024.pt")
-    assert last["config"]["block_size"] == 64 and last["optimizer"][0]["state"][0]["step"] == 24
+    if begin == "branch_from":
+        assert "a new order, with another sequence_length" in said
+        assert last["optimizer"][0]["state"][0]["step"] == 24
+    positions, name = torch.arange(64), "transformer.h.1.attn."
+    assert torch.equal(last["model"][f"{name}sines"], positions[:, None].sin())
+    assert torch.equal(last["model"][f"{name}causal"], torch.ones(64, 64).tril().bool())
     assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
 
 

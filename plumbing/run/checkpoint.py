@@ -316,6 +316,20 @@ def resize(
     }
 
 
+def other_tables(weights: dict[str, Tensor], before: torch.nn.Module, now: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers of the model `now` that have other shapes than in `before`, which made those in `weights`.
+
+    That is of tables such as rotary embeddings or a causal mask. What a buffer has learned is not as it was made.
+    """
+    own, then = (dict(each.named_buffers(remove_duplicate=False)) for each in (now, before))
+    return {
+        name: own[name]
+        for name in own.keys() & then.keys() & weights.keys()
+        if own[name].shape != then[name].shape == weights[name].shape
+        and torch.allclose(weights[name], then[name].to(weights[name].dtype))
+    }
+
+
 def tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
     """A state dict without what get_extra_state has added, unless that is a tensor, too."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -309,11 +309,11 @@ class Start:
             before, now = getattr(then, name), getattr(config, name)
             if before == now:
                 continue
-            then = dataclasses.replace(then, **{name: now})
+            older, then = then, dataclasses.replace(then, **{name: now})
             with autofit.SkipInit():
-                shapes = {
-                    key: own.shape for key, own in checkpoints.tensors_in(model_class(then).state_dict()).items()
-                }
+                made_before, made = model_class(older), model_class(then)
+            weights = weights | checkpoints.other_tables(weights, made_before, made)
+            shapes = {key: own.shape for key, own in checkpoints.tensors_in(made.state_dict()).items()}
             resized = checkpoints.resize(checkpoints.tensors_in(weights), shapes, how, rows=(before, now))
             if resized and self.saved:
                 raise UserError(
