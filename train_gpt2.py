@@ -726,8 +726,11 @@ def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> Train
     dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
     max_steps, warmup_steps = c.max_steps, c.warmup_steps
     if c.passes:
-        tokens = DataLoaderLite(c.data, "train", 1, c.sequence_length).num_windows * c.sequence_length
-        max_steps = max(1, round(c.passes * tokens / c.total_batch_size))
+        tokens = c.passes * DataLoaderLite(c.data, "train", 1, c.sequence_length).num_windows * c.sequence_length
+        seen = max_steps = 0
+        while seen < min(tokens, c.batch_ramp):
+            seen, max_steps = seen + get_batch_size(seen, c), max_steps + 1
+        max_steps = max(1, max_steps + round((tokens - seen) / c.total_batch_size))
         warmup_steps = min(warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
     found = dict(vocab_size=vocab_size, dtype=dtype, max_steps=max_steps, warmup_steps=warmup_steps, passes=0.0)
     return dataclasses.replace(c, **found)

@@ -10,6 +10,7 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run import start
+from plumbing.run.checkpoint import newest_checkpoint
 from plumbing.run.logs import read_starts
 from plumbing.system import autofit
 from plumbing.system.distributed import World
@@ -233,3 +234,11 @@ def test_passes_count_the_steps(tmp_path):
     assert len(losses(tmp_path / "branch")) == 61
     starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
     assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(24, 2), (61, 5)]
+
+
+def test_passes_count_the_smaller_steps_of_a_batch_ramp(tmp_path):
+    """131,072 tokens in windows: up to 65,536, which grow from 32K, steps have 32K, and then 64K: 2 and 1 of these."""
+    data = make_shards(tmp_path / "data", (2000, 2**17 + 1))
+    options = dict(sequence_length=32, batch_size=512, total_batch_size=2**16, val_every=0, n_embd=8)
+    train(data, tmp_path / "out", passes=1, batch_ramp=2**16, **options)
+    assert newest_checkpoint(tmp_path / "out")["loader"]["position"] * 32 == 2**17
