@@ -161,6 +161,7 @@ def test_what_a_branch_begins_anew_is_said_and_its_resume_is_exact(name, folder,
     said = train(options.pop("data", folder), "out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
+    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}: " in said, "of its order"
     first = load_checkpoint("out/model_00008.pt")
     weights = load_checkpoint(parent / "model_00008.pt")
     assert_same_tensors(first["model"], weights["model"])

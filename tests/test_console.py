@@ -39,7 +39,7 @@ def test_the_account_of_a_run(capsys):
         sequence_length=16, total_batch_size=128, max_steps=1000, val_tokens=600, milestone_every=300, min_lr=6e-4
     )
     parts = SimpleNamespace(raw_model=model, optimizers=optimizers, enc=SimpleNamespace(name="bytes"))
-    parts.loader, parts.val_loaders = SimpleNamespace(num_windows=500), [SimpleNamespace(num_windows=60)]
+    parts.loader, parts.val_loaders = SimpleNamespace(num_windows=500, position=0), [SimpleNamespace(num_windows=60)]
     for seconds in (67, 135):  # a step
         fit = autofit.Fit(
             None, 4, False, [], [], flops_per_token=600, kept_bytes=10_000, seconds_per_token=seconds / 128

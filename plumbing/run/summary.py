@@ -20,7 +20,9 @@ def print_summary(start: Beginning, parts: Any, fit: Fit, world: World) -> None:
     N = sum(p.numel() for p in raw_model.parameters())
     there = loader.num_windows * T if loader else 0
     val_there = sum(each.num_windows * T for each in parts.val_loaders)
-    left, read = (c.max_steps - start.step) * S, c.max_steps * S
+    left = (c.max_steps - start.step) * S
+    # a branch may begin a new order of the data
+    read = left + (loader.position * T if loader else start.step * S)
     # of a GPU, the trial has no time
     seconds = left * fit.seconds_per_token if world.device_type == "cpu" else 0
     rows = [("model", f"{N:,} parameters on {world.size} x {world.device_name}, {c.dtype}")]
