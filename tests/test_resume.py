@@ -151,6 +151,9 @@ def test_a_finished_run_says_so_and_is_exported_again_unless_hf_holds_its_model(
     assert "is finished" in train(folder, straight, **OPTIONS) and listing(straight) == before
     hf = shutil.copytree(straight, tmp_path / "out") / "hf"
     export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), hf, step=12)
+    before = listing(tmp_path / "out")
+    train(folder, tmp_path / "out", dry_run=True, **OPTIONS)
+    assert listing(tmp_path / "out") == before
     train(folder, tmp_path / "out", **OPTIONS)
     assert_same_run(tmp_path / "out", straight)
 

@@ -184,8 +184,8 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
     parent = Path(config.branch_from)
     if saved["step"] >= config.max_steps:
         raise UserError(
-            f"--max-steps is {config.max_steps}, but {parent} has done {saved['step']} steps already. Give more steps "
-            "or, to evaluate it, use --init-from in place of --branch-from."
+            f"The branch would end at step {config.max_steps}, but {parent} has done {saved['step']} steps already. "
+            "Give more --max-steps or --passes or, to evaluate it, use --init-from in place of --branch-from."
         )
     changed = differences(saved["config"], config)
     changed.pop("branch_from", None)
@@ -419,7 +419,7 @@ class Start:
         assert saved
         enc = checkpoints.model_tokenizer(saved)
         print(f"The run in {out_dir} is finished.")
-        if not is_export_of(out_dir / "hf", saved["model"], step):
+        if not (self.config.dry_run or is_export_of(out_dir / "hf", saved["model"], step)):
             model = checkpoints.from_state(model_class, self.config.model_config, saved["model"])
             export(out_dir, step, model, enc)
         model = out_dir / "hf" if (out_dir / "hf").exists() else checkpoints.list_checkpoints(out_dir)[-1]
