@@ -119,12 +119,13 @@ def test_the_dashboard_shows_a_run_that_is_in_progress_and_without_one_it_looks_
 
 
 def test_a_log_of_build_nanogpt_is_drawn_by_steps(tmp_path, run_cells, capsys):
-    """Three streams, no run.txt: only what the log says is told."""
+    """Three streams, no run.txt: only what the log says is told. At its end, it has diverged."""
     folder = tmp_path / "log"
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
-    (folder / "log.txt").write_text("".join(lines) + "300 tra", encoding="utf-8")
+    lines += ["299 train nan\n299 val inf\n299 norm nan\n300 tra"]
+    (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
     run_cells()
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt\n") and "hella   0.2250 at step 250" in text
