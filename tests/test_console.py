@@ -214,6 +214,8 @@ ADDRESS = "https://me:SECRET@host:8080/a/b.txt?sig=SECRET&x=SECRET#SECRET"
         (f"train_gpt2.py --data={ADDRESS} --seed 1", "train_gpt2.py --data=https://host:8080/a/b.txt --seed 1"),
         ("log/https:/me:SECRET@host/x", "log/https:/host/x"),  # as a path
         ("s3://SECRET@bucket/x and hf://me:SECRET@host", "s3://bucket/x and hf://host"),
+        ("s3://me:SEC/RET'SEC\"RET@bucket/x?y=SEC'RET", "s3://bucket/x"),
+        ("'http://host:80/a@b', 'https://host/a@b' me@host", "'http://host:80/a@b', 'https://host/a@b' me@host"),
         ("C:/Users/me?, note: http and a@b", "C:/Users/me?, note: http and a@b"),
     ],
 )

@@ -39,8 +39,12 @@ class UserError(Exception):
 # ----- Messages -----------------------------------------------------------------------------------------
 
 
-# a URL of any scheme, with one slash where it was taken for a path: (what is kept, user and password, what is kept)
-URL = re.compile(r"""(?i)\b([a-z][a-z0-9+.-]+:/+)(?:[^/?#\s"'<>]*@)?([^?#\s"'<>]*)(?:[?#][^\s"'<>]*)?""")
+# a URL of any scheme, with one slash where it was taken for a path: (what is kept, user and password, what is kept). A
+# password may have slashes and quotes, but what is in a path, as in host:80/a@b, is none; a quote may also end a URL
+URL = re.compile(
+    r"""(?i)\b([a-z][a-z0-9+.-]+:/+)(?:(?:[^/?#\s<>]*|[^/:?#\s<>[]*:(?!\d*/)[^?#\s<>]*)@)?"""
+    r"""([^?#\s"'<>]*)(?:[?#](?:[^\s"'<>]|["'](?=\w))*)?"""
+)
 
 
 def without_secrets(text: str) -> str:
