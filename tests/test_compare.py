@@ -185,6 +185,18 @@ def test_a_damaged_run_txt_is_named_and_not_a_traceback(tmp_path, capsys):
     ]
 
 
+def test_values_of_another_kind_in_a_run_txt_are_damage_too(tmp_path, capsys):
+    for number, wrong in enumerate([{"seed": [1]}, {"max_steps": "2"}, {"data": 3}, {"data_weights": 1}]):
+        write_run(tmp_path / str(number), 4.0, **wrong)
+    assert groups_of(tmp_path) == []
+    assert capsys.readouterr().out.count("its run.txt is damaged") == 4
+    write_run(tmp_path / "odd", 4.0)
+    with open(tmp_path / "odd" / "run.txt", "a", encoding="utf-8") as file:
+        file.write('branched: {"parent": 3, "step": "1"}\nfingerprints: {"texts": 1}\n')
+    ((odd,),) = groups_of(tmp_path)
+    assert odd.loss == 4.0 and odd.runs[0].branch_step == 0
+
+
 def test_every_name_is_found_or_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "log" / "a[1]", 4.0)

@@ -87,6 +87,9 @@ def last_values(path: Path) -> dict[str, float]:
 # ----- run.txt ------------------------------------------------------------------------------------------
 
 DICTS = ("config", "ran", "branched", "fingerprints")  # those fields that are in JSON
+# what is looked at in them, as who edits a run.txt may write something else
+KINDS: dict[str, Any] = {"seed": int, "max_steps": int, "step": int, "data": (str, list), "data_weights": list}
+KINDS |= dict.fromkeys(["parent", "init_from", "branch_from"], str)
 
 
 def read_history(out_dir: Path) -> bytes:
@@ -104,20 +107,26 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {}
         for line in block.splitlines():
             name, _, text = line.partition(": ")
-            value = read_dict(text) if name in DICTS else plain(text)
+            value = read_dict(name, text) if name in DICTS else plain(text)
             if value is not None:
                 fields[name] = value
         starts.append(fields)
     return starts
 
 
-def read_dict(text: str) -> dict[str, Any] | None:
-    """A dict in JSON; None if this is none."""
+def read_dict(name: str, text: str) -> dict[str, Any] | None:
+    """The dict in JSON that is a field of this name; None if it is none, or if what is looked at is of another kind."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    if name == "fingerprints":
+        is_right = all(isinstance(pair, list) and len(pair) == 2 for pair in found.values())
+    else:
+        is_right = all(isinstance(found[key], kind) for key, kind in KINDS.items() if key in found)
+    return found if is_right else None
 
 
 def write_start(
