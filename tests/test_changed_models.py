@@ -253,7 +253,8 @@ def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch)
     modules = tmp_path / "my_layers"
     modules.mkdir()
     (modules / "mlp.py").write_text("from .functions import activation\n")
-    (modules / "functions.py").write_text("import torch\n\nactivation = torch.relu\n")
+    (modules / "functions.py").write_text("import torch\n\nactivation = torch.relu\nif 0:\n    import old\n")
+    (tmp_path / "old.py").write_text("print 'of Python 2'")
     args = tiny_flags(data, tmp_path / "out")
     run(train_changed, path, args, ends=[0])
     code = load_checkpoint(tmp_path / "out" / "model_00012.pt")["code"]

@@ -45,6 +45,7 @@ def test_shares_of_a_trillion_windows_add_up():
     for n in (10**12, 10**13 + 7):
         assert shares_of(np.array([n]), (1 / 3, 1 / 3, 1 / 3)).sum() == n
     assert shares_of(np.array([1000]), (0.1, 0.0, 0.2, 0.7))[:, 0].tolist() == [100, 0, 200, 700]
+    assert shares_of(np.array([1000]), (1, 1e-300))[:, 0].tolist() == [1000, 0]
 
 
 @pytest.fixture(scope="module")
@@ -152,4 +153,4 @@ def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
 
 def test_folders_of_one_name_have_streams_of_their_own():
     assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
-    assert stream_names(["/x/my texts"]) == ["my_texts"]
+    assert stream_names(["/x/my texts", "\u00e9", "\u00fc"]) == ["my_texts", "_.2", "_.3"]

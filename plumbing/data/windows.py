@@ -79,7 +79,8 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
         ):
             parts += 1
         names[number] = "-".join(path.parts[-parts:])
-    return [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
+    names = [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
+    return [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 
 def data_tokenizer(
@@ -118,13 +119,12 @@ def mix(positions: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np
 
 def shares_of(n: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """How many of the first n positions each folder has (folders, len(n)): rounded, so that they still add up to n."""
-    shares, left, left_weight = [], n, sum(weights)
-    for weight in weights:
+    shares, left = [], n
+    for i, weight in enumerate(weights):
         # of what the folders before it have left, its part of the weights that are left
-        part = min(1.0, weight / left_weight) if weight else 0.0
+        part = min(1.0, weight / sum(weights[i:])) if weight else 0.0
         shares.append(np.floor(left * part + 0.5).astype(np.int64))
-        left, left_weight = left - shares[-1], left_weight - weight
-    shares[int(np.flatnonzero(weights)[-1])] += left  # what rounding the weights has left over
+        left = left - shares[-1]
     return np.stack(shares)
 
 

@@ -42,8 +42,12 @@ def sources_of(config_class: type) -> dict[str, bytes]:
     while waiting:
         folder, name = waiting.pop(0)
         if name not in sources:
-            sources[name] = (folder / name).read_bytes()
-            waiting += imported(sources[name], folder, name)
+            source = (folder / name).read_bytes()
+            with contextlib.suppress(
+                SyntaxError, ValueError
+            ):  # what cannot be read is imported in a `try` at most
+                waiting += imported(source, folder, name)
+                sources[name] = source
     return sources
 
 
