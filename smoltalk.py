@@ -59,7 +59,7 @@ import contextlib
 import itertools
 import json
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,14 +84,13 @@ FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that
 
 
 class Conversation(NamedTuple):
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]  # with "weight": 0 in the answers that are not to be learned
     num_tools: int  # messages to and from tools that were left out
-    unlearned: set[int]  # the numbers of the answers that are not to be learned
 
 
 def read_conversation(record):
     """The Conversation in a row, in one of the formats that are read. Raises Unusable."""
-    messages, num_tools, unlearned = [], 0, set()
+    messages, num_tools = [], 0
     for number, message in enumerate(messages_of(record), 1):
         role, content, is_learned = read_message(message)
         num_tools += role == "tool"
@@ -104,11 +103,11 @@ def read_conversation(record):
                 f"but is {console.plain(message, 60)}"
             )
         if role == "assistant" and not is_learned:
-            unlearned.add(len(messages))
+            message["weight"] = 0
         messages.append(message)
     if all(message["role"] != "assistant" for message in messages):
         raise Unusable("has no answer of an assistant")
-    return Conversation(messages, num_tools, unlearned)
+    return Conversation(messages, num_tools)
 
 
 def messages_of(record):
@@ -225,19 +224,14 @@ class Conversations(preparation.Renderer):
 
     def render(self, enc, conversation):
         """Its ids and mask, up to the last answer that fits into a block."""
-        messages, num_tools, unlearned = conversation
-        ids, mask, stop = tokenizers.render_conversation(messages, enc, self.block)
-        tokens = np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
-        if unlearned:
-            markers = [enc.encode_single_token(f"<|{role}|>") for role in tokenizers.ROLES]
-            starts = [*np.flatnonzero(np.isin(tokens[0], markers)), stop]
-            for number in unlearned:
-                tokens[1, slice(*starts[number : number + 2])] = 0
+        ids, mask, stop = tokenizers.render_conversation(conversation.messages, enc, self.block)
         if not stop:
             return Rendered(Unusable(f"has no answer within {self.block} tokens, the --max-length"))
+        tokens = np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
         if not tokens[1].any():
             return Rendered(Unusable("has no answer that is to be learned"))
-        return Rendered(tokens, (num_tools, len(unlearned), int(stop < len(ids))))
+        num_unlearned = sum("weight" in message for message in conversation.messages)
+        return Rendered(tokens, (conversation.num_tools, num_unlearned, int(stop < len(ids))))
 
     def pack(self, units):
         """Blocks of conversations; those that are packed together are as many as fill a shard."""

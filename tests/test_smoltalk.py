@@ -309,6 +309,18 @@ def test_an_answer_that_is_not_to_be_learned_has_mask_0(tmp_path, flag, capsys):
         assert ENC.decode(tokens[mask == 1].tolist()) == "right<|end|>" * text.count("right")
 
 
+def test_an_answer_that_is_not_to_be_learned_may_stand_behind_the_cut(tmp_path):
+    chat = {"messages": talk("Q", "right", "More?", "x" * 64)}
+    chat["messages"][3]["weight"] = 0
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(chat)] * 40), encoding="utf-8")
+    folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
+    learned = [
+        ENC.decode(np.load(path)[np.load(path.with_suffix(".mask")) == 1].tolist())
+        for path in Path(folder).glob("*.npy")
+    ]
+    assert "".join(learned) == "right<|end|>" * 40
+
+
 def test_tables_of_conversations_are_read_too(tmp_path, capsys):
     chats = [talk(f"a{i}", "b") for i in range(40)]
     chats[1][1]["content"], chats[3] = None, None

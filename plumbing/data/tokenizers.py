@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -205,11 +206,12 @@ def token_bytes(enc):
 
 
 def render_conversation(
-    messages: list[dict[str, str]], enc: tiktoken.Encoding, max_length: int = sys.maxsize
+    messages: list[dict[str, Any]], enc: tiktoken.Encoding, max_length: int = sys.maxsize
 ) -> tuple[list[int], list[int], int]:
     """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
 
-    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it.
+    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it,
+    unless the message has "weight": 0.
     """
     ids, mask, stop = [enc.eot_token], [0], 0
     end = enc.encode_single_token("<|end|>")
@@ -217,7 +219,7 @@ def render_conversation(
         is_answer = message["role"] == "assistant"
         body = [*encode_text(enc, message["content"]).tolist(), end]
         ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
-        mask += [0] + [int(is_answer)] * len(body)
+        mask += [0] + [int(is_answer and message.get("weight") != 0)] * len(body)
         if is_answer and len(ids) <= max_length:
             stop = len(ids)
     return ids, mask, stop
