@@ -138,8 +138,7 @@ def prepare(options):
     writer = ShardWriter(folder, meta, enc, prefix="" if options.input else prefix)
     renderer = Documents(options.text_column, options.separator)
     expected = EDU_TOKENS if meta.dataset == "fineweb-edu" else 0
-    make = preparation.make_shards
-    writer.make_once(make, found, renderer, options, max_tokens=options.max_tokens, expected=expected)
+    preparation.make_shards(writer, found, renderer, options, max_tokens=options.max_tokens, expected=expected)
     return folder
 
 

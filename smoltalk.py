@@ -56,7 +56,6 @@ if __name__ == "__main__":
     console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
 
 import contextlib
-import itertools
 import json
 import random
 from typing import Any, NamedTuple
@@ -201,6 +200,15 @@ def pack(conversations, max_length, pad):
         yield close(0)
 
 
+def take_tokens(units, count):
+    """The next ones of the units, up to that with which they have `count` tokens."""
+    for unit in units:
+        yield unit
+        count -= unit.tokens.shape[1]
+        if count <= 0:
+            break
+
+
 class Conversations(preparation.Renderer):
     """Whole conversations, packed into blocks, with a mask of what is to be learned."""
 
@@ -235,19 +243,9 @@ class Conversations(preparation.Renderer):
 
     def pack(self, units):
         """Blocks of conversations; those that are packed together are as many as fill a shard."""
-        for _, group in itertools.groupby(self.number_groups(units), lambda numbered: numbered[0]):
-            together = [unit for _, unit in group]
+        while together := list(take_tokens(units, self.shard_size)):
             for part, block in enumerate(pack([unit.tokens for unit in together], self.block, self.pad)):
                 yield together[0]._replace(part=part, tokens=block)
-
-    def number_groups(self, units):
-        """Yield (number of its group, unit)."""
-        number = size = 0
-        for unit in units:
-            if size >= self.shard_size:
-                number, size = number + 1, 0
-            size += unit.tokens.shape[1]
-            yield number, unit
 
     def explain(self, place, reason):
         held = reason.values
@@ -309,7 +307,7 @@ def prepare(options):
         meta.dataset = "conversations"
     renderer = Conversations(enc, max_length, options.shard_size)
     writer = ShardWriter(folder, meta, enc, pad=renderer.pad)
-    writer.make_once(preparation.make_shards, found, renderer, options)
+    preparation.make_shards(writer, found, renderer, options)
     lengths = writer.meta.lengths("train")
     console.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder

@@ -152,10 +152,8 @@ def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeyp
     def batches():
         nonlocal num_read
         for number in range(100):
-            batch = preparation.Batch(0, number)
-            batch.places, batch.entries, batch.num_bytes = ["Line 1"], [("x" * 100, True)], 100
             num_read += 1
-            yield batch
+            yield preparation.Batch(0, [(number, "Line 1", ("x" * 100, True))], 100)
 
     encoded = preparation.encode_all(renderer, tokenizers.get_encoding("bytes"), batches(), 32)
     for number, _ in enumerate(encoded):

@@ -170,13 +170,13 @@ def pairs_of(old, new):
 # ----- Rows to tokens -----------------------------------------------------------------------------------
 
 
-class Batch:
+class Batch(NamedTuple):
     """Rows that a core renders at a time."""
 
-    def __init__(self, source: int, first_row: int):
-        self.source, self.first_row, self.num_bytes = source, first_row, 0
-        self.places: list[str] = []
-        self.entries: list[Any] = []  # what `Renderer.read` made of them, or Unusable
+    source: int = 0
+    # (number of the row, its place in words, what `Renderer.read` made of it, or Unusable)
+    rows: Sequence[tuple[int, str, Any]] = ()
+    num_bytes: int = 0
 
 
 def read_batches(renderer, downloads, begin):
@@ -185,8 +185,8 @@ def read_batches(renderer, downloads, begin):
         needed = renderer.needed if number == 0 else ()
         rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
         first = begin.row if number == begin.source else 0
-        batch = Batch(number, first)
-        for row in itertools.islice(rows, first, None):
+        batch, batch_bytes = [], 0
+        for row_number, row in itertools.islice(enumerate(rows), first, None):
             try:
                 if isinstance(row.values, Unusable):
                     raise row.values
@@ -194,17 +194,16 @@ def read_batches(renderer, downloads, begin):
             except Unusable as error:
                 entry, num_bytes = error, 0
                 error.values = row.values
-            batch.places.append(row.place)
-            batch.entries.append(entry)
-            batch.num_bytes += num_bytes
-            if batch.num_bytes >= BATCH_BYTES:
-                yield batch
-                batch = Batch(number, batch.first_row + len(batch.entries))
-        yield batch
+            batch.append((row_number, row.place, entry))
+            batch_bytes += num_bytes
+            if batch_bytes >= BATCH_BYTES:
+                yield Batch(number, batch, batch_bytes)
+                batch, batch_bytes = [], 0
+        yield Batch(number, batch, batch_bytes)
 
 
 def encode_all(renderer, enc, batches, num_threads):
-    """Yield (batch, what becomes of each of its rows) of the batches in order, in `num_threads` threads.
+    """Yield (batch, what becomes of each row that can be used) of the batches in order, in `num_threads` threads.
 
     This thread reads, and the others tokenize, as tiktoken releases Python's lock meanwhile.
     """
@@ -214,22 +213,19 @@ def encode_all(renderer, enc, batches, num_threads):
         # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
         worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
 
-    def encode(entries):
-        usable = [entry for entry in entries if not isinstance(entry, Unusable)]
-        rendered = renderer.encode(worker.enc, usable)
-        if len(usable) == len(entries):
-            return rendered
-        coming = iter(rendered)
-        return [Rendered(entry) if isinstance(entry, Unusable) else next(coming) for entry in entries]
+    def encode(batch):
+        return renderer.encode(
+            worker.enc, [entry for _, _, entry in batch.rows if not isinstance(entry, Unusable)]
+        )
 
     def submit():
         try:
             for batch in batches:
-                yield batch, executor.submit(encode, batch.entries)
+                yield batch, executor.submit(encode, batch)
         except (UserError, OSError) as error:  # of the file that is read: what is before it goes into the shards
             failed = Future()
             failed.set_exception(error)
-            yield Batch(0, 0), failed
+            yield Batch(), failed
 
     executor = ThreadPoolExecutor(num_threads, initializer=start)
     coming, pending, num_bytes = submit(), collections.deque(), 0
@@ -251,12 +247,14 @@ def encode_all(renderer, enc, batches, num_threads):
 
 def number_units(encoded, names, counts):
     """The Units of batches of files with these `names`; rows that cannot be used are only counted."""
-    for batch, results in encoded:
-        for i, (tokens, more) in enumerate(results):
+    for batch, rendered in encoded:
+        coming = iter(rendered)
+        for row, place, entry in batch.rows:
+            tokens, more = Rendered(entry) if isinstance(entry, Unusable) else next(coming)
             if isinstance(tokens, Unusable):
-                counts.leave_out(batch.places[i], names[batch.source], tokens)
+                counts.leave_out(place, names[batch.source], tokens)
                 continue
-            yield Unit(batch.source, batch.first_row + i, 0, tokens, counts.numbers)
+            yield Unit(batch.source, row, 0, tokens, counts.numbers)
             if more:
                 counts.numbers = (counts.numbers[0], *map(operator.add, counts.numbers[1:], more))
 
@@ -361,39 +359,46 @@ def make_shards(
 
     expected: about how many tokens there will be; 0 if that is not known.
     """
-    meta, enc, begin = writer.meta, writer.enc, writer.resume()
-    size = max(1, options.shard_size // renderer.block) * renderer.block
-    shape = (size,) if renderer.pad is None else (2, size)
-    # before the unit at which this run begins, and without what is behind the last blocks of the shards
-    num_seen = meta.tokens - len(meta.shards) * writer.padding - begin.token
-    sample = ValidationSample(meta.validation_every, shape, num_seen)
-    if begin.sampled:
-        sample.add(writer.read(writer.validation_file, begin.sampled))
-    total, sizes = max_tokens or expected or None, [source.size for source in found]
-    if found[0].repo:
-        # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
-        # be on disk: one is finished, one is being read, one is being downloaded
-        check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
-        writer.save()  # so that the files that are on disk can be found again without a network
-    ahead = not max_tokens  # with a limit, the next file may not be needed
-    downloads = sources.Downloads(found, writer.path(".download"), begin.source, ahead)
-    num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-    encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
-    counts = Counts(begin.counts, meta.left_out, others=renderer.counted)
-    bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
-    tokens = None
-    with bar, contextlib.closing(encoded):
-        units = renderer.pack(number_units(encoded, [source.name for source in found], counts))
-        units = itertools.dropwhile(lambda unit: unit[:3] < begin[:3], units)
-        units = sample.remove_from(limit_tokens(units, (max_tokens or sys.maxsize) - num_seen, bar, sizes))
-        for tokens, end in cut_into_shards(units, shape, begin.token):
-            if end:
-                writer.write_both(tokens, sample, end, counts)
-                downloads.remove_before(end.source)  # not earlier: what is not in a shard yet will be read again
-    writer.write_rest(tokens, sample, renderer, counts)
-    downloads.close()  # before the end is recorded: what is complete is not looked at again
-    writer.finish(renderer.noun)
-    counts.note()
+    with contextlib.ExitStack() as stack:
+        if not writer.is_complete():  # several processes may use complete ones at once
+            stack.enter_context(lock_folder(writer.folder))
+            writer.load()  # another process may have worked on it until now
+        meta = writer.meta
+        if writer.is_complete():
+            print(f"{writer.title} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
+            return
+        begin, size = writer.resume(), max(1, options.shard_size // renderer.block) * renderer.block
+        shape = (size,) if renderer.pad is None else (2, size)
+        # before the unit at which this run begins, and without what is behind the last blocks of the shards
+        num_seen = meta.tokens - len(meta.shards) * writer.padding - begin.token
+        sample = ValidationSample(meta.validation_every, shape, num_seen)
+        if begin.sampled:
+            sample.add(writer.read(writer.validation_file, begin.sampled))
+        total, sizes = max_tokens or expected or None, [source.size for source in found]
+        if found[0].repo:
+            # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files
+            # may be on disk: one is finished, one is being read, one is being downloaded
+            check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
+            writer.save()  # so that the files that are on disk can be found again without a network
+        ahead = not max_tokens  # with a limit, the next file may not be needed
+        downloads = sources.Downloads(found, writer.path(".download"), begin.source, ahead)
+        num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
+        encoded = encode_all(renderer, writer.enc, read_batches(renderer, downloads, begin), num_threads)
+        counts = Counts(begin.counts, meta.left_out, others=renderer.counted)
+        bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
+        tokens = None
+        with bar, contextlib.closing(encoded):
+            units = renderer.pack(number_units(encoded, [source.name for source in found], counts))
+            units = itertools.dropwhile(lambda unit: unit[:3] < begin[:3], units)
+            units = sample.remove_from(limit_tokens(units, (max_tokens or sys.maxsize) - num_seen, bar, sizes))
+            for tokens, end in cut_into_shards(units, shape, begin.token):
+                if end:
+                    writer.write_both(tokens, sample, end, counts)
+                    downloads.remove_before(end.source)  # not earlier: what is not in a shard will be read again
+        writer.write_rest(tokens, sample, renderer, counts)
+        downloads.close()  # before the end is recorded: what is complete is not looked at again
+        writer.finish(renderer.noun)
+        counts.note()
 
 
 def check_disk_space(folder: str, size: int) -> None:
@@ -444,16 +449,6 @@ class ShardWriter:
             self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
         # sampled from all of the input, it grows with every training shard
         self.validation_file = shard_name(self.prefix, 0) if self.meta.validation_every else None
-
-    def make_once(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Call `make(self, ...)` unless the shards are complete; several processes may use complete ones at once."""
-        if not self.is_complete():
-            with lock_folder(self.folder):
-                self.load()  # another process may have worked on it until now
-                if not self.is_complete():
-                    make(self, *args, **options)
-                    return
-        print(f"{self.title} is complete: {self.meta.tokens:,} tokens in {len(self.meta.shards)} shards")
 
     def is_complete(self):
         shards = self.meta.shards
