@@ -60,10 +60,11 @@ class Counts:
             self.first = self.first or (f"{place} of {name}", reason)
 
     def note(self) -> None:
+        examples = " ".join(self.sentences)  # of the first, the rows left out
         for number, (noun, participle) in zip(self.numbers, self.nouns):
             if number:
-                examples = " ".join(self.sentences) if participle == "left out" and noun == "row" else ""
                 print(f"note: {console.count(number, noun)} {participle}. {examples}".rstrip())
+            examples = ""
 
 
 # ----- The rows of a file -------------------------------------------------------------------------------
@@ -264,17 +265,21 @@ def read_table(source, columns, needed):
     table: Any
     if source.name.endswith(".arrow"):
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
-        schema, read_batches = table.schema, lambda names: (batch.select(names) for batch in table)
+        schema, read_batches = table.schema, lambda names: table
     else:
         table = pyarrow.parquet.ParquetFile(source.path)
         schema, read_batches = table.schema_arrow, lambda names: table.iter_batches(256, columns=names)
+
+    def rows_with(names):
+        # a.b may be a column, or a field of a: Parquet has one name for both
+        return (row for batch in read_batches(names) for row in batch.select(names).to_pylist())
+
     with table:
         check_doubled(source.name, schema.names, columns)
         fields = {field.name: shape_of(field.type) for field in schema}
         for column in needed:
             if not may_have_text(fields, column):
-                names = [root_of(other, fields) for other in text_columns(fields)]
-                rows = (row for batch in read_batches(names) for row in batch.select(names).to_pylist())
+                rows = rows_with([root_of(other, fields) for other in text_columns(fields)])
                 raise UserError(describe(source.name, next(rows, {}), column, fields))
         names = list(dict.fromkeys(root_of(column, fields) for column in columns))
         names = [name for name in names if name in fields]
@@ -283,11 +288,8 @@ def read_table(source, columns, needed):
             raise UserError(
                 f"{source.name} has no column called {columns[0]}, but {found}. Use another data set."
             )
-        numbers = itertools.count(1)
-        for batch in read_batches(names):
-            # a.b may be a column, or a field of a: Parquet has one name for both
-            for row in batch.select(names).to_pylist():
-                yield Row(f"Row {next(numbers)}", row)
+        for number, row in enumerate(rows_with(names), 1):
+            yield Row(f"Row {number}", row)
 
 
 def shape_of(kind):
@@ -335,16 +337,15 @@ def rows_under_a_key(name, row, columns):
     ] or [row]
 
 
-def read_records(path: str, name: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
+def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(number, its place in words, object) for each line with JSON, or entry of an array; UserError if one is none."""
-    name = name or path
-    with explain_errors(name):
-        for place, record in read_values(path, name):
+    with explain_errors(path):
+        for place, record in read_values(path, path):
             if not isinstance(record, dict):
                 raise UserError(
-                    f"{place} of {name} is not a valid JSON object: it is another JSON value. Fix or remove it."
+                    f"{place} of {path} is not a valid JSON object: it is another JSON value. Fix or remove it."
                 )
-            yield int(place.split()[-1]), f"{place} of {name}", record
+            yield int(place.split()[-1]), f"{place} of {path}", record
 
 
 def object_of(pairs):

@@ -63,16 +63,14 @@ def open_shards(folder, split):
 
 
 def open_masks(shards):
-    """The masks next to a split's shards; an empty list if meta.json tells of none and none is there."""
+    """The masks next to a split's shards; an empty list if meta.json tells of none and none is there.
+
+    UserError if one is missing, damaged or of another length than its shard.
+    """
     has_masks = any(read_meta(folder).masks for folder in {shard.path.parent for shard in shards})
     if not has_masks and not any(shard.path.with_suffix(".mask").exists() for shard in shards):
         return []
-    return list(map(open_mask, shards))
-
-
-def open_mask(shard):
-    """The mask next to a shard; UserError if it is missing, damaged or of another length."""
-    return open_shard(shard.path.with_suffix(".mask"), shard.open_file, np.uint8, len(shard))
+    return [open_shard(each.path.with_suffix(".mask"), each.open_file, np.uint8, len(each)) for each in shards]
 
 
 def open_shard(

@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from plumbing.cli import console
@@ -123,12 +123,10 @@ def list_names(pattern, types):
     if is_folder or not os.path.lexists(pattern):
         places = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
         names = sorted(glob.glob(places, recursive=True))
-    folders = set(filter(os.path.isdir, names))
+    files = [name for name in names if not os.path.isdir(name)]
     if "**" in pattern:  # it also matches the folders whose files it takes
-        names = [name for name in names if name not in folders]
-    kept = [
-        name for name in names if file_type(name) in types and name not in folders and not NO_DATA.search(name)
-    ]
+        names = files
+    kept = [name for name in files if file_type(name) in types and not NO_DATA.search(name)]
     if pattern not in names:  # a README tells of the others, unless it is all there is
         kept = [name for name in kept if os.path.basename(name).lower() != "readme.md"] or kept
     left_out = sorted(set(names) - set(kept))
@@ -262,12 +260,8 @@ def choose_files(
 def check_names(dataset, names):
     """Raise UserError if a file of a data set would be put outside of the folder that is meant for it."""
     for name in names:
-        if (
-            ".." in re.split(r"[/\\]", name)
-            or os.path.isabs(name)
-            or os.path.splitdrive(name)[0]
-            or "\0" in name
-        ):
+        path = PureWindowsPath(name)  # knows both kinds of slashes, and drives
+        if path.anchor or ".." in path.parts or "\0" in name:
             raise UserError(
                 f"{dataset} lists a file {console.plain(name)!r}, which would be written outside of its folder. Do not "
                 "use this data set, and tell the hub."
