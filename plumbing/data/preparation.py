@@ -20,7 +20,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -173,10 +173,10 @@ def pairs_of(old, new):
 class Batch(NamedTuple):
     """Rows that a core renders at a time."""
 
-    source: int = 0
+    source: int
     # (number of the row, its place in words, what `Renderer.read` made of it, or Unusable)
-    rows: Sequence[tuple[int, str, Any]] = ()
-    num_bytes: int = 0
+    rows: Sequence[tuple[int, str, Any]]
+    num_bytes: int
 
 
 def read_batches(renderer, downloads, begin):
@@ -214,33 +214,26 @@ def encode_all(renderer, enc, batches, num_threads):
         worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
 
     def encode(batch):
-        return renderer.encode(
-            worker.enc, [entry for _, _, entry in batch.rows if not isinstance(entry, Unusable)]
-        )
-
-    def submit():
-        try:
-            for batch in batches:
-                yield batch, executor.submit(encode, batch)
-        except (UserError, OSError) as error:  # of the file that is read: what is before it goes into the shards
-            failed = Future()
-            failed.set_exception(error)
-            yield Batch(), failed
+        usable = [entry for _, _, entry in batch.rows if not isinstance(entry, Unusable)]
+        return renderer.encode(worker.enc, usable)
 
     executor = ThreadPoolExecutor(num_threads, initializer=start)
-    coming, pending, num_bytes = submit(), collections.deque(), 0
+    pending, most, num_bytes, failure = collections.deque(), QUEUE * num_threads, 0, None
     try:
         while True:
-            for batch, future in coming:
-                pending.append((batch, future))
-                num_bytes += batch.num_bytes
-                if num_bytes >= QUEUE_BYTES or len(pending) >= QUEUE * num_threads:
-                    break
+            try:
+                while num_bytes < QUEUE_BYTES and len(pending) < most and (batch := next(batches, None)):
+                    pending.append((batch, executor.submit(encode, batch)))
+                    num_bytes += batch.num_bytes
+            except (UserError, OSError) as error:  # of a file: what is before it goes into the shards
+                failure = error
             if not pending:
-                return
+                break
             batch, future = pending.popleft()
             num_bytes -= batch.num_bytes
             yield batch, future.result()
+        if failure:
+            raise failure
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
 

@@ -382,25 +382,21 @@ def ask(dataset, revision, function, file=""):
     """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
     from huggingface_hub import constants, errors
 
+    own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
+    refusals = {  # the first is also one of the second kind
+        errors.GatedRepoError: f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, "
+        "then log in: hf auth login",
+        errors.RepositoryNotFoundError: f"The hub shows no data set {dataset}: there is none of that name, or it is "
+        f"private. Check the name, or log in as one who may read it: hf auth login.{own}",
+        errors.RevisionNotFoundError: f"{dataset} has no revision {revision!r}. Choose a commit, a branch or a tag "
+        "that the hub shows.",
+    }
+
     def call():
         try:
             return function()
-        except errors.GatedRepoError:
-            wrong = (
-                f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, then log in: "
-                "hf auth login"
-            )
-        except errors.RepositoryNotFoundError:
-            own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
-            wrong = (
-                f"The hub shows no data set {dataset}: there is none of that name, or it is private. Check the name, "
-                f"or log in as one who may read it: hf auth login.{own}"
-            )
-        except errors.RevisionNotFoundError:
-            wrong = (
-                f"{dataset} has no revision {revision!r}. Choose a commit, a branch or a tag that the hub shows."
-            )
-        raise UserError(wrong)
+        except tuple(refusals) as error:
+            raise UserError(next(refusals[kind] for kind in refusals if isinstance(error, kind))) from None
 
     advice = "Check the network and repeat the command. Without one, use --input, or python-docs as bytes: "
     advice += "--dataset python-docs --tokenizer bytes."
