@@ -111,6 +111,8 @@ def read_conversation(record):
 
 def messages_of(record):
     """The messages of a conversation as they stand in a row, behind those of its system and history."""
+    if isinstance(record, Unusable):
+        raise record
     row = record if isinstance(record, dict) else {"messages": record}
     lists = [list_in(row.get(key)) for key in ("messages", "conversations")]
     messages = next(filter(None, lists), [])

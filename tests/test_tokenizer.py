@@ -177,6 +177,12 @@ def test_the_command_trains_and_goes_on_if_it_was_killed_between_its_two_files(t
     assert {"*" + name.removeprefix("x") for name in before if name.startswith("x")} <= set(ignored)
 
 
+def test_a_row_that_would_be_read_wrongly_is_left_out_with_the_reason(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("id,text\n1,hello there\n2,hello, you\n", encoding="utf-8")
+    assert list(tokenizer.read_texts([str(tmp_path / "a.csv")], "text")) == ["hello there"]
+    assert "a.csv has 3 fields, but the header has 2" in capsys.readouterr().out
+
+
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {"a.txt": "text", "empty.txt": "", "old.tiktoken": "mine", "x.tiktoken.json": "mine"}

@@ -188,8 +188,6 @@ def read_batches(renderer, downloads, begin):
         batch, batch_bytes = [], 0
         for row_number, row in itertools.islice(enumerate(rows), first, None):
             try:
-                if isinstance(row.values, Unusable):
-                    raise row.values
                 entry, num_bytes = renderer.read(row)
             except Unusable as error:
                 entry, num_bytes = error, 0

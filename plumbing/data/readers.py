@@ -136,6 +136,8 @@ def text_of(values: Any, columns: Sequence[str]) -> str:
     """One text of the columns of a row, of which some may be null; a blank line stands between two of them."""
     if isinstance(values, str):
         return values
+    if isinstance(values, Unusable):
+        raise values
     if not isinstance(values, dict):
         raise Unusable(f"is no object with columns, but {console.plain(values, 60)}")
     texts: list[Any] = [find(values, column) for column in columns]
