@@ -135,10 +135,10 @@ def prepare(options):
     if meta.dataset in DATASETS:
         meta.validation_every = 0
     enc = tokenizers.get_encoding(options.tokenizer)
-    writer = ShardWriter(folder, meta, enc, prefix="" if options.input else prefix)
     renderer = Documents(options.text_column, options.separator)
+    writer = ShardWriter(folder, meta, enc, renderer=renderer, prefix="" if options.input else prefix)
     expected = EDU_TOKENS if meta.dataset == "fineweb-edu" else 0
-    preparation.make_shards(writer, found, renderer, options, max_tokens=options.max_tokens, expected=expected)
+    preparation.make_shards(writer, found, options, max_tokens=options.max_tokens, expected=expected)
     return folder
 
 
@@ -156,7 +156,7 @@ def fetch_pretokenized(options):
     enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     with lock_folder(folder):
         meta = shards.Meta(READY_REPO, complete=False, made_from={"sources": []})
-        writer = ShardWriter(folder, meta, enc)
+        writer = ShardWriter(folder, meta, enc, renderer=preparation.Renderer())
         writer.meta.complete = False  # which fewer shards may have been
         missing = [
             sources.Source(file, repo=READY_REPO, commit="main") for file in files if not writer.is_whole(file)

@@ -308,8 +308,8 @@ def prepare(options):
     if options.input:
         meta.dataset = "conversations"
     renderer = Conversations(enc, max_length, options.shard_size)
-    writer = ShardWriter(folder, meta, enc, pad=renderer.pad)
-    preparation.make_shards(writer, found, renderer, options)
+    writer = ShardWriter(folder, meta, enc, renderer=renderer)
+    preparation.make_shards(writer, found, options)
     lengths = writer.meta.lengths("train")
     console.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
     return folder

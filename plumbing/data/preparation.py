@@ -340,7 +340,6 @@ def cut_into_shards(units, shape, skip=0):
 def make_shards(
     writer: "ShardWriter",
     found: list[sources.Source],
-    renderer: Renderer,
     options: DataOptions,
     *,
     max_tokens: int = 0,
@@ -351,10 +350,10 @@ def make_shards(
     expected: about how many tokens there will be; 0 if that is not known.
     """
     with contextlib.ExitStack() as stack:
-        if not writer.is_complete():  # several processes may use complete ones at once
+        if not writer.is_complete():  # several processes may use complete shards at once
             stack.enter_context(lock_folder(writer.folder))
             writer.load()  # another process may have worked on it until now
-        meta = writer.meta
+        meta, renderer = writer.meta, writer.renderer
         if writer.is_complete():
             print(f"{writer.title} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
             return
@@ -386,9 +385,9 @@ def make_shards(
                 if end:
                     writer.write_both(tokens, sample, end, counts)
                     downloads.remove_before(end.source)  # not earlier: what is not in a shard will be read again
-        writer.write_rest(tokens, sample, renderer, counts)
+        writer.write_rest(tokens, sample, counts)
         downloads.close()  # before the end is recorded: what is complete is not looked at again
-        writer.finish(renderer.noun)
+        writer.finish()
         counts.note()
 
 
@@ -420,15 +419,15 @@ def write_array(path, array):
 class ShardWriter:
     """Writes the shards of a folder and their meta.json; continues or refuses those that are there."""
 
-    def __init__(self, folder: str, meta: Meta, enc: Any, *, prefix: str = "", pad: np.ndarray | None = None):
-        """pad: the id and mask behind the last block of a shard, the target of its last position, if it has a mask."""
+    def __init__(self, folder: str, meta: Meta, enc: Any, *, renderer: Renderer, prefix: str = ""):
         if enc.n_vocab > 2**16:
             raise UserError(
                 f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
             )
-        self.folder, self.enc, self.pad = folder, enc, pad
-        self.padding = int(pad is not None)  # tokens
-        self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=pad is not None)
+        self.folder, self.enc, self.renderer = folder, enc, renderer
+        has_masks = renderer.pad is not None
+        self.padding = int(has_masks)  # tokens behind the last block of a shard: the target of its last position
+        self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=has_masks)
         self.title = console.plain(folder)  # to be printed
         name = os.path.basename(os.path.abspath(folder))
         self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
@@ -489,8 +488,8 @@ class ShardWriter:
 
     def write(self, file: str, tokens: np.ndarray) -> None:
         """Write a shard, and before it its mask: without one, every token would count as a target."""
-        if self.pad is not None:
-            tokens, mask = np.hstack([tokens, self.pad])
+        if self.renderer.pad is not None:
+            tokens, mask = np.hstack([tokens, self.renderer.pad])
             write_array(self.path(file.replace(".npy", ".mask")), mask.astype(np.uint8))
         write_array(self.path(file), tokens)
         self.meta.shards[file] = len(tokens)
@@ -516,11 +515,11 @@ class ShardWriter:
                 meta.left_out = counts.sentences
                 self.save()
 
-    def write_rest(self, rest, sample, renderer, counts):
+    def write_rest(self, rest, sample, counts):
         """Write what is left at the end, so that there is something to train on and to validate on."""
-        is_first, size, block = not self.meta.shards, rest.shape[-1], renderer.block
+        is_first, size, block = not self.meta.shards, rest.shape[-1], self.renderer.block
         if is_first and counts.first and not size + sample.num_tokens:
-            raise UserError(f"No row can be used. {renderer.explain(*counts.first)}")
+            raise UserError(f"No row can be used. {self.renderer.explain(*counts.first)}")
         if is_first and not self.has_text(rest) and not self.has_text(sample.tokens()):
             raise UserError("The input contains no text. Check --input and --text-column.")
         if self.validation_file:
@@ -528,7 +527,7 @@ class ShardWriter:
         elif is_first:  # the first shard would be all validation: cut it into tenths
             size = math.ceil(size / 10)
         if is_first and not rest.shape[-1]:
-            documents = console.count(self.count_documents(sample.tokens()), renderer.noun)
+            documents = console.count(self.count_documents(sample.tokens()), self.renderer.noun)
             raise UserError(
                 f"{documents} fill {sample.num_tokens // block} of the two blocks of {block} tokens needed. Add more,"
                 " or lower --max-length."
@@ -550,13 +549,13 @@ class ShardWriter:
         with atomic_write(self.path("meta.json"), "w", encoding="utf-8") as file:
             json.dump(vars(self.meta), file, indent=1)
 
-    def finish(self, noun="document"):
+    def finish(self):
         self.meta.complete = True
         self.save()
         train, val = (sum(self.meta.lengths(split)) for split in ("train", "val"))
         print(f"{self.title}: {train:,} tokens to train on, {val:,} to validate on")
         num_shards = console.count(len(self.meta.shards), "shard")
-        print(f"in {num_shards}, from {console.count(self.meta.documents, noun)}")
+        print(f"in {num_shards}, from {console.count(self.meta.documents, self.renderer.noun)}")
         if self.meta.masks:
             num_targets = sum(int(self.open(file)[1].read().sum()) for file in self.meta.shards)
             print(f"{num_targets:,} tokens are targets")
