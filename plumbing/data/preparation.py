@@ -250,7 +250,7 @@ def number_units(encoded, names, counts):
                 counts.numbers = (counts.numbers[0], *map(operator.add, counts.numbers[1:], more))
 
 
-def limit_tokens(units, limit, bar, sizes=()):
+def limit_tokens(units, limit, bar, sizes):
     """The first `limit` tokens of units, counted on a progress bar.
 
     sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
