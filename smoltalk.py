@@ -114,15 +114,15 @@ def messages_of(record):
     if isinstance(record, Unusable):
         raise record
     row = record if isinstance(record, dict) else {"messages": record}
-    lists = [list_in(row.get(key)) for key in ("messages", "conversations")]
-    messages = next(filter(None, lists), [])
+    lists = [parsed(row.get(key)) for key in ("messages", "conversations")]
+    messages = next((each for each in lists if each and isinstance(each, list)), [])
     if not messages and row.get("instruction") is not None:  # Alpaca's
         texts = row["instruction"], row.get("input") or ""
         request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
         messages = turn(request, row.get("output"))
     if not messages:
         raise Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
-    history, earlier = row.get("history") or [], []
+    history, earlier = parsed(row.get("history")) or [], []
     for entry in history if isinstance(history, list) else [history]:
         if isinstance(entry, list) and len(entry) == 2:
             earlier += turn(*entry)
@@ -135,12 +135,12 @@ def messages_of(record):
     return earlier + messages
 
 
-def list_in(value):
-    """A list, or one in JSON, as a CSV file has it; else an empty one."""
+def parsed(value):
+    """A value, or what a text in JSON stands for: a CSV file has lists as such."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    return value if isinstance(value, list) else []
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def turn(request, answer):
@@ -154,12 +154,15 @@ def read_message(message):
     role = str(message.get("role") or message.get("from") or "").lower()
     if message.get("tool_calls") or message.get("function_call"):
         role = "tool"
-    content = message.get("content", message.get("value"))
+    content = (
+        message["value"] if message.get("content") is None and "value" in message else message.get("content")
+    )
     if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(part["text"] for part in content)
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise Unusable(f"has weight {console.plain(repr(weight), 60)} at a message, but only 0 and 1 are read")
+    for flag in FLAGS:
+        if message.get(flag) not in (None, 0, 1):
+            found = console.plain(repr(message[flag]), 60)
+            raise Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
     return ROLE_NAMES.get(role, role), content, all(message.get(flag) not in (0, False) for flag in FLAGS)
 
 

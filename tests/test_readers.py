@@ -245,6 +245,11 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
         ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows under several keys: train, test"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
         ("a.jsonl", b'{"text": "a", "text": "b"}', "Line 1 of .*a.jsonl has an object with two 'text'"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}",
+            "Line 2 of .*a.jsonl is not a .*4300 digits",
+        ),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
         ("a.jsonl", b'{"id": 3}\n{"id": 4}', "Line 1 of .* has no column of strings.* Its columns are id: 3"),
         # a frame of zstd with a window of 2 GB

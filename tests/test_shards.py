@@ -189,6 +189,7 @@ def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(t
     monkeypatch.chdir(tmp_path)
     for folder in ("chats", "my data", "mixed"):
         (tmp_path / folder).mkdir()
+    assert shards.split_of("._x_train_000001.npy") is None, "as macOS makes them on other disks"
     for name in ("-x.txt", "chats/a.jsonl", "mixed/meta.json", "mixed/a.md"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     np.save(tmp_path / "mixed" / "x_val_000000.npy", np.zeros(3, np.uint16))

@@ -375,7 +375,7 @@ def read_values(path, name):
             place = f"Entry {number + 1}" if array else f"Line {line}"
             try:
                 value, end = decoder.raw_decode(held, start)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 # it may only be incomplete, or this is the end
                 reason, position = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
                 is_cut = reason.startswith("Unterminated") or position >= len(held) - LONGEST_WORD

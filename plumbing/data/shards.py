@@ -63,12 +63,12 @@ def open_shards(folder, split):
 
 
 def open_masks(shards):
-    """The masks next to a split's shards; an empty list if meta.json tells of none and none is there.
+    """The masks next to a split's shards; an empty list if meta.json tells of none and none is in the folder.
 
     UserError if one is missing, damaged or of another length than its shard.
     """
-    has_masks = any(read_meta(folder).masks for folder in {shard.path.parent for shard in shards})
-    if not has_masks and not any(shard.path.with_suffix(".mask").exists() for shard in shards):
+    folders = {shard.path.parent for shard in shards}
+    if not any(read_meta(folder).masks or any(folder.glob("*.mask")) for folder in folders):
         return []
     return [open_shard(each.path.with_suffix(".mask"), each.open_file, np.uint8, len(each)) for each in shards]
 
@@ -154,8 +154,8 @@ def command_for(folder):
 
 
 def split_of(name):
-    """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" -> None."""
-    match = re.match(r"(?:.*_)?(train|val)(?:_.*\.npy|(?:_.*)?\.bin)$", name)
+    """The split of a file by its name: "books_val_000000.npy" -> "val", "meta.json" and hidden files -> None."""
+    match = re.match(r"(?!\.)(?:.*_)?(train|val)(?:_.*\.npy|(?:_.*)?\.bin)$", name)
     return match[1] if match else None
 
 

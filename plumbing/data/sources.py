@@ -214,7 +214,6 @@ def choose_files(
 ) -> tuple[str, list[str]]:
     """(config, names of its split's files) of a data set that has files of these names, by the rules of `datasets`."""
     import datasets  # slow to import
-    import huggingface_hub
 
     datasets.utils.logging.set_verbosity_error()
     check_names(dataset, names)
@@ -224,9 +223,8 @@ def choose_files(
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+        known = configs_in(dataset, card)
         try:
-            entries = huggingface_hub.DatasetCard(card.lstrip("\ufeff")).data.get("configs") or []
-            known = datasets.utils.metadata.MetadataConfigs({entry["config_name"]: entry for entry in entries})
             chosen = config or known.get_default_config_name() or ("" if known else "default")
             check_choice(dataset, "config", chosen, list(known) or ["default"])
             # with the other configs, of which there may be thousands, it would take minutes
@@ -255,6 +253,22 @@ def choose_files(
     if unused and not re.search(r"(?m)^configs:", card):
         print(f"note: {console.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
     return chosen, by_split[split]
+
+
+def configs_in(dataset, card):
+    """The configs of which a card tells, {name: what it says}, as `datasets` keeps them."""
+    import datasets  # slow to import
+    import huggingface_hub
+
+    try:
+        entries = huggingface_hub.DatasetCard(card.lstrip("\ufeff")).data.get("configs") or []
+        return datasets.utils.metadata.MetadataConfigs({entry["config_name"]: entry for entry in entries})
+    except Exception as error:  # of many kinds, YAML's among them
+        reason = console.plain(console.first_line(error))
+        raise UserError(
+            f"The header of the card of {dataset}, its README.md, cannot be read: {reason}. Fetch the files that you "
+            "want, and give them with --input."
+        ) from None
 
 
 def check_names(dataset, names):
