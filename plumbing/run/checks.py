@@ -99,7 +99,7 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
     then single tokens and several at once.
     """
     T = idx.size(1)
-    for sizes in ([1, 2, 1], [T - 4, 1, 2]):  # and the rest at once
+    for sizes in ([1, 2], [T - 3, 1]):  # and the rest at once
         sizes = [size for size in sizes if size > 0]
         while sum(sizes) > T:
             sizes.pop()
