@@ -180,7 +180,7 @@ def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
     mixed = shutil.copytree(folder, tmp_path / "validation")
     shutil.copy(other / "tiny_val_000000.npy", mixed)
     masked = shutil.copytree(folder, tmp_path / "masked")
-    for path in masked.glob("*_train_*.npy"):
+    for path in masked.glob("*.npy"):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
     for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
