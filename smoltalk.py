@@ -154,9 +154,9 @@ def read_message(message):
     role = str(message.get("role") or message.get("from") or "").lower()
     if message.get("tool_calls") or message.get("function_call"):
         role = "tool"
-    content = (
-        message["value"] if message.get("content") is None and "value" in message else message.get("content")
-    )
+    content = message.get("content")
+    if content is None:
+        content = message.get("value")
     if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(part["text"] for part in content)
     for flag in FLAGS:

@@ -350,11 +350,13 @@ def make_shards(
     expected: about how many tokens there will be; 0 if that is not known.
     """
     with contextlib.ExitStack() as stack:
-        if not writer.is_complete():  # several processes may use complete shards at once
+        is_complete = writer.is_complete()
+        if not is_complete:  # several processes may use complete shards at once
             stack.enter_context(lock_folder(writer.folder))
             writer.load()  # another process may have worked on it until now
+            is_complete = writer.is_complete()
         meta, renderer = writer.meta, writer.renderer
-        if writer.is_complete():
+        if is_complete:
             print(f"{writer.title} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
             return
         begin, size = writer.resume(), max(1, options.shard_size // renderer.block) * renderer.block

@@ -90,9 +90,10 @@ def data_tokenizer(
 
     UserError, with the remedy, if one has no shards, or another tokenizer.
     """
-    names = [path.name for folder in folders for path in Path(folder).glob("*")]
-    if may_be_empty and not any(map(shards.split_of, names)):
-        return None
+    if may_be_empty:
+        names = [path.name for folder in folders for path in Path(folder).glob("*")]
+        if not any(map(shards.split_of, names)):
+            return None
     encs = []
     for i, folder in enumerate(folders):
         for split in ("train", "val") if not weights or weights[i] else ("val",):

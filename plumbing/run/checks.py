@@ -118,16 +118,15 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
 
 def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
     """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with the first name."""
-    norms = [
-        torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
-        for p in model.parameters()
+    norms = {
+        name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
+        for name, p in model.named_parameters()
         if p.is_floating_point() or p.is_complex()
-    ]
-    names = [name for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
-    gathered = torch.tensor(world.gather(torch.stack(norms).tolist()))
+    }
+    gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
     differs = ((gathered - gathered[0]).abs() > 1e-6 * gathered[0]).any(0)
     if differs.any():
-        name = names[int(differs.nonzero()[0])]
+        name = list(norms)[int(differs.nonzero()[0])]
         raise UserError(
             f"After step {step}, {name} is not the same on all ranks, so each trains a model of its own. A gradient is "
             "averaged over the ranks if its parameter requires one from the start of the run on, and random numbers "
