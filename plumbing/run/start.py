@@ -326,7 +326,7 @@ class Start:
 
     def put_back(self, raw_model: Any) -> None:
         """Give the model its first weights again, if a forward pass has written to them, as to normalize them."""
-        if not autofit.same_samples(autofit.samples_of(raw_model), self.samples):
+        if not all(map(torch.equal, autofit.samples_of(raw_model), self.samples)):
             again = dict(self.first_weights().named_parameters())
             with torch.no_grad():
                 for name, parameter in raw_model.named_parameters():

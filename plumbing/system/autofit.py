@@ -179,10 +179,6 @@ def samples_of(model: Any) -> list[torch.Tensor]:
     return [p.detach().flatten()[:: max(1, p.numel() // 4096)].clone() for p in model.parameters()]
 
 
-def same_samples(samples: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, samples, others))
-
-
 def random_batch(num_ids: int, B: int, T: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = torch.randint(num_ids, (2, B, T), device=world.device).unbind()
     return x, y
