@@ -309,6 +309,7 @@ has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 if has_fork:
     processes.set_forkserver_preload(["preloaded"])
+ENVIRONMENT = dict(os.environ)  # that of the test run: this file is imported before the first test
 
 
 def free_port():
@@ -323,6 +324,7 @@ def no_git(*words):
 
 
 def child(function, args, output, environment):
+    os.environ.clear()  # what it has is the server's
     os.environ.update(environment)
     with open(output, "ab", 0) as file:
         os.dup2(file.fileno(), 1)
@@ -338,6 +340,7 @@ KILLED = -9  # the exit status after SIGKILL
 def run(function, *args, ranks=0, ends=None, timeout=60):
     """Run function(*args) in a process, or in so many `ranks`; a list of what each of them printed.
 
+    Each has the environment of the test that starts it, whichever test was the first to start one.
     ends: the exit statuses that they must have, None for any but 0; without it, 0. With KILLED, Windows skips.
     """
     if ends and KILLED in ends and not ON_THIS_SYSTEM["SIGKILL"]:
@@ -346,14 +349,14 @@ def run(function, *args, ranks=0, ends=None, timeout=60):
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, f"{rank}") for rank in range(max(1, ranks))]
         for rank, output in enumerate(outputs):
-            environment = dict(
-                RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}"
-            )
-            environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
-            started.append(
-                processes.Process(target=child, args=(function, args, output, environment if ranks else {}))
-            )
-            started[-1].start()
+            environment = dict(os.environ)
+            if ranks:
+                environment |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
+                environment |= dict(WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}")
+                environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+            started.append(processes.Process(target=child, args=(function, args, output, environment)))
+            with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):  # the first one starts the server
+                started[-1].start()
         for process in started:
             process.join(timeout)
         hanging = [process for process in started if process.is_alive()]
