@@ -164,14 +164,15 @@ def truncate(example, block_size):
 
 
 @torch.no_grad()
-def score(model, examples, n_vocab, batch_tokens=0):
+def score(model, examples, n_vocab, batch_tokens=0, *, at_most=2**14):
     """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. With batch_tokens 0, the batch suits the device.
+    vocabulary and get no probability. With batch_tokens 0, the batch suits the device, and has no more than `at_most`.
     """
     device = next(model.parameters()).device
-    batch_tokens = batch_tokens or (2**14 if device.type == "cuda" else 2**10)  # a CPU's caches hold few rows
+    # a CPU's caches hold few rows
+    batch_tokens = batch_tokens or min(at_most, 2**14 if device.type == "cuda" else 2**10)
     rows = [truncate(example, model.config.block_size) for example in examples]
     total = np.empty((len(rows), 4))
     with console.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
@@ -201,8 +202,9 @@ def make_batches(rows, batch_tokens, multiple):
     order = sorted(range(len(rows)), key=lambda i: (cuts[i], rests[i]), reverse=True)
     while order:
         cut, rest = cuts[order[0]], rests[order[0]]
-        at_most = max(1, batch_tokens // (cut + 4 * rest))
-        batch = [i for i in order[:at_most] if cuts[i] == cut]
+        # the cache holds the shared part of each context four times
+        at_once = max(1, batch_tokens // (4 * (cut + rest)))
+        batch = [i for i in order[:at_once] if cuts[i] == cut]
         order = order[len(batch) :]
         yield batch, cut
 
@@ -229,13 +231,9 @@ def score_batch(model, rows, cut, n_vocab):
     cache = None
     if cut:
         cache = KVCache(cut + L)
-        model.hidden_states(torch.tensor([context[:cut] for context, _ in rows], device=device), cache)
+        model.hidden_states(copy_to(device, [context[:cut] for context, _ in rows]), cache)
         cache.repeat(4)
-    # from pinned memory a copy to the GPU does not wait for the work that is queued there
-    idx, positions, targets = (torch.as_tensor(array) for array in (idx, positions, targets))
-    if device.type == "cuda":
-        idx, positions, targets = (tensor.pin_memory() for tensor in (idx, positions, targets))
-    idx, positions, targets = (tensor.to(device, non_blocking=True) for tensor in (idx, positions, targets))
+    idx, positions, targets = (copy_to(device, numbers) for numbers in (idx, positions, targets))
     # (N, C), those that predict a token of an ending
     x = model.hidden_states(idx, cache).flatten(0, 1)[positions]
     chunk_size, log_probs = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK, []
@@ -243,6 +241,12 @@ def score_batch(model, rows, cut, n_vocab):
         logits = model.logits(chunk)[:, :n_vocab].float()  # (chunk_size, n_vocab)
         log_probs.append(-F.cross_entropy(logits, ids, reduction="none"))
     return torch.cat(log_probs)
+
+
+def copy_to(device, numbers):
+    """The tensor of an array or a list on the device. From pinned memory, a GPU's other work is not waited for."""
+    tensor = torch.as_tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Counts(NamedTuple):
@@ -254,11 +258,11 @@ class Counts(NamedTuple):
     acc_char: int  # largest sum divided by characters; on the harness' text this is its acc_norm
 
 
-def evaluate(model, examples, n_vocab, batch_tokens=0):
+def evaluate(model, examples, n_vocab, batch_tokens=0, *, at_most=2**14):
     """The Counts on rendered examples, with the arguments of `score`."""
     if not examples:  # a rank's share may be empty
         return Counts(0, 0, 0, 0)
-    scores = score(model, examples, n_vocab, batch_tokens)
+    scores = score(model, examples, n_vocab, batch_tokens, at_most=at_most)
     correct = scores.argmax(2) == [example.label for example in examples]
     return Counts(len(examples), *correct.sum(1).tolist())
 

@@ -81,7 +81,7 @@ if __name__ == "__main__":
 import torch
 
 from plumbing.data import tokenizers
-from plumbing.run.folder import sample_command
+from plumbing.run.commands import sample_command
 from plumbing.run.huggingface import export_huggingface
 from plumbing.system.devices import choose_device, choose_dtype
 
@@ -221,7 +221,9 @@ def main(args=None):
         console.print_next(sample_command(options.export, enc, options.prompt))
         return
     torch.manual_seed(options.seed)
-    dtype, _ = choose_dtype("auto" if device.startswith("cuda") else "float32", device)
+    dtype = getattr(
+        torch, choose_dtype("auto" if device.startswith("cuda") else "float32", torch.device(device))
+    )
     model.to(device)
     # once, as autocast would convert the weights again for every token; complex numbers and counts stay what they are
     for tensor in itertools.chain(model.parameters(), model.buffers()):

@@ -296,7 +296,7 @@ def prepare(options):
         options = dataclasses.replace(options, config="all")
     folder, found, meta = preparation.plan(options, {}, types=(".jsonl", ".parquet", ".csv"))
     if options.init_from:
-        from plumbing.run.checkpoint import load_saved_model  # imports torch
+        from plumbing.run.models import load_saved_model  # imports torch
 
         model = load_saved_model(options.init_from)
         longest, enc = model.settings.get("block_size", 1024), model.enc

@@ -23,6 +23,7 @@ Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, ta
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -34,7 +35,13 @@ from typing import Any, Literal, NamedTuple
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
-from plumbing.run.options import Below1, Positive, RunOptions, read_flags
+from plumbing.run.options import (
+    Below1,
+    Positive,
+    RunOptions,
+    answer_flags_before_slow_imports,
+    read_flags,
+)
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -138,7 +145,7 @@ PRESETS = {
 # fmt: on
 
 
-def complaints(c: TrainConfig) -> Iterator[str]:
+def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
     """A sentence for each thing that is wrong with the recipe, apart from the ranges that stand with the fields."""
     for name in ("block_size", "n_layer", "n_head", "n_embd"):
         if getattr(c, name) == 0:
@@ -150,12 +157,20 @@ def complaints(c: TrainConfig) -> Iterator[str]:
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
         yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
-    if len(set(c.data)) < len(c.data):
+    if len(set(map(os.path.realpath, c.data))) < len(c.data):
         yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
     weights = c.data_weights
     if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
         found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
         yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
+    for name in ("n_layer", "n_head", "n_embd"):  # new ids and positions can be added, see GPT.extend
+        if inherited.get(name, getattr(c, name)) != getattr(c, name):
+            yield (
+                f"--{name.replace('_', '-')} is {getattr(c, name)}, but the weights that the run begins with have "
+                f"{inherited[name]}. Leave it out, or begin a new model in another --out-dir."
+            )
+    if c.passes and typed.get("max_steps"):
+        yield "--passes and --max-steps both say how long the run is. Give one of them."
     if c.passes and weights:
         yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
     if c.decay_fraction > 1:
@@ -164,29 +179,30 @@ def complaints(c: TrainConfig) -> Iterator[str]:
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
 
 
-def parse_args(args: Sequence[str] | None = None) -> dict[str, Any]:
-    """What was typed: {setting: value}."""
-    return read_flags(TrainConfig, PRESETS, args)
-
-
 if __name__ == "__main__":
-    console.run(parse_args)  # --help and a mistyped flag are answered before the slow imports below
+    typed = answer_flags_before_slow_imports(TrainConfig, PRESETS)
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import hellaswag
 from plumbing.data import tokenizers
 from plumbing.data.windows import Reader, Windows, data_tokenizer, mix, permute
-from plumbing.run import checkpoint
-from plumbing.run.start import begin, check_config
+from plumbing.run import models
+from plumbing.run.checks import diverged
+from plumbing.run.run import open_run
+from plumbing.run.start import begin, check_config, check_data, first_model, report_finished, restore, try_out
+from plumbing.run.summary import print_summary
 from plumbing.system import kernels
-from plumbing.system.distributed import map_over_ranks
+from plumbing.system.devices import choose_dtype, seed_random_numbers
+from plumbing.system.distributed import join_ranks, map_over_ranks
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -225,6 +241,7 @@ class CausalSelfAttention(nn.Module):
         # subtle: is_causal would take the T new tokens for the first of the S; a single one attends to everything
         S = k.size(2)
         mask = kernels.causal_mask(T, S, x.device) if 1 < T < S else None
+        # flash attention (Dao et al. 2022): F.scaled_dot_product_attention, on a CPU in float32, which is faster there
         y = kernels.attention(q, k, v, attn_mask=mask, is_causal=T == S)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -291,7 +308,7 @@ class GPT(nn.Module):
             x = x.bfloat16()  # autocast leaves the residual stream in float32: twice the memory traffic
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.transformer.h:
-            x = kernels.call(block, x, cache, recompute=recompute)
+            x = checkpoint(block, x, cache, use_reentrant=False) if recompute else block(x, cache)
         if cache:
             cache.advance(T)
         return self.transformer.ln_f(x)
@@ -300,10 +317,18 @@ class GPT(nn.Module):
         """Map hidden states (..., C) to logits (..., vocabulary), for training, sampling and HellaSwag alike."""
         return self.lm_head(x)
 
+    def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses of logits (N, vocabulary) and targets (N,), of which IGNORE_INDEX do not count.
+
+        In float32: near 11, a bfloat16 is exact to 0.06 only.
+        """
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
     def loss_sum(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits (N, vocabulary), the sum of the losses) of hidden states x (N, C) and targets (N,)."""
         logits = self.logits(x)
-        return logits, kernels.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+        # some rows at a time, as F.cross_entropy makes float32 copies of what it is given: gigabytes of all logits
+        return logits, kernels.in_chunks(self.cross_entropy, logits, targets)
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, return_logits: bool = True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
@@ -315,7 +340,9 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         x, targets = x.flatten(0, 1), targets.flatten()
-        if self.float8 and not return_logits:  # a run with another loss_sum was refused at its start
+        if (
+            self.float8 and not return_logits
+        ):  # validation, too; a run with another loss_sum was refused at its start
             loss = kernels.cross_entropy_in_float8(x, self.lm_head.weight, targets, IGNORE_INDEX)
             logits = None
         else:
@@ -344,10 +371,40 @@ class GPT(nn.Module):
             idx = torch.cat([idx, next_ids[:, None]], 1)
             yield next_ids
 
+    def flops_per_token(self, T: int) -> int:
+        """FLOPs of training on a token of a sequence of T, for MFU (Chowdhery et al. 2022, appendix B).
+
+        A weight of a matmul takes 2 in the forward pass and 4 in the backward pass. Attention multiplies T queries and
+        keys, and T weights and values, in each channel of each layer.
+        """
+        matmuls = [p for p in (*self.transformer.h.parameters(), self.lm_head.weight) if p.dim() >= 2]
+        attention = 12 * self.config.n_layer * self.config.n_embd * T
+        return 6 * sum(p.numel() for p in matmuls) + attention
+
+    def extend(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Give the rows of a state dict this model's vocab_size and block_size; rows that are too many are left out.
+
+        New ids get the mean of the others: zeros would give them logit 0, far above that of most. New positions repeat
+        the others from the first on (records/2026-11-25-longer-sequences). Buffers are tables that this model has made.
+        """
+        buffers, extended = dict(self.named_buffers(remove_duplicate=False)), dict(weights)
+        for name, own in self.state_dict().items():
+            weight = weights.get(name)
+            if weight is None or not isinstance(own, torch.Tensor) or own.shape == weight.shape:
+                continue
+            new = max(0, len(own) - len(weight))
+            if name in buffers:
+                extended[name] = own
+            elif name.startswith("transformer.wpe"):
+                extended[name] = torch.cat([weight[: len(own)], weight[torch.arange(new) % len(weight)]])
+            else:
+                extended[name] = torch.cat([weight[: len(own)], weight.mean(0).expand(new, *weight.shape[1:])])
+        return extended
+
     @classmethod
     def from_pretrained(cls, name_or_directory: str) -> "GPT":
         """Load a GPT-2 from the hub (gpt2, gpt2-xl, ...) or from a Hugging Face folder."""
-        return checkpoint.load_pretrained(cls, GPTConfig, name_or_directory)
+        return models.load_model(cls, GPTConfig, name_or_directory)[0]
 
 
 def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
@@ -368,8 +425,10 @@ def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
 
 def load_model(source):
     """Load (GPT, tokenizer) from a GPT-2 name, a Hugging Face folder, a checkpoint, or a run's newest checkpoint."""
-    model, saved = checkpoint.load_model(GPT, GPTConfig, source)
-    checkpoint.examine_loaded(model, saved, num_ids=model.config.vocab_size, longest=model.config.block_size)
+    model, saved = models.load_model(GPT, GPTConfig, source)
+    model.has_cache = models.examine_loaded(
+        model, saved, num_ids=model.config.vocab_size, longest=model.config.block_size
+    )
     return model, saved.enc
 
 
@@ -387,10 +446,10 @@ class DataLoaderLite:
 
     def __init__(
         self, folders: str | Sequence[str], split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
-        weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str = "cpu",
+        weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str | torch.device = "cpu",
     ):  # fmt: skip
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
-        self.seed, self.shuffle, self.device = seed, shuffle, device
+        self.seed, self.shuffle, self.device = seed, shuffle, torch.device(device)
         folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
         self.weights = [weight for weight in weights if weight]  # what has none is not read
         self.splits = [
@@ -425,11 +484,18 @@ class DataLoaderLite:
                 numbers[of_it] = self.shuffle_epochs(numbers[of_it], size, folder)
         return [(self.splits[folder], number) for folder, number in zip(folders.tolist(), numbers.tolist())]
 
+    def count_targets(self, num_windows: int) -> int:
+        """The targets of the next num_windows windows, on all ranks: num_windows * T, less what masks leave out."""
+        if not any(split.masks for split in self.splits):
+            return num_windows * self.T
+        located = self.locate(self.position + np.arange(num_windows))
+        return sum(split.count_targets(number) for split, number in located)
+
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
         arrays = self.reader.read(self.locate(position + self.rank * B + np.arange(B)))
         batch = [torch.from_numpy(array) for array in arrays]
-        if self.device.startswith("cuda"):  # pinned memory lets the copy overlap with computation
+        if self.device.type == "cuda":  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
         return batch
 
@@ -487,6 +553,16 @@ def get_lr(step: int, config: Recipe) -> float:
     return config.min_lr + coefficient * (config.max_lr - config.min_lr)
 
 
+def steps_for_passes(config: TrainConfig) -> int:
+    """The number of steps, at least 1, that read the training data config.passes times."""
+    loader = DataLoaderLite(config.data, "train", 1, config.sequence_length)
+    tokens = config.passes * loader.num_windows * loader.T
+    seen = steps = 0
+    while seen < min(tokens, config.batch_ramp):
+        seen, steps = seen + get_batch_size(seen, config), steps + 1
+    return max(1, steps + round((tokens - seen) / config.total_batch_size))
+
+
 def get_batch_size(tokens_seen: int, config: Recipe) -> int:
     """Tokens in the next step: total_batch_size, or less in the ramp, linear in steps of 32K (GPT-3, appendix B)."""
     if tokens_seen >= config.batch_ramp:
@@ -518,7 +594,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
-        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1))
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1)
+        super().__init__(groups, defaults | dict(foreach=True))  # all gradients are set to zero at once
 
     @torch.no_grad()
     def step(self):
@@ -546,26 +623,32 @@ class Muon(torch.optim.Optimizer):
 
 
 def configure_optimizers(model, config):
-    """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest."""
+    """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
+
+    They are given the parameters with their names, by which a checkpoint's state finds its own again.
+    """
     optimizers: list[torch.optim.Optimizer] = []
-    muon_groups = {}  # by shape: matrices that are updated together
-    for p in model.transformer.h.parameters() if config.optimizer == "muon" else ():
-        if p.dim() == 2:
+    named, muon_groups = dict(model.named_parameters()), {}  # tied weights appear once
+    for name, p in named.items() if config.optimizer == "muon" else ():
+        if name.startswith("transformer.h.") and p.dim() == 2:
             rows, cols = p.shape
             split = 3 if rows == 3 * cols else 1  # c_attn: query, key and value are three matrices
-            muon_groups.setdefault(p.shape, {"params": [], "split": split})["params"].append(p)
+            # matrices of one shape are updated together
+            muon_groups.setdefault(p.shape, {"params": [], "split": split})["params"].append((name, p))
     if muon_groups:
         matrices = list(muon_groups.values())
         optimizers = [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
-    with_muon = {p for group in muon_groups.values() for p in group["params"]}
-    rest = [p for p in model.parameters() if p not in with_muon]  # tied weights appear once
+    with_muon = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    rest = [(name, p) for name, p in named.items() if p not in with_muon]
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
+        {"params": [(name, p) for name, p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [(name, p) for name, p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
     ]
     betas = (config.beta1, config.beta2)
-    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in rest)
+    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for _, p in rest)
     optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales
     return optimizers
 
 
@@ -575,52 +658,122 @@ def apply_schedules(optimizers, step, config):
     warmed_up = min(1.0, step / config.muon_momentum_warmup) if config.muon_momentum_warmup else 1.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.setdefault("initial_lr", group["lr"]) / config.max_lr
+            group["lr"] = lr * group["initial_lr"] / config.max_lr
             if isinstance(optimizer, Muon):  # early on there are few gradients to average over
                 group["momentum"] = 0.85 + (config.muon_momentum - 0.85) * warmed_up
     return lr
 
 
+# ----- A run and its parts ------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """What the loop works with."""
+
+    config: TrainConfig
+    world: Any  # this process's rank, the number of ranks (size) and the device
+    raw_model: GPT  # saved, sampled from and scored
+    model: Any  # trained: compiled and in DDP where these are used
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # for float16
+    loader: Any  # a DataLoaderLite; None if nothing is trained, or in a dry run without data
+    val_loaders: list[DataLoaderLite]  # one for each folder
+    enc: Any  # the tokenizer; in a dry run, there may be none yet
+    token_bytes: Any  # a tensor: how many bytes of text each id stands for
+    examples: list[Any]  # HellaSwag's, rendered
+    # of one's own: what has state_dict() and load_state_dict(), by a name, is saved with the run and goes on with it
+    own: dict[str, Any]
+    found: Any  # what works on this machine
+
+
+def autocast(config, world):
+    """Context in which matmuls and attention are in the run's dtype; LayerNorm, softmax and loss stay in float32."""
+    dtype = torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype)
+    return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def sum_over_ranks(tensor, world):
+    """All-reduce: the sum over the ranks, in place. For a mean, divide by their number: gloo has no average."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 # ----- Evaluation ---------------------------------------------------------------------------------------
 
 
-def evaluate_val_loss(model, loader, num_windows, *, token_bytes, world):
+def evaluate_val_loss(model, loader, num_windows, parts):
     """(mean loss, bits per byte of text) over num_windows windows of the validation split, the same ones on all ranks.
 
     Bits per byte can be compared between tokenizers. Grad mode stays enabled, though there is no backward pass, so that
     the graph compiled for training is reused.
     """
+    world = parts.world
     loader.position, B = 0, loader.B
     sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in console.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
         x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
-        with world.autocast():
+        with autocast(parts.config, world):
             loss = model(x, y, return_logits=False)[1].detach()  # detach frees the activations
         is_target = y != IGNORE_INDEX
-        targets, text = is_target.sum(), token_bytes[y.clamp(min=0)] * is_target
+        targets, text = is_target.sum(), parts.token_bytes[y.clamp(min=0)] * is_target
         sums += torch.stack([loss * targets, targets, text.sum()])
-    loss, targets, num_bytes = world.all_reduce_sum(sums).tolist()
+    loss, targets, num_bytes = sum_over_ranks(sums, world).tolist()
+    if not targets:  # a mask may leave all of them out
+        return math.nan, math.nan
     return loss / targets, loss / math.log(2) / max(1, num_bytes)
 
 
-def evaluate_hellaswag(raw_model, examples, enc, *, world):
+def evaluate_hellaswag(parts):
     """Score the rendered HellaSwag examples, each rank its share. Returns HellaSwag's Counts over all of them."""
-    with world.autocast(), kernels.without_cudnn_attention():
-        counts = hellaswag.evaluate(raw_model, examples[world.rank :: world.size], enc.n_vocab)
-    return counts._make(world.all_reduce_sum(torch.tensor(counts, device=world.device)).tolist())
+    world, share = parts.world, parts.examples[parts.world.rank :: parts.world.size]
+    fits = parts.val_loaders[0].B * parts.config.sequence_length  # tokens in a batch of training
+    with autocast(parts.config, world), kernels.without_cudnn_attention():
+        counts = hellaswag.evaluate(parts.raw_model, share, parts.enc.n_vocab, at_most=fits)
+    return counts._make(sum_over_ranks(torch.tensor(counts, device=world.device), world).tolist())
 
 
-def generate_samples(raw_model, enc, config, *, world):
+def generate_samples(parts):
     """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
+    config, enc, device = parts.config, parts.enc, parts.world.device
     text, ids = tokenizers.render_prompt(config.sample_prompt, enc)
-    prompt = torch.tensor([ids] * 4, device=world.device)
-    generator = torch.Generator(world.device).manual_seed(config.seed)  # so that steps can be compared
-    with world.autocast():
-        next_ids = list(raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
+    prompt = torch.tensor([ids] * 4, device=device)
+    generator = torch.Generator(device).manual_seed(config.seed)  # so that steps can be compared
+    with autocast(config, parts.world):
+        next_ids = list(parts.raw_model.generate(prompt, 64, enc.n_vocab, top_k=50, generator=generator))
     rows = torch.stack(next_ids, 1).tolist()
     return [text + enc.decode(row).partition("<|end|>")[0] for row in rows]
+
+
+def is_due(step, every, last):
+    """Whether something done every `every` steps is due: never if that is 0, otherwise also after the last step."""
+    return every > 0 and (step % every == 0 or last)
+
+
+def evaluate(step, parts: Parts, run):
+    """Do what is due of evaluations and samples. A signal to stop ends them; the next start begins with them again."""
+    config, world, last = parts.config, parts.world, step == parts.config.max_steps
+    model = parts.model.module if world.size > 1 else parts.model  # without DDP
+    parts.raw_model.eval()
+    if is_due(step, config.val_every, last) and not run.stopping:
+        most = config.val_tokens // config.sequence_length  # windows
+        with run.evaluation():
+            losses = [
+                evaluate_val_loss(model, each, min(most, each.num_windows), parts) for each in parts.val_loaders
+            ]
+        run.log_val_loss(step, losses)
+    if is_due(step, config.hellaswag_every, last) and not run.stopping:
+        with run.evaluation():
+            counts = evaluate_hellaswag(parts)
+        accuracy = counts.acc_norm / counts.n
+        run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
+    # an evaluation of one's own goes here, in the form of HellaSwag's: its stream is in log.txt, drawn and compared
+    has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
+    if is_due(step, config.sample_every, last) and has_learned and not run.stopping and world.rank == 0:
+        run.log_samples(step, generate_samples(parts))
+    parts.raw_model.train()
 
 
 # ----- Training -----------------------------------------------------------------------------------------
@@ -631,121 +784,122 @@ class Step(NamedTuple):
 
     loss: float  # the mean over all targets of the step, on all ranks
     norm: float  # of the gradient, before it was clipped
+    lr: float  # AdamW's
+    tokens: int  # of all ranks
     stop: bool  # whether a rank has received a signal to stop
-    scalars: dict[str, float]  # streams of one's own in log.txt
+    scalars: dict[str, Any]  # streams of one's own in log.txt
 
 
-def train_step(model, raw_model, loader, num_windows, *, step, config, optimizers, scaler, signals, world):
-    """One optimizer step on the next num_windows windows, in micro-batches of at most loader.B windows per rank.
+def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
+    """One optimizer step on the next windows, in micro-batches of at most loader.B windows per rank.
 
-    model is what is trained, raw_model is without torch.compile and DDP; signals are those to stop, received so far. An
-    error, on all ranks and before the update, if loss or norm is not finite.
+    signals: those to stop, received so far. An error, on all ranks and before the update, if loss or norm is not
+    finite.
     """
-    start = loader.position
+    config, world, model, loader, scaler = parts.config, parts.world, parts.model, parts.loader, parts.scaler
+    # a number put here, before or after the update, is a stream of log.txt, as rank 0 has it:
+    # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
+    scalars: dict[str, Any] = {}
+    start, lr = loader.position, apply_schedules(parts.optimizers, step, config)
     # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
-    world.seed_random_numbers(config.seed, step)
-    all_targets = num_windows * loader.T  # of the step, unless a mask leaves some out
+    seed_random_numbers(config.seed, step, world.rank)
+    num_windows = get_batch_size(start * loader.T, config) // loader.T
+    if num_windows % world.size:
+        raise console.UserError(
+            f"{num_windows} sequences, those of step {step}, cannot be shared by {world.size} ranks."
+        )
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
-    assert num_windows % world.size == 0, f"{num_windows} sequences cannot be shared by {world.size} ranks"
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
-    losses, counts = [], []
+    num_targets = max(1, loader.count_targets(num_windows))
+    losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
-        last = micro_step == grad_accum_steps - 1  # only its backward pass all-reduces the gradients
-        with world.all_reduced(model) if last else world.no_sync(model):
-            with world.autocast():
+        # only the last backward pass all-reduces the gradients
+        syncs = world.size == 1 or micro_step == grad_accum_steps - 1
+        with contextlib.nullcontext() if syncs else model.no_sync():
+            with autocast(config, world):
                 _, loss = model(x, y, return_logits=False)
             # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
             # targets; times the world size, because DDP averages over the ranks
-            num_targets = (y != IGNORE_INDEX).sum()
-            loss = loss * (num_targets * world.size / all_targets)
+            loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
-        counts.append(num_targets)
     losses = torch.stack(losses)
-    for optimizer in optimizers:
+    for optimizer in parts.optimizers:
         scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     # besides DDP's, one all-reduce and one copy to the host per step (float16 adds copies, Muon's step all-gathers)
-    sums = torch.stack([losses.sum(), torch.stack(counts).sum(), torch.full_like(losses[0], len(signals))])
-    loss_sum, num_targets, num_signals = world.all_reduce_sum(sums)
-    correction = all_targets / num_targets.clamp(min=1)  # exactly 1 if no targets were left out
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients) * correction
-    clip = ((config.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1)
-    torch._foreach_mul_(gradients, clip * correction)
-    scalars: dict[str, Any] = {}
-    # a number put here is a stream of log.txt: scalars["wte"] = raw_model.transformer.wte.weight.norm()
-    own = [torch.as_tensor(value, device=norm.device).float().reshape(()) for value in scalars.values()]
-    loss, norm, num_signals, *own = torch.stack(
-        [correction * loss_sum / world.size, norm, num_signals, *own]
-    ).tolist()
+    sums = sum_over_ranks(torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))]), world)
+    loss, num_signals, norm = torch.cat([sums, norm[None]]).tolist()
+    loss /= world.size
     # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
     overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-        batch_losses = world.gather(losses.tolist())  # per rank, of its micro-batches
-        raise checkpoint.diverged(
-            config, step, loss, norm, loader=loader, start=start, B=B, batch_losses=batch_losses
-        )
-    for optimizer in optimizers if not overflow else ():
+        raise diverged(step, parts, loss, norm, start=start, B=B, batch_losses=losses)
+    for optimizer in parts.optimizers if not overflow else ():
         scaler.step(optimizer)
-    # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
-    model.zero_grad(set_to_none=world.size == 1)
+    for optimizer in parts.optimizers:
+        # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
+        optimizer.zero_grad(set_to_none=world.size == 1)
     scaler.update()
-    world.share_buffers(model)
+    for buffer in parts.raw_model.buffers() if world.size > 1 else ():
+        dist.broadcast(buffer, 0)  # running statistics, for example; GPT-2 has none
     # a single rank also counts the signals that it has received since the sum
-    return Step(loss, norm, num_signals > 0 or (world.size == 1 and len(signals) > 0), dict(zip(scalars, own)))
+    stop = num_signals > 0 or (world.size == 1 and len(signals) > 0)
+    return Step(loss, norm, lr, num_windows * loader.T, stop, scalars)
 
 
-# ----- A run --------------------------------------------------------------------------------------------
+# ----- The run ------------------------------------------------------------------------------------------
 
 
-def make_config(settings: dict[str, Any], typed: dict[str, Any], world) -> TrainConfig:
+def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> TrainConfig:
     """The run's config: its settings, completed by what the data and the machine say. UserError if they are wrong.
 
-    Rank 0 makes it at each start. What an earlier start has completed stays as it is.
+    Of these, a preset's count least, then what is inherited from the run itself, its parent or its model, and most what
+    was typed. Rank 0 makes the config at each start; what an earlier start has completed stays as it is.
     """
+    preset = PRESETS[typed.get("preset", "gpt2")]
+    c = TrainConfig(**vars(preset) | inherited | typed)
     if "sequence_length" not in typed:  # that of a preset may be too long for a model
-        settings["sequence_length"] = min(settings["sequence_length"], settings["block_size"])
-    c = TrainConfig(**settings)
-    check_config(c, complaints(c), world)
+        c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
+    check_config(c, complaints(c, inherited, typed), world)
     for folder in PRESETS["quickstart"].data if not c.dry_run else ():
         if folder in c.data:
             import fineweb  # only these data are made here, if there are none
 
             fineweb.make_python_docs(folder)
-    enc = data_tokenizer(c.data, c.data_weights, may_be_empty=c.dry_run)
+    enc = data_tokenizer(c.data, c.data_weights, splits=splits_of(c), may_be_empty=c.dry_run)
     # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
     assumed = 257 if c.data == PRESETS["quickstart"].data else 50257
-    n_vocab = enc.n_vocab if enc else assumed
-    padded_size = math.ceil(n_vocab / 64) * 64  # 50,304 for 50,257, for faster matmuls
-    if c.init_from:  # weights to begin with may have fewer ids; an evaluation is of the weights as they are
-        vocab_size = max(c.vocab_size, padded_size if c.max_steps else n_vocab)
-    else:
-        vocab_size = c.vocab_size or padded_size
-    dtype = world.choose_dtype(c.dtype, is_wide=c.n_embd >= 128)
-    max_steps, warmup_steps = c.max_steps, c.warmup_steps
-    if c.passes:
-        tokens = c.passes * DataLoaderLite(c.data, "train", 1, c.sequence_length).num_windows * c.sequence_length
-        seen = max_steps = 0
-        while seen < min(tokens, c.batch_ramp):
-            seen, max_steps = seen + get_batch_size(seen, c), max_steps + 1
-        max_steps = max(1, max_steps + round((tokens - seen) / c.total_batch_size))
-        warmup_steps = min(warmup_steps, max_steps // 10)  # unchanged, but at most a tenth of the run
-    found = dict(vocab_size=vocab_size, dtype=dtype, max_steps=max_steps, warmup_steps=warmup_steps, passes=0.0)
+    n_vocab, vocab_size = enc.n_vocab if enc else assumed, c.vocab_size
+    if c.max_steps and "vocab_size" not in typed:  # an evaluation is of the weights as they are
+        vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257, for faster matmuls
+    dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
+    found = dict(vocab_size=vocab_size or n_vocab, dtype=dtype, passes=0.0)
+    if c.passes and c.max_steps:
+        steps = steps_for_passes(c)
+        found |= dict(
+            max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10)
+        )  # at most a tenth of the run
     return dataclasses.replace(c, **found)
+
+
+def splits_of(c: TrainConfig) -> list[str]:
+    """The splits that a run reads: an evaluation needs no training data."""
+    return ["train", "val"] if c.max_steps else ["val"]
 
 
 def load_data(config, world):
     """Load a run's (loader, validation loaders, tokenizer): nothing where a dry run has no data."""
-    enc = data_tokenizer(config.data, config.data_weights, may_be_empty=config.dry_run)
+    enc = data_tokenizer(config.data, config.data_weights, splits=splits_of(config), may_be_empty=config.dry_run)
     if not enc:
         return None, [], None
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
-    order = dict(shuffle=config.shuffle, device=world.device)
-    loader = DataLoaderLite(
-        config.data, "train", B, T, *ranks, weights=config.data_weights, seed=config.seed, **order
-    )
+    loader, order = None, dict(shuffle=config.shuffle, device=world.device)
+    if config.max_steps:
+        shares = dict(weights=config.data_weights, seed=config.seed)
+        loader = DataLoaderLite(config.data, "train", B, T, *ranks, **shares, **order)
     # no seed: always the same windows
     val_loaders = [DataLoaderLite(folder, "val", B, T, *ranks, **order) for folder in config.data]
     return loader, val_loaders, enc
@@ -756,118 +910,82 @@ def wrap(raw_model, compiled, world):
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
     if world.size > 1:
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
-        # all-reduces overlap with the backward pass; at DDP's default of 25 MB it would be split inside of each block
+        # all-reduces overlap with the backward pass; larger buckets than DDP's 25 MB are fewer graphs to compile
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
-class Parts(NamedTuple):
-    """What the loop works with."""
-
-    raw_model: GPT  # saved, sampled from and scored
-    model: Any  # trained: compiled and in DDP where these are used
-    unwrapped: Any  # validated: model without DDP
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # for float16
-    loader: Any  # a DataLoaderLite; in a dry run, there may be no data yet
-    val_loaders: list[DataLoaderLite]  # one for each folder
-    enc: Any  # the tokenizer; in a dry run, there may be none yet
-    token_bytes: Any  # a tensor: how many bytes of text each id stands for
-    examples: list[Any]  # HellaSwag's, rendered
-
-
-def setup(start) -> Parts:
+def setup(start, world) -> Parts:
     """Load, make and check all that the run needs. Nothing of its folder is written yet."""
-    config, world = start.config, start.world
-    torch.set_float32_matmul_precision("high" if world.device_type == "cuda" else "highest")  # high: TF32
+    config = start.config
+    torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")  # high: TF32
     loader, val_loaders, enc = load_data(config, world)
-    if loader:
-        start.check_data(loader, val_loaders, enc, num_ids=config.vocab_size)
-    # what is longer than its weights gets new rows: ids their mean, positions those before them again
-    resizable = dict(vocab_size="mean", block_size="tiling")  # how fine-tuning makes new rows
-    raw_model = start.make_model(GPT, fixed=("n_layer", "n_head", "n_embd"), resizable=resizable)
+    check_data(start, loader, val_loaders, enc, num_ids=config.vocab_size, world=world)
+    seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
+    raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
+    if raw_model.float8:
+        kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
+    optimizers = configure_optimizers(raw_model, config)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     # a missing file is downloaded now, rather than in the middle of a run
     load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
     examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
-    if raw_model.float8:
-        kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
-    fit = start.find_what_fits(raw_model, wrap, config.vocab_size)
-    for each in (loader, *val_loaders) if loader else ():
-        each.B = fit.B
-    unwrapped = fit.model.module if world.size > 1 else fit.model
-    optimizers = configure_optimizers(raw_model, config)
-    scaler = torch.amp.GradScaler(world.device_type, enabled=config.dtype == "float16")
     token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
-    start.examine(raw_model, optimizers, config.vocab_size, longest=config.block_size)
-    if loader:
-        start.restore(raw_model, optimizers, scaler, loaders=(loader, val_loaders))
-    models = raw_model, fit.model, unwrapped
-    return Parts(*models, optimizers, scaler, loader, val_loaders, enc, token_bytes, examples)
+    # what works on this machine: with torch.compile and DDP, which `wrap` adds, or without, and the largest B that fits
+    text = val_loaders[0].next_batch(1)[0] if val_loaders else None
+    tried: dict[str, Any] = dict(wrap=wrap, autocast=autocast, text=text)
+    tried |= dict(num_ids=enc.n_vocab if enc else config.vocab_size)
+    tried |= dict(longest=config.block_size, world=world)
+    found, raw_model.has_cache = try_out(start, raw_model, optimizers, **tried)
+    for each in (loader, *val_loaders) if loader else val_loaders:
+        each.B = found.B
+    own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
+    models = raw_model, found.model
+    data = loader, val_loaders, enc, token_bytes, examples
+    parts = Parts(config, world, *models, optimizers, scaler, *data, own, found)
+    restore(start, parts)
+    return parts
 
 
-def is_due(step, every, last):
-    """Whether something done every `every` steps is due: never if that is 0, otherwise also after the last step."""
-    return every > 0 and (step % every == 0 or last)
-
-
-def evaluate(step, parts: Parts, run, *, config, world):
-    """Do what is due of evaluations and samples. A signal to stop ends them; the next start begins with them again."""
-    raw_model, enc, last = parts.raw_model, parts.enc, step == config.max_steps
-    raw_model.eval()
-    if is_due(step, config.val_every, last) and not run.stopping:
-        losses, most = [], config.val_tokens // config.sequence_length  # windows
-        with run.evaluation():
-            for loader in parts.val_loaders:
-                options = dict(token_bytes=parts.token_bytes, world=world)
-                num_windows = min(most, loader.num_windows)
-                losses.append(evaluate_val_loss(parts.unwrapped, loader, num_windows, **options))
-        run.log_val_loss(step, losses, raw_model)
-    if is_due(step, config.hellaswag_every, last) and not run.stopping:
-        with run.evaluation():
-            counts = evaluate_hellaswag(raw_model, parts.examples, enc, world=world)
-        run.log_hellaswag(step, counts)
-    has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
-    if is_due(step, config.sample_every, last) and has_learned and not run.stopping and world.is_master:
-        run.log_samples(step, generate_samples(raw_model, enc, config, world=world))
-    raw_model.train()
-
-
-def fit(parts: Parts, run, *, config, world):
+def fit(parts: Parts, run):
     """The training loop, from the run's first or next step to its last. Returns what the run ended with."""
-    raw_model, loader, T = parts.raw_model, parts.loader, config.sequence_length
-    update = dict(
-        config=config, optimizers=parts.optimizers, scaler=parts.scaler, signals=run.signals, world=world
-    )
+    config = parts.config
     # one turn more than steps: evaluations at step N see the weights after N updates, the last one, too
     for step in range(run.start_step, config.max_steps + 1):
-        evaluate(step, parts, run, config=config, world=world)
+        evaluate(step, parts, run)
         last = step == config.max_steps
         ends = last or run.stopping
         if ends or any(is_due(step, every, last) for every in (config.checkpoint_every, config.milestone_every)):
-            run.save(step, raw_model, parts.optimizers, parts.scaler, loader, finished=last and not run.stopping)
+            run.save(step, finished=last and not run.stopping)
         if ends:
             break
         began = time.perf_counter()
-        lr = apply_schedules(parts.optimizers, step, config)
-        num_windows = get_batch_size(loader.position * T, config) // T
-        done = train_step(parts.model, raw_model, loader, num_windows, step=step, **update)
-        run.log_step(step, done, lr=lr, tokens=num_windows * T, seconds=time.perf_counter() - began)
-    return run.finish(step, raw_model, parts.enc)  # exports the model, unless the run was stopped
+        done = train_step(step, parts, run.signals)
+        run.log_step(step, done, seconds=time.perf_counter() - began)
+    return run.finish(step)  # exports the model, unless the run was stopped
+
+
+def train(typed: dict[str, Any]):
+    """Train as the flags that were `typed` say, {setting: value}, and return what the run ended with."""
+    # torchrun starts a process for each GPU, and hands over RANK, LOCAL_RANK and WORLD_SIZE: here these meet
+    with join_ranks(typed) as world:
+        # rank 0 decides what the run is: the preset, what the run, its parent or its model has, and what was typed
+        with begin(TrainConfig, PRESETS, typed, make_config, world) as start:
+            if start.finished_step is not None:
+                return report_finished(start, GPT, world)
+            parts = setup(start, world)
+            print_summary(start, parts)
+            if start.config.dry_run:
+                return start.ended
+            with open_run(start, parts) as run:
+                return fit(parts, run)
 
 
 def main(args=None):
-    """Parse the flags, decide what the run is, train it, and return what it ended with."""
-    with begin(TrainConfig, PRESETS, parse_args(args), make_config) as start:
-        if start.is_finished:
-            return start.report_finished(GPT)
-        parts = setup(start)
-        start.print_summary(parts)
-        if start.config.dry_run:
-            return start.ended()
-        with start.open_run(parts) as run:
-            return fit(parts, run, config=start.config, world=start.world)
+    """Train as the flags say, those of the command line or a list of them; return what the run ended with."""
+    return train(read_flags(TrainConfig, PRESETS, args))
 
 
 if __name__ == "__main__":
-    console.run(main)
+    console.run(train, typed)

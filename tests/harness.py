@@ -47,7 +47,7 @@ import torch
 import train_gpt2
 from plumbing.cli import console
 from plumbing.data import tokenizers
-from plumbing.run import folder as run_folder
+from plumbing.run import run as run_folder
 from plumbing.run import source_code
 from plumbing.run.checkpoint import list_checkpoints, newest_checkpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -197,7 +197,10 @@ def printed_commands(text):
 
 
 def tiny_flags(data, out_dir, **changes):
-    return flags(data=data, out_dir=out_dir, **TINY | changes)
+    options = TINY | changes
+    if "passes" in changes:  # which say in the place of max_steps how long the run is
+        options.pop("max_steps")
+    return flags(data=data, out_dir=out_dir, **options)
 
 
 def status_of(main, *args):
@@ -431,11 +434,11 @@ def wait_for_checkpoint(out_dir, step):
 def signalled(step, name, times, rank, args):
     """Train, and on `rank` send this process a signal in the middle of a step."""
 
-    def step_and_signal(*args, **options):
-        if options["step"] == step and os.environ.get("RANK", "0") == str(rank):
+    def step_and_signal(now, parts, signals):
+        if now == step and os.environ.get("RANK", "0") == str(rank):
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
-        return train_step(*args, **options)
+        return train_step(now, parts, signals)
 
     sys.argv = ["train_gpt2.py", *args]
     signal.signal(

@@ -36,7 +36,9 @@ from harness import (
 )
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-needs_float8 = pytest.mark.skipif(not devices.has_float8("cpu"), reason="no float8 matrices on this processor")
+needs_float8 = pytest.mark.skipif(
+    not devices.has_float8(torch.device("cpu")), reason="no float8 matrices on this processor"
+)
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
 
@@ -153,8 +155,7 @@ def with_another_tokenizer(content):
     "content, said",
     [
         (lambda content: torch.zeros(3), "it has no model"),
-        (lambda content: content | {"config": content["config"] | {"n_head": "two"}}, "a n_head of 'two'"),
-        (lambda content: content | {"model_fields": ["n_head", "dropout"]}, "--n-layer is 2"),
+        (lambda content: content | {"config": content["config"] | {"n_head": "two"}}, "begins with have two"),
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
@@ -188,7 +189,7 @@ def test_hellaswag_is_not_there_or_damaged(folder):
 
 
 def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
-    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096: .*4096$"):
+    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096.$"):
         start.check_config(train_gpt2.TrainConfig(total_batch_size=5000), [], World(size=2))
 
 
@@ -196,13 +197,13 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
     """The GPU that was asked for counts; on a CPU auto is float32 for tiny models, whatever its instructions."""
 
     def choose(dtype, device, capability, is_wide=True):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", {device: capability}.get)
-        return devices.choose_dtype(dtype, device, is_wide)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", {torch.device(device): capability}.get)
+        return devices.choose_dtype(dtype, torch.device(device), is_wide)
 
-    assert choose("auto", "cuda:3", (7, 5)) == (torch.float16, "float16")
-    assert choose("auto", "cuda:0", (8, 0)) == (torch.bfloat16, "bfloat16")
-    assert choose("auto", "cpu", None, is_wide=False) == (torch.float32, "float32")
-    assert choose("fp8", "cuda", (8, 9)) == (torch.bfloat16, "fp8"), "but for the output layer"
+    assert choose("auto", "cuda:3", (7, 5)) == "float16"
+    assert choose("auto", "cuda:0", (8, 0)) == "bfloat16"
+    assert choose("auto", "cpu", None, is_wide=False) == "float32"
+    assert choose("fp8", "cuda", (8, 9)) == "fp8"
     for dtype, device, capability in [("bfloat16", "cuda", (7, 5)), ("fp8", "cuda", (8, 6)), ("fp8", "mps", None)]:
         with pytest.raises(UserError, match=f"does not support --dtype {dtype}.* Leave --dtype out"):
             choose(dtype, device, capability)

@@ -15,7 +15,7 @@ import torch
 import train_gpt2
 from plumbing.run import logs
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
-from plumbing.run.folder import Run
+from plumbing.run.run import Run
 
 from harness import (
     KILLED,
@@ -127,9 +127,9 @@ def assert_refused(folder, out_dir, *texts, **options):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(vocab_size=384), "transformer.wte.weight has 320 rows"),
+        (dict(vocab_size=384), "has 384 rows in place of 320, and a branch keeps the shapes"),
         (dict(block_size=64), " --block-size 64"),
-        (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out."),
+        (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out, or begin"),
         (dict(n_head=4), "--n-head is 4, but the weights"),
         (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
         (dict(max_steps=8), "8 steps already"),
@@ -184,9 +184,7 @@ def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
     for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
-        assert_refused(
-            data, out, f"The {what} data", f"in {data} are not what the run in {out} began with", "begin a branch"
-        )
+        assert_refused(data, out, f"The run in {out} did not begin with", f"{what} data", "begin a branch")
 
 
 def test_where_no_whole_checkpoint_is_there_is_nothing_to_branch(folder, best, parent, tmp_path):
@@ -225,7 +223,9 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
 def groups_of(optimizers):
     """The settings of the optimizers' parameter groups."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: value for name, value in group.items() if name not in ("params", "made")} for group in groups]
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")} for group in groups
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +253,10 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expect
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
     steps, before = [], listing(parent)
 
-    def watched_step(model, raw_model, loader, num_windows, **options):
-        steps.append((options["step"], num_windows, options["config"], groups_of(options["optimizers"])))
-        return train_step(model, raw_model, loader, num_windows, **options)
+    def watched_step(step, parts, signals):
+        done = train_step(step, parts, signals)
+        steps.append((step, done.tokens // 16, parts.config, groups_of(parts.optimizers)))
+        return done
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
@@ -322,8 +323,8 @@ BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, 
 def train_with(script, args, step=None, checkpoint=None):
     """Train, with validation losses from `script`; be killed at that step, once that checkpoint is there."""
 
-    def log_scripted(self, step, losses, raw_model):
-        log_val_loss(self, step, [(script[step], losses[0][1])], raw_model)
+    def log_scripted(self, step, losses):
+        log_val_loss(self, step, [(script[step], losses[0][1])])
 
     with patched(Run, "log_val_loss", log_scripted) as log_val_loss:
         killed_at(step, checkpoint, args)

@@ -21,8 +21,8 @@ import tqdm.std
 import train_gpt2
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.run import folder as run_folder
 from plumbing.run import logs, source_code, summary
+from plumbing.run import run as run_folder
 from plumbing.system import autofit, devices
 from plumbing.system.distributed import World
 from train_gpt2 import TrainConfig
@@ -185,7 +185,9 @@ def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_col
 def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
     """128 tokens in a step that takes a quarter of a second are 512 a second."""
     with patched(train_gpt2.time, "perf_counter", clock(0.25)):
-        with patched(train_gpt2, "train_step", lambda *args, **options: train_gpt2.Step(1.0, 1.0, False, {})):
+        with patched(
+            train_gpt2, "train_step", lambda *args, **options: train_gpt2.Step(1.0, 1.0, 1e-3, 128, False, {})
+        ):
             train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0)
     assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 

@@ -1,6 +1,7 @@
 """What the machine cannot do costs a warning or one line, for all ranks: precision, compiler, attention, memory."""
 
 import contextlib
+import math
 import os
 import re
 import types
@@ -18,7 +19,9 @@ from torch.nn import functional as F
 
 from harness import losses, patched, read_log, refused, run, tiny_flags, tiny_model, train
 
-needs_float8 = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
+needs_float8 = pytest.mark.skipif(
+    not has_float8(torch.device("cpu")), reason="this processor does not multiply float8 matrices"
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +74,15 @@ def test_a_batch_ramp_compiles_for_few_shapes(data):
     import torch._dynamo
 
     torch._dynamo.reset()
-    raw_model = tiny_model()
-    model = torch.compile(raw_model, backend="eager", dynamic=False)
-    loader, config = train_gpt2.DataLoaderLite(data, "train", 6, 16), train_gpt2.TrainConfig()
-    optimizers = [torch.optim.SGD(model.parameters())]
+    raw_model, config = tiny_model(), train_gpt2.TrainConfig(dtype="float32", sequence_length=16)
+    parts: dict = dict.fromkeys(train_gpt2.Parts._fields) | dict(raw_model=raw_model, config=config, world=World())
+    parts |= dict(model=torch.compile(raw_model, backend="eager", dynamic=False))
+    parts |= dict(loader=train_gpt2.DataLoaderLite(data, "train", 6, 16))
+    parts |= dict(scaler=torch.amp.GradScaler("cpu", enabled=False), optimizers=[])
     torch._dynamo.utils.counters.clear()
     for num_windows in range(1, 13):
-        options = dict(optimizers=optimizers, scaler=torch.amp.GradScaler("cpu", enabled=False), world=World())
-        train_gpt2.train_step(model, raw_model, loader, num_windows, step=0, config=config, signals=[], **options)
+        with patched(train_gpt2, "get_batch_size", lambda *args, n=num_windows: 16 * n):
+            train_gpt2.train_step(0, train_gpt2.Parts(**parts), [])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
@@ -161,18 +165,28 @@ def test_what_one_rank_cannot_do_all_give_up(data, tmp_path):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """The trial takes the CPU for a GPU."""
-    monkeypatch.setattr(World, "device_type", "cuda")
-    monkeypatch.setattr(World, "autocast", lambda self: contextlib.nullcontext())
+    """A World whose CPU the trial takes for a GPU."""
+    monkeypatch.setattr(devices, "free_memory", lambda device: math.inf)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: types.SimpleNamespace(is_integrated=False))
     for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    return World(device=types.SimpleNamespace(type="cuda"))
 
 
-def find_what_fits(wrap, **changes):
+def find_what_fits(wrap, world, **changes):
     options = dict(total_batch_size=128, sequence_length=16, compile=False) | changes
     model = tiny_model(block_size=max(32, options["sequence_length"]))
-    return autofit.find_what_fits(model, wrap, train_gpt2.TrainConfig(**options), num_ids=320, world=World())
+    return autofit.find_what_fits(trial_of(model, world, wrap, **options))
+
+
+def trial_of(model, world=World(), wrap=None, **settings):
+    config = train_gpt2.TrainConfig(dtype="float32", **settings)
+    return CPUTrial(model, wrap, lambda *args: contextlib.nullcontext(), 320, config, world)
+
+
+class CPUTrial(autofit.Trial):
+    def random_batch(self, B):
+        return torch.randint(320, (2, B, self.config.sequence_length))
 
 
 def kernels_enabled():
@@ -194,7 +208,7 @@ def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_
         return model
 
     torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
-    find_what_fits(wrap, compile=True, sequence_length=128, total_batch_size=512)
+    find_what_fits(wrap, as_on_cuda, compile=True, sequence_length=128, total_batch_size=512)
     order = [[True, False, True, True], [False, False, True, True], [False] * 4]
     assert tried == ([[True] * 4] if has_cudnn else []) + order
     said = re.findall(r"step failed with (.*) \(RuntimeError: no kernel\)", capsys.readouterr().out)
@@ -217,7 +231,7 @@ def test_what_a_sequence_keeps_is_counted(recomputes):
     """
     model = tiny_model(n_layer=3, n_embd=48, block_size=80, vocab_size=320)
     model.activation_checkpointing = recomputes
-    kept = [autofit.try_sequence(model, 320, T=T, world=World()).kept_bytes for T in (40, 80)]
+    kept = [autofit.try_sequence(trial_of(model, sequence_length=T))[0] for T in (40, 80)]
     # x, ln_1, q, k, v (in one), attention's output, x, ln_2, c_fc and its GELU; small ones: norms' and attention's sums
     block = 48 if recomputes else 48 * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4)
     per_token = 4 * (3 * block + 2 * 48 + 320)  # and the last norm's input and output, and the log-probabilities
@@ -226,7 +240,7 @@ def test_what_a_sequence_keeps_is_counted(recomputes):
 
 def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, monkeypatch):
     """A compiled model may keep a third. Of memory that is the CPU's, too, half is used, and ranks share it."""
-    model, sequence = tiny_model(), autofit.Sequence(flops=0, kept_bytes=1000, unused=[])
+    model = tiny_model()
     enough = 12 * sum(p.numel() for p in model.parameters()) + 6 * 1000
     cases = [(enough, False, False, 1, 6), (enough - 1, False, False, 1, 5), (0, False, False, 1, 1)]
     cases += [(enough, True, False, 1, 18), (enough, False, True, 1, 3), (enough, False, True, 3, 1)]
@@ -235,7 +249,7 @@ def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, monkeypatch):
         monkeypatch.setattr(devices, "free_memory", lambda device, free=free: free)
         properties = types.SimpleNamespace(is_integrated=is_integrated)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name, properties=properties: properties)
-        assert autofit.bound_on_B(model, sequence, compiles, world=World()) == B
+        assert autofit.bound_on_B(trial_of(model, as_on_cuda), 1000, compiles) == B
 
 
 V1, JOB = "memory.limit_in_bytes", "system.slice/slurm/job_1/step_0"
@@ -267,13 +281,13 @@ def test_free_memory_is_what_linux_and_the_groups_of_the_process_leave(groups, l
     (tmp_path / "proc/self").mkdir(parents=True)
     meminfo = "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n"
     (tmp_path / "proc/meminfo").write_text(meminfo, encoding="utf-8")
-    assert devices.free_memory("cpu", tmp_path) == 5 * 1024
+    assert devices.free_memory(torch.device("cpu"), tmp_path) == 5 * 1024
     (tmp_path / "proc/self/cgroup").write_text(groups, encoding="utf-8")
     for place, text in limits.items():
         file = tmp_path / "sys/fs/cgroup" / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n", encoding="utf-8")
-    assert devices.free_memory("cpu", tmp_path) == free
+    assert devices.free_memory(torch.device("cpu"), tmp_path) == free
 
 
 def test_torch_has_no_more_threads_than_the_quota_has_cores(monkeypatch):
@@ -329,4 +343,4 @@ def test_amds_float8_is_another_format(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (9, 4))
     for hip in (None, "6.4"):
         monkeypatch.setattr(torch.version, "hip", hip)
-        assert has_float8("cuda") == (hip is None)
+        assert has_float8(torch.device("cuda")) == (hip is None)

@@ -144,9 +144,9 @@ def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, capsys, monk
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
     """The losses bit for bit; and dropout would be on in every step."""
 
-    def step(model, *args, **options):
-        seen.append(model.training)
-        return train_step(model, *args, **options)
+    def step(number, parts, signals):
+        seen.append(parts.model.training)
+        return train_step(number, parts, signals)
 
     seen = []
     hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
@@ -179,16 +179,21 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
 
 
+def samples_of(model, tokenizer, **settings):
+    config = train_gpt2.TrainConfig(dtype="float32", **settings)
+    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(config=config, world=World(), raw_model=model)
+    return train_gpt2.generate_samples(train_gpt2.Parts(**parts | {"enc": tokenizers.get_encoding(tokenizer)}))
+
+
 def test_samples_of_a_chat_model_are_answers_with_role_markers():
-    model, config = parrot_model(text="Yes!"), train_gpt2.TrainConfig(sample_prompt="Hi")
+    model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
-    texts = train_gpt2.generate_samples(model, tokenizers.get_encoding("bytes+chat"), config, world=World())
+    texts = samples_of(model, "bytes+chat", sample_prompt="Hi")
     assert texts == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
 
 
 def test_samples_differ_by_the_seed_and_not_from_step_to_step():
-    model, enc = tiny_model().eval(), tokenizers.get_encoding("bytes")
-    configs = [train_gpt2.TrainConfig(sample_prompt="Hi", seed=seed) for seed in (1, 1, 2)]
-    first, again, other = (train_gpt2.generate_samples(model, enc, config, world=World()) for config in configs)
+    model = tiny_model().eval()
+    first, again, other = (samples_of(model, "bytes", sample_prompt="Hi", seed=seed) for seed in (1, 1, 2))
     assert first == again != other and len({*first, *other}) == 8

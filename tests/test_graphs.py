@@ -11,12 +11,11 @@ import torch
 import torch._dynamo
 import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint
-from plumbing.run.start import Start
 
 from harness import examples_file, losses, train
 
 COUNTERS = torch._dynamo.utils.counters
-STAGES = {"find_what_fits": Start}
+STAGES = {"try_out": train_gpt2}
 STAGES |= dict.fromkeys("train_step evaluate_val_loss evaluate_hellaswag generate_samples".split(), train_gpt2)
 
 
@@ -61,8 +60,8 @@ def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_aft
     ramp = lambda tokens_seen, config: 1024 if tokens_seen > 512 else 512  # noqa: E731 - in place of one of 32K
     monkeypatch.setattr(train_gpt2, "get_batch_size", ramp)
     run = functools.partial(train, data, tmp_path / "out", **options)
-    assert count_graphs(run, backend, stop_after=2) == {"find_what_fits": 1, "train_step": 1}
-    assert count_graphs(run, backend) == {"find_what_fits": 1}
+    assert count_graphs(run, backend, stop_after=2) == {"try_out": 1, "train_step": 1}
+    assert count_graphs(run, backend) == {"try_out": 1}
     assert not COUNTERS["graph_break"]
     train(data, tmp_path / "plain", **options | {"compile": False})
     for stream in ("train", "val"):

@@ -10,7 +10,9 @@ from plumbing.system import kernels
 from plumbing.system.devices import has_float8, peak_flops
 from plumbing.system.kernels import LinearCrossEntropy, losses_and_gradient
 
-float8_only = pytest.mark.skipif(not has_float8("cpu"), reason="this processor does not multiply float8 matrices")
+float8_only = pytest.mark.skipif(
+    not has_float8(torch.device("cpu")), reason="this processor does not multiply float8 matrices"
+)
 
 
 @pytest.mark.parametrize("V", [320, 16432])
@@ -53,17 +55,22 @@ def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_i
     assert not x.grad[::5].any()
 
 
+def plain_loss(logits, targets, **options):
+    """As people write it."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum", **options)
+
+
 @pytest.mark.parametrize("chunk", [1, 3 * 48, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeypatch):
     """Of 7 rows: one at a time, three, all. The loss and its gradient are off by roundings only."""
-    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", chunk)
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", chunk)
     logits, targets = (torch.randn(7, 48) * 5).to(dtype), torch.tensor([0, 47, -100, 7, -100, 9, 10])
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="sum")
     (expected / 3).backward()
     leaf = logits.clone().requires_grad_()
-    loss = kernels.cross_entropy(leaf, targets, ignore_index=-100)
+    loss = kernels.in_chunks(plain_loss, leaf, targets)
     (loss / 3).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
     limits = dict(rtol=2**-8, atol=1e-8) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-7)
@@ -74,7 +81,7 @@ def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeyp
 def loss_of(x, weight, targets, float8=False):
     if float8:
         return kernels.cross_entropy_in_float8(x, weight, targets, -100)
-    return kernels.cross_entropy(F.linear(x, weight), targets, ignore_index=-100)
+    return kernels.in_chunks(plain_loss, F.linear(x, weight), targets)
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
@@ -90,40 +97,60 @@ def test_the_compiler_gets_the_loss_in_one_graph(float8):
         torch.testing.assert_close(compiled(x, weight, targets, float8), expected)
 
 
-CHANGES = {  # what else a loss may be asked for
-    "label smoothing": (dict(label_smoothing=0.1), lambda logits: logits),
-    "class weights": (dict(weight=torch.linspace(0, 1, 48)), lambda logits: logits),
-    "a soft cap": ({}, lambda logits: 30 * torch.tanh(logits / 30)),
+def soft_cap(logits, targets):
+    return plain_loss(30 * torch.tanh(logits / 30), targets)
+
+
+def z_loss(logits, targets):
+    return plain_loss(logits, targets) + 1e-2 * logits.logsumexp(1).square().sum()
+
+
+LOSSES = {  # as people change it
+    "label smoothing": functools.partial(plain_loss, label_smoothing=0.1),
+    "class weights": functools.partial(plain_loss, weight=torch.linspace(0, 1, 48)),
+    "a soft cap": soft_cap,
+    "a z-loss": z_loss,
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_loss_is_asked_for_is_computed_and_not_in_float8(name, monkeypatch):
-    """The faster kernel for many logits steps aside; float8 computes the plain loss alone, and refuses."""
-    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 1)
-    options, change = CHANGES[name]
-
-    def loss_sum(x, targets):
-        logits = change(F.linear(x, weight))
-        return logits, kernels.cross_entropy(logits, targets, ignore_index=-100, **options)
-
-    x, weight, targets = torch.randn(16, 32), torch.randn(48, 32) * 0.02, torch.randint(48, (16,))
-    expected = F.cross_entropy(change(x @ weight.T), targets, reduction="sum", **options)
-    torch.testing.assert_close(loss_sum(x, targets)[1], expected)
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_is_computed_in_chunks_and_not_in_float8(name, monkeypatch):
+    """Of two rows at a time. float8 computes the plain loss alone, and refuses."""
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
+    loss, x = LOSSES[name], torch.randn(16, 32).requires_grad_()
+    weight, targets = torch.randn(48, 32) * 0.02, torch.randint(48, (16,))
+    found, expected = (
+        kernels.in_chunks(loss, 9 * F.linear(x, weight), targets),
+        loss(9 * F.linear(x, weight), targets),
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
     with pytest.raises(UserError, match="^--dtype fp8 .* loss_sum computes something else. Use --dtype bfloat16"):
-        kernels.check_float8(loss_sum, weight)
-    options, change = {}, lambda logits: logits
-    kernels.check_float8(loss_sum, weight)
+        kernels.check_float8(lambda x, targets: (None, loss(F.linear(x, weight), targets)), weight)
+    kernels.check_float8(lambda x, targets: (None, plain_loss(F.linear(x, weight), targets)), weight)
+
+
+def test_a_loss_with_a_parameter_of_its_own_trains_it(monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
+    temperature, logits = torch.ones(1, requires_grad=True), torch.randn(7, 48, requires_grad=True)
+    gradients = []
+    for compute in (
+        functools.partial(kernels.in_chunks, lambda *each: plain_loss(each[0] * temperature, each[1])),
+        None,
+    ):
+        loss = compute(logits, torch.arange(7)) if compute else plain_loss(logits * temperature, torch.arange(7))
+        gradients.append(torch.autograd.grad(loss, [temperature, logits]))
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_loss_leaves_the_logits_alone(monkeypatch):
     """Something else, such as a penalty on large logits, may need them in its backward pass."""
-    monkeypatch.setattr(kernels.CrossEntropyInChunks, "LOGITS", 96)
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
     gradients = []
-    for cross_entropy in (kernels.cross_entropy, functools.partial(F.cross_entropy, reduction="sum")):
+    for cross_entropy in (functools.partial(kernels.in_chunks, plain_loss), plain_loss):
         x = torch.linspace(-3, 3, 7 * 48).view(7, 48).requires_grad_()
         logits = x * 2
-        loss = cross_entropy(logits, torch.arange(7), ignore_index=-100) + logits.logsumexp(1).square().sum()
+        loss = cross_entropy(logits, torch.arange(7)) + logits.logsumexp(1).square().sum()
         loss.backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients)

@@ -96,9 +96,9 @@ def train_and_report(args):
     """Train, and print a digest of this rank's weights after each step and how often gradients were reduced."""
     digests, reductions, seeds = [], [], []
 
-    def step_and_digest(model, *rest, **options):
-        result = train_step(model, *rest, **options)
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    def step_and_digest(step, parts, signals):
+        result = train_step(step, parts, signals)
+        flat = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         seeds.append(torch.initial_seed())
         return result

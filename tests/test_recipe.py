@@ -34,8 +34,8 @@ def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkey
     recipe |= dict(optimizer="adamw", max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta1=0.9, beta2=0.95)
     recipe |= dict(grad_clip=1.0, dtype="auto")
     monkeypatch.chdir(tmp_path)  # with no data, so that the run is only decided
-    as_decided = lambda settings, typed, world: TrainConfig(**settings)  # noqa: E731
-    with start.begin(TrainConfig, PRESETS, train_gpt2.parse_args([]), as_decided) as run:
+    as_decided = lambda inherited, typed, world: TrainConfig(**inherited | typed)  # noqa: E731
+    with start.begin(TrainConfig, PRESETS, {}, as_decided, World()) as run:
         assert {name: getattr(run.config, name) for name in recipe} == recipe
 
 
@@ -99,14 +99,10 @@ def test_apply_schedules_moves_every_group_in_proportion():
     assert muon.param_groups[0]["momentum"] == pytest.approx(0.925)
 
 
-def test_the_flops_that_are_counted_are_those_of_the_palm_convention():
-    """Weights in matmuls: 3 blocks of 12 * 48^2, and the head's 320 * 48; 98,304 in all.
-
-    6 * 98,304 + 12 * 3 layers * 40 tokens * 48 channels, and that for 40 tokens; a third of it in the forward pass.
-    """
+def test_the_flops_of_a_token_are_those_of_the_palm_convention():
+    """Weights in matmuls: 3 blocks of 12 * 48^2, and the head's 320 * 48; 98,304 in all."""
     model = tiny_model(n_layer=3, n_embd=48, block_size=40)
-    sequence = autofit.try_sequence(model, 320, T=40, world=World())
-    assert 3 * sequence.flops == 40 * (6 * 98_304 + 12 * 3 * 40 * 48)
+    assert model.flops_per_token(40) == 6 * 98_304 + 12 * 3 * 40 * 48
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -117,9 +113,9 @@ def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset
     for ranks in range(1, 65):
         if windows % ranks:  # the advice is not another recipe
             with pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}"):
-                start.check_config(config, train_gpt2.complaints(config), World(size=ranks))
+                start.check_config(config, train_gpt2.complaints(config, {}, {}), World(size=ranks))
             continue
-        start.check_config(config, train_gpt2.complaints(config), World(size=ranks))
+        start.check_config(config, train_gpt2.complaints(config, {}, {}), World(size=ranks))
         B = autofit.largest_divisor(windows // ranks, config.batch_size)
         assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
         assert B == config.batch_size or windows // ranks % config.batch_size

@@ -19,11 +19,10 @@ import torch
 import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import folder as run_folder
+from plumbing.run import run as run_folder
 from plumbing.run.checkpoint import newest_checkpoint
-from plumbing.run.folder import Run
 from plumbing.run.huggingface import export_huggingface
-from plumbing.system import devices
+from plumbing.run.run import Run
 
 from harness import (
     KILLED,
@@ -208,7 +207,7 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path
     def choose(name, device, is_wide=False):
         return choose_dtype("float16" if name == "auto" else name, device, is_wide)
 
-    with patched(devices, "choose_dtype", choose) as choose_dtype:
+    with patched(train_gpt2, "choose_dtype", choose) as choose_dtype:
         train(folder, tmp_path / "out", **options)
     assert_same_run(tmp_path / "out", straight)
 
@@ -250,10 +249,10 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder,
 
 
 def train_killed_once(args):
-    def step(*args, **options):
-        if options["step"] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    def step(*args):
+        if args[0] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(*args, **options)
+        return train_step(*args)
 
     with patched(train_gpt2, "train_step", step) as train_step:
         train_gpt2.main(args)

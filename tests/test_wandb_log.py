@@ -101,7 +101,7 @@ def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path,
 def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     """Where a comment in train_step says so. It is logged and mirrored at every step, and not printed."""
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    place, line = re.search(r"    # .*: (scalars\[.*)\n", source).group(0, 1)
+    place, line = re.search(r"    # (scalars\[.*)\n    scalars: .*\n", source).group(0, 1)
     changed = tmp_path / "train_own.py"
     # any name may be taken, and any number
     lines = [line, line.replace('"wte"', '"seconds"'), 'scalars["plain"] = 0.5']

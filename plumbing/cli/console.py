@@ -125,12 +125,11 @@ def quote(word: str) -> str:
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 
 
-def run(main: Callable[[], object], output_is_product: bool = False) -> None:
-    """Run `main()`. A mistake that the user can fix becomes one line on stderr and exit status 2.
+def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -> Any:
+    """Run `main(*args)` and return what it returns; if that has a `status`, the process exits with it.
 
-    What `main` returns may have a `status`, with which the process exits then.
-
-    Failed output is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
+    A mistake that the user can fix becomes one line on stderr and exit status 2. Failed output is dropped; with
+    `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
@@ -146,10 +145,11 @@ def run(main: Callable[[], object], output_is_product: bool = False) -> None:
     protect_console()
     Console.output_is_product = output_is_product
     try:
-        status = getattr(main(), "status", 0)
+        result = main(*args)
         sys.stdout.flush()  # the last line may have no newline
-        if status:
+        if status := getattr(result, "status", 0):
             sys.exit(status)
+        return result
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -42,6 +42,11 @@ class Windows:
         i, offset = self.place(number)
         return f"{self.shards[i].path.name} token {offset}"
 
+    def count_targets(self, number: int) -> int:
+        """How many of a window's T targets are not left out by the mask."""
+        i, offset = self.place(number)
+        return int(np.count_nonzero(self.masks[i].read(offset + 1, self.T))) if self.masks else self.T
+
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A window's tokens (T + 1,) and, if the split has masks, their mask."""
         i, offset = self.place(number)
@@ -84,7 +89,11 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
 
 
 def data_tokenizer(
-    folders: Sequence[Name], weights: Sequence[float] = (), *, may_be_empty: bool = False
+    folders: Sequence[Name],
+    weights: Sequence[float] = (),
+    *,
+    splits: Sequence[str] = ("train", "val"),
+    may_be_empty: bool = False,
 ) -> tiktoken.Encoding | None:
     """The tokenizer of folders of shards; None if they `may_be_empty` and are.
 
@@ -96,8 +105,9 @@ def data_tokenizer(
             return None
     encs = []
     for i, folder in enumerate(folders):
-        for split in ("train", "val") if not weights or weights[i] else ("val",):
-            shards.find_shards(folder, split)
+        for split in splits:
+            if split == "val" or not weights or weights[i]:  # a share of 0 is not trained on
+                shards.find_shards(folder, split)
         encs.append(tokenizers.folder_encoding(folder))
         if encs[-1].name != encs[0].name:
             raise UserError(

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from plumbing.cli.console import UserError, is_out_of_memory, print0
-from plumbing.system.autofit import SkipInit, make, unchanged
+from plumbing.run.checkpoint import list_checkpoints, step_of
+from plumbing.system.autofit import SkipInit, new_model, undone
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
@@ -23,39 +26,64 @@ LEAST_TOKENS = 24
 COPIED_PARAMETERS = 10_000_000  # up to this size a second model is made on a CPU, too
 
 
-def examine(model: Any, num_ids: int, longest: int, *, is_new: bool = True) -> dict[str, Any]:
-    """What is found out about a model that reads up to `longest` ids below num_ids: {"has_cache": ...}.
+def texts(num_ids: int, length: int) -> list[torch.Tensor]:
+    """Ids below num_ids to examine a model on, (1, length) each: all kinds of them, and few, which meet again."""
+    few = torch.randint(num_ids, (8,))
+    return [torch.randint(num_ids, (1, length)), few[torch.randint(8, (1, length))]]
+
+
+def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bool:
+    """Whether a cache gives what the whole text gives, on these texts of ids (1, T), or as many as take no time.
 
     is_new: whether a run begins with the model; else it is only used, and whether that was sound is not asked again.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    is_cpu = next(model.parameters()).is_cpu
-    work = CPU_WORK if is_cpu else GPU_WORK
-    T = min(longest, max(LEAST_TOKENS, int(work / parameters)))
+    device = next(model.parameters()).device
+    work = CPU_WORK if device.type == "cpu" else GPU_WORK
+    most = max(LEAST_TOKENS, int(work / parameters))
+    has_cache = True
     with quiet(model):
-        idx = torch.randint(num_ids, (1, T), device=next(model.parameters()).device)
-        hidden = model.hidden_states(idx)
-        if is_new and not is_causal(model, idx, hidden):
-            print0(
-                "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
-            )
-        if is_new and (parameters <= COPIED_PARAMETERS or not is_cpu) and not is_saved_whole(model, idx):
-            print0(
-                "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
-                " same. Keep all that the model computes with in its parameters and buffers."
-            )
-        has_cache = is_cache_right(model, idx, hidden)
-    if not has_cache and T > 1:
+        for number, idx in enumerate(text[:, :most].to(device) for text in texts):
+            hidden = model.hidden_states(idx)
+            has_cache = has_cache and is_cache_right(model, idx, hidden)
+            if is_new and number == 0:
+                check_new(model, idx, hidden, copies=parameters <= COPIED_PARAMETERS or device.type != "cpu")
+    if not has_cache:
         note = "note: With a cache this model computes something else, so samples and HellaSwag do without."
         print0(note, file=sys.stderr)
-    return {"has_cache": has_cache}
+    if is_new and most < max(text.size(1) for text in texts):
+        print0(
+            f"note: On this CPU the model was examined on {most} tokens: what shows beyond these is not seen."
+        )
+    return has_cache
+
+
+def check_new(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, copies: bool) -> None:
+    """Warn if a model with which a run begins looks ahead, is not saved whole, or has a loss of another kind."""
+    if not is_causal(model, idx, hidden):
+        print0(
+            "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
+        )
+    if copies and not is_saved_whole(model, idx):
+        print0(
+            "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
+            " same. Keep all that the model computes with in its parameters and buffers."
+        )
+    logits, loss = model(idx, idx)
+    plain = F.cross_entropy(logits[0].float(), idx[0])
+    if not abs(loss - plain) <= 1e-3 * plain:
+        print0(
+            f"note: The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), "
+            "so neither it nor bits per byte can be compared with other models'. Add what is only for training "
+            "`if self.training`."
+        )
 
 
 @contextlib.contextmanager
 def quiet(model: Any) -> Iterator[None]:
     """Context for trying a model out: in float32 and without gradients; afterwards all is as before."""
     was_training, device = model.training, next(model.parameters()).device
-    with unchanged(model), torch.no_grad(), exact_matmuls(), torch.autocast(device.type, enabled=False):
+    with undone(model), torch.no_grad(), exact_matmuls(), torch.autocast(device.type, enabled=False):
         model.eval()
         try:
             yield
@@ -79,14 +107,8 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
     """Whether a second model with this one's state dict computes the same logits."""
     try:
         with SkipInit():
-            second = make(type(model), model.config)
-        try:
-            second.load_state_dict(model.state_dict())
-        except RuntimeError as error:
-            raise UserError(
-                "A second model cannot load the state dict of the first one, so no checkpoint of this run could be "
-                f"used: {' '.join(str(error).split())}"
-            ) from None
+            second = new_model(type(model), model.config)
+        second.load_state_dict(model.state_dict())
         return is_close(second.to(idx.device).eval()(idx)[0], model(idx)[0])
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -117,31 +139,54 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
 
 
 def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
-    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with the first name."""
+    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with what differs most."""
     norms = {
         name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
         for name, p in model.named_parameters()
         if p.is_floating_point() or p.is_complex()
     }
     gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
-    differs = ((gathered - gathered[0]).abs() > 1e-6 * gathered[0]).any(0)
-    if differs.any():
-        name = list(norms)[int(differs.nonzero()[0])]
+    differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
+    if differs.max() > 1e-6:
         raise UserError(
-            f"After step {step}, {name} is not the same on all ranks, so each trains a model of its own. A gradient is "
-            "averaged over the ranks if its parameter requires one from the start of the run on, and random numbers "
-            "are each rank's own. No checkpoint was written."
+            f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
+            "model of its own. A gradient is averaged over the ranks if its parameter requires one from the start of "
+            "the run on, and random numbers are each rank's own. No checkpoint was written."
         )
 
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
-    """Raise UserError if two optimizers have the same parameter; say which trainable ones are in no group."""
+    """Raise UserError if two optimizers have the same parameter; one that no optimizer has is frozen, and named."""
     updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    counts = {name: sum(p is other for other in updated) for name, p in model.named_parameters()}
-    twice = [name for name in names if counts[name] > 1]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    counts = {name: sum(p is other for other in updated) for name, p in trainable.items()}
+    twice = [name for name in trainable if counts[name] > 1]
     if twice:
         raise UserError(f"Two optimizers have the parameter {twice[0]}. Leave it in one of them.")
-    missing = [name for name in names if not counts[name]]
+    missing = [name for name in trainable if not counts[name]]
     if missing:
         print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
+    for name in missing:
+        trainable[name].requires_grad_(False)  # its gradient would count when the others are clipped
+
+
+def diverged(
+    step: int, parts: Any, loss: float, norm: float, *, start: int, B: int, batch_losses: Any
+) -> UserError:
+    """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
+
+    batch_losses: this rank's losses of its micro-batches, of B windows each.
+    """
+    config, gathered = parts.config, parts.world.gather(batch_losses.tolist())
+    losses = np.array(gathered).T.flatten()  # in the order of the micro-batches
+    bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
+    positions = [start + number * B + row for number in bad for row in range(B)][:4]
+    where = ", ".join(split.describe(number) for split, number in parts.loader.locate(np.array(positions)))
+    rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
+    # from the checkpoint of this very step, no step has succeeded
+    good = [path for path in list_checkpoints(config.out_dir) if step_of(path) < step]
+    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
+    return UserError(
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
+        f"sequences at {where}. Train at a lower rate: {remedy}."
+    )

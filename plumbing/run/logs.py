@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -22,11 +21,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plumbing.cli.console import plain, quote, without_secrets
+from plumbing.cli.console import plain, quote_group, without_secrets
 from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
-from plumbing.system.distributed import environment_number
+from plumbing.run.commands import train_command
 
 NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
 LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
@@ -129,15 +128,8 @@ def read_dict(name: str, text: str) -> dict[str, Any] | None:
     return found if is_right else None
 
 
-def write_start(
-    config: Any,
-    start_step: int,
-    branched: dict[str, Any] | None,
-    *,
-    ran: dict[str, Any],
-    fingerprints: dict[str, list[str]],
-) -> None:
-    """Add a start to run.txt, which may have another program's lines in any encoding.
+def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: dict[str, list[str]]) -> None:
+    """Add a Start to run.txt, which may have another program's lines in any encoding.
 
     ran: what the trial found; fingerprints: {a folder's name in log.txt: those of its training and validation data}.
     """
@@ -145,8 +137,8 @@ def write_start(
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(map(quote, command())),
-        "from step": str(start_step),
+        "command": " ".join(map(quote_group, train_command(type(config), start.typed))),
+        "from step": str(start.step),
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),
         "data": "; ".join(plain(origin(folder)) for folder in config.data),
@@ -156,7 +148,8 @@ def write_start(
         "ranks": os.environ.get("WORLD_SIZE", "1"),
         "commit": source_code.git_commit(),
         "changes": json.dumps(changes[:20_000]) if changes else "",
-        "branched": json.dumps(branched) if branched else "",
+        "code": " ".join(source_code.describe(type(config)).values()),
+        "branched": json.dumps(start.branched) if start.branched else "",
     }
     entry = without_secrets("".join(f"{name}: {text}\n" for name, text in lines.items() if text)) + "\n"
     out_dir = Path(config.out_dir)
@@ -173,29 +166,6 @@ def is_restarted() -> bool:
 def launch() -> str:
     """An identifier of the torchrun that started this process, which is the same after a restart."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')} of process {os.getppid()}"
-
-
-def launcher() -> list[str]:
-    """The words of the command that started this process, up to the script."""
-    local_ranks, ranks = environment_number("LOCAL_WORLD_SIZE", 0), environment_number("WORLD_SIZE", 0)
-    if not local_ranks:
-        return ["python"]
-    nodes = ["--standalone"]
-    if local_ranks != ranks:  # without an endpoint, each node would wait for itself
-        endpoint = f"--rdzv-endpoint={os.environ.get('MASTER_ADDR', 'HOST')}:29500"
-        nodes = [f"--nnodes={ranks // local_ranks}", "--rdzv-backend=c10d", endpoint]
-    return ["torchrun", *nodes, f"--nproc_per_node={local_ranks}"]
-
-
-def command(without: str = "") -> list[str]:
-    """The words of the command that started this process, without the switch of this name in any form."""
-    words = [*launcher(), *sys.argv]
-    if not without:
-        return words
-    switch = rf"--(no-)?{without}"
-    values = {i + 1 for i, word in enumerate(words) if re.fullmatch(switch, word.replace("_", "-"))}
-    kept = [word for i, word in enumerate(words) if not (i in values and word.lower() in ("true", "false"))]
-    return [word for word in kept if not re.match(rf"{switch}(=|$)", word.replace("_", "-"))]
 
 
 # ----- A run, as its folder describes it ----------------------------------------------------------------

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from plumbing.cli.console import first_line, plain
 from plumbing.files import read_json
-from plumbing.run.checkpoint import OPENAI_MODELS
 from plumbing.run.logs import read_run
+from plumbing.run.models import OPENAI_MODELS
 
 MEASURED = {
     "val": "validation loss on unseen tokens, nats per token",

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from plumbing.cli import flags
+from plumbing.cli import console, flags
 from plumbing.cli.flags import Below1, Positive
 from plumbing.run import source_code
 
 PER_NODE = "per node"
-__all__ = ["Below1", "Positive", "RunOptions", "StartOptions", "read_flags"]
+__all__ = ["Below1", "Positive", "RunOptions", "StartOptions", "answer_flags_before_slow_imports", "read_flags"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,21 @@ def recipe_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name not in names_of(RunOptions)}
 
 
-def read_flags(config_class: type, presets: Mapping[str, Any], args: Sequence[str] | None) -> dict[str, Any]:
-    """What was typed: {setting: value}. --help shows the values of the preset that was typed."""
-    source_code.sources_of(config_class)  # now, and not seconds later, when torch has been imported
-    return flags.read(config_class, args, presets=presets, synonyms=OTHER_TRAINERS)
+def answer_flags_before_slow_imports(config_class: type, presets: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, as `read_flags` says. --help and a mistyped flag end the program before torch is imported."""
+    return console.run(read_flags, config_class, presets)
+
+
+def read_flags(
+    config_class: type, presets: Mapping[str, Any], args: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What was typed: {setting: value}. --help shows the values of the preset that was typed.
+
+    args: the words, by default those of the command line.
+    """
+    source_code.source_of(config_class)  # now, and not seconds later, when torch has been imported
+    words = None if args is None else [str(arg) for arg in args]
+    return flags.read(config_class, words, presets=presets, synonyms=OTHER_TRAINERS)
 
 
 # the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings

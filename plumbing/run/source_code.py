@@ -1,7 +1,5 @@
 """The file that trains, train_gpt2.py or a changed copy of it: what a run keeps of it, and whether it has changed."""
 
-import ast
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -9,20 +7,18 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli.console import ROOT, UserError, first_line, output_of
+from plumbing.cli.console import ROOT, UserError, first_line, output_of, print0
 from plumbing.files import atomic_write
 
 NAME = "train_gpt2.py"
 COPY = re.compile(r".+-[0-9a-f]{8}\.py")  # the names of the copies that a run keeps
 # the modules of this program that a trainer may import, and that the commit in run.txt stands for
-PROGRAM = {"contamination", "fineweb", "hellaswag", "plumbing", "sample", "smoltalk", "tokenizer"}
-# of a file: its "name", that of its "copy" in the run's folder, a "hash" of its code with that of the modules that it
-# imports from beside it, and the copies of these "modules", by their names
-Code = dict[str, Any]
+PROGRAM = {"bench", "contamination", "fineweb", "hellaswag", "plumbing", "sample", "smoltalk", "tokenizer"}
+# {file: the name of its copy in the run's folder, which has a hash of its bytes}, the trainer first
+Code = dict[str, str]
 
 
 def file_of(config_class: type) -> Path:
@@ -31,59 +27,37 @@ def file_of(config_class: type) -> Path:
 
 
 @functools.cache
-def sources_of(config_class: type) -> dict[str, bytes]:
-    """{name: content} of that file and of the modules that it imports from beside it.
-
-    They may be edited while the run goes on, or while torch is imported, so what counts is the first call.
-    """
-    path = file_of(config_class)
-    sources: dict[str, bytes] = {}
-    waiting = [(path.parent, path.name)]
-    while waiting:
-        folder, name = waiting.pop(0)
-        if name not in sources:
-            source = (folder / name).read_bytes()
-            with contextlib.suppress(
-                SyntaxError, ValueError
-            ):  # what cannot be read is imported in a `try` at most
-                waiting += imported(source, folder, name)
-                sources[name] = source
-    return sources
-
-
-def imported(source: bytes, folder: Path, name: str) -> Iterator[tuple[Path, str]]:
-    """(folder, name in it) of each module that a source imports from its folder or from this program's."""
-    for node in ast.walk(ast.parse(source, name)):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):  # one dot is the package in which the source is
-            package = name.split("/")[: -node.level] if node.level else []
-            base = [*package, *filter(None, [node.module])]
-            modules = [".".join([*base, alias.name]) for alias in node.names]
-        else:
-            continue
-        for words in [module.split(".") for module in modules]:
-            for path in [
-                "/".join(words[:n]) + end for n in range(1, len(words) + 1) for end in (".py", "/__init__.py")
-            ]:
-                for place in (folder, ROOT):
-                    if (place / path).is_file() and not (place == ROOT and words[0] in PROGRAM):
-                        yield place, path
-                        break
+def source_of(config_class: type) -> bytes:
+    """The trainer's file as it was when this was asked first: before torch was imported, which takes seconds."""
+    return file_of(config_class).read_bytes()
 
 
 @functools.cache
+def sources_of(config_class: type) -> dict[str, bytes]:
+    """{name: content} of the trainer's file and of the modules beside it that are imported, at the first call.
+
+    A module of the same name that was imported from elsewhere in the place of one beside the trainer is named.
+    """
+    path = file_of(config_class)
+    sources = {path.name: source_of(config_class)}
+    for name, module in sorted(sys.modules.items()):
+        if path.parent == ROOT and name.split(".")[0] in PROGRAM:
+            continue
+        stem = path.parent / name.replace(".", "/")
+        for beside in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+            imported_from = getattr(module, "__file__", None)
+            if not imported_from or not beside.is_file() or beside == path:
+                continue
+            if beside.samefile(imported_from):
+                sources[beside.relative_to(path.parent).as_posix()] = beside.read_bytes()
+            elif Path(imported_from).suffix == ".py":
+                print0(f"note: {name} is the module in {imported_from}, and not the one beside {path.name}.")
+    return sources
+
+
 def describe(config_class: type) -> Code:
-    """What a checkpoint says of the file that trained it."""
-    sources = sources_of(config_class)
-    name, *modules = sources
-    hashes = " ".join(map(hash_of, sources.values()))
-    return {
-        "name": name,
-        "copy": copy_of(name, sources[name]),
-        "hash": hashlib.sha256(hashes.encode()).hexdigest()[:16] if modules else hashes,
-        "modules": {module: copy_of(module, sources[module]) for module in modules},
-    }
+    """What a checkpoint and run.txt say of the code that runs."""
+    return {name: copy_of(name, source) for name, source in sources_of(config_class).items()}
 
 
 def copy_of(name: str, source: bytes) -> str:
@@ -102,37 +76,6 @@ def git_commit() -> str:
     return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
-class WithoutSettings(ast.NodeTransformer):
-    """Leaves out docstrings, PRESETS, and the fields of the class that these are of: what a flag could say as well."""
-
-    def visit_Module(self, node):
-        assignments = [each for each in node.body if isinstance(each, ast.Assign)]
-        presets = [each for each in assignments if ast.unparse(each.targets[0]) == "PRESETS"]
-        classes = {each.name: each for each in node.body if isinstance(each, ast.ClassDef)}
-        names = [each.id for setting in presets for each in ast.walk(setting) if isinstance(each, ast.Name)]
-        configs = [name for name in dict.fromkeys(names) if name in classes]
-        for name in configs:  # which grows
-            config = classes[name]
-            config.body = [each for each in config.body if not is_field(each)]
-            configs += [base.id for base in config.bases if isinstance(base, ast.Name) and base.id in classes]
-        node.body = [each for each in node.body if each not in presets]
-        return self.generic_visit(node)
-
-    def visit_Expr(self, node):
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-def is_field(node: ast.AST) -> bool:
-    return isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
-
-
-@functools.cache
-def hash_of(source: bytes) -> str:
-    """The same for two files that differ in comments, docstrings and settings alone."""
-    code = ast.unparse(WithoutSettings().visit(ast.parse(source)))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
-
-
 def keep_copies(config: Any) -> None:
     """Keep the sources that run in the run's folder, once per version: to be read, as they are never run from there."""
     for name, source in sources_of(type(config)).items():
@@ -146,38 +89,24 @@ def keep_copies(config: Any) -> None:
             print(f"note: {error} The run goes on, but keeps no copy of {name}.", flush=True)
 
 
-def copies_in(out_dir: Path) -> dict[Path, str]:
-    """{path of a copy that the run in out_dir keeps: the hash of its code}."""
-    found = {}
-    for path in out_dir.glob("*.py"):
-        if COPY.fullmatch(path.name):
-            with contextlib.suppress(SyntaxError, ValueError):  # then it is another file, as it can't have run
-                found[path] = hash_of(path.read_bytes())
-    return found
-
-
-def compare(saved: Code, config_class: type, source: str, may_be_a_copy: bool) -> None:
+def compare(saved: Code, config_class: type, source: str, *, goes_on: bool) -> None:
     """Say so if the code that is to use what is in `source` is not that which trained it; {} is not known.
 
-    may_be_a_copy: whether a run goes on, which a file of another name may do; else that is a UserError.
+    A run goes on with the code of any file. Else train_gpt2.py does not stand for a changed copy: that is a UserError.
     """
     own = describe(config_class)
-    if not saved or saved.get("hash") == own["hash"]:  # without a hash, it is an earlier version's
+    if not saved or saved == own:
         return
-    then, now = saved.get("modules", {}), own["modules"]
-    modules = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    copies = [saved["copy"], *(f"{copy} of {name}" for name, copy in then.items())]
-    kept = f"The run's folder has a copy of what trained it: {', '.join(copies)}."
-    remedy = f"save it beside {own['name']}" if may_be_a_copy else "give it with --code"
-    if saved["name"] != own["name"] and not may_be_a_copy:
+    then, now = next(iter(saved)), next(iter(own))
+    kept = f"The run's folder has a copy of what trained it: {', '.join(saved.values())}."
+    if then != now == NAME and not goes_on:
         raise UserError(
-            f"The model in {source} was trained by {saved['name']}, whose code is not that of {own['name']}. Add "
-            f"--code {saved['name']}. {kept}"
+            f"The model in {source} was trained by {then}, whose code is not that of {now}. Add --code {then}. {kept}"
         )
+    changed = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
     print(
-        f"note: {' and '.join(modules) or own['name']} has changed since {source} was trained by {saved['name']}, so "
-        f"the results may differ. {kept} To use that, {remedy}.",
-        file=sys.stdout if may_be_a_copy else sys.stderr,  # what sample.py writes to stdout are samples
+        f"note: {source} was trained by other code than runs now ({', '.join(changed)}), so results may differ. {kept}",
+        file=sys.stdout if goes_on else sys.stderr,  # what sample.py writes to stdout are samples
         flush=True,
     )
 
@@ -193,6 +122,7 @@ def load(path: str) -> Any:
     if not (path.endswith(".py") and Path(path).is_file() and spec and spec.loader):
         raise UserError(f"--code {path} is not a Python file (*.py). {remedy}")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # the modules beside it, as where it trained
     try:
         spec.loader.exec_module(module)
     except (SyntaxError, ImportError) as error:

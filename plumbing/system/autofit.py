@@ -1,43 +1,57 @@
 """A trial of the first training step: what fails on this machine is done without, and B is lowered until it fits."""
 
 import contextlib
+import copy
 import functools
 import gc
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
 from plumbing.system import devices
 from plumbing.system.distributed import World, environment_number
 
-FITS, FAILED, OUT_OF_MEMORY = range(3)  # outcomes of a trial; all ranks act on the worst one
+FITS, FAILED, NOT_COMPILED, OUT_OF_MEMORY = range(4)  # outcomes of a trial; all ranks act on the worst one
+COMPILED = "torch.compile"
 # what is given up if a trial fails, the last first, and the attention kernels to disable. torch prefers cuDNN's
-KERNELS = {"fused attention": devices.FUSED_ATTENTION, "torch.compile": (), "cuDNN's attention": ("cudnn",)}
-FLOPS_OF_SECONDS = 1e12  # a CPU works on them for ten seconds or more
-ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# torch's counter lacks it; and if the loss is computed in float8, the product that this stands for is counted already
-FLOPS_OF = {
-    ATTENTION_ON_CPU: lambda q, k, v, *_, **_more: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_mm: lambda *_, **_more: 0,
-}
+KERNELS = {"fused attention": devices.FUSED_ATTENTION, COMPILED: (), "cuDNN's attention": ("cudnn",)}
+SLOW_WORK = 3e11  # parameters times tokens of a step that takes a CPU ten seconds or more
 TOO_LARGE = (
     "Even one sequence does not fit in memory. Lower --sequence-length or the model's size, or add "
     "--activation-checkpointing."
 )
 
 
-class Sequence(NamedTuple):
-    """What one sequence costs in training, without torch.compile."""
+class Trial(NamedTuple):
+    """What is tried: a step of training or, in an evaluation, of that."""
 
-    flops: int  # of the forward pass; 0 if they could not be counted
-    kept_bytes: int  # what the forward pass keeps for the backward pass, weights aside
-    unused: list[str]  # with several ranks: names of the parameters that the loss does not depend on
+    raw_model: Any
+    wrap: Callable[..., Any]  # wrap(raw_model, compiled, world) makes the model to train
+    autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
+    num_ids: int
+    config: Any
+    world: World
+
+    @property
+    def trains(self) -> bool:
+        return self.config.max_steps > 0
+
+    def random_batch(self, B: int) -> torch.Tensor:
+        """x and y of random ids, (2, B, T)."""
+        return torch.randint(self.num_ids, (2, B, self.config.sequence_length), device=self.world.device)
+
+    def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self.autocast(self.config, self.world):
+            return model(x, y, return_logits=False)[1]
 
 
 class Fit(NamedTuple):
@@ -48,44 +62,43 @@ class Fit(NamedTuple):
     compiled: bool
     attention: list[str]  # the fused kernels that may be used
     given_up: list[str]  # of KERNELS
-    flops_per_token: int  # of a training step, by PaLM's convention (Chowdhery et al. 2022, appendix B)
     kept_bytes: int  # of a sequence: what the forward pass keeps for the backward pass, without torch.compile
     seconds_per_token: float  # of the trial on a CPU; a GPU is still at work when it ends
 
 
-def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num_ids: int, world: World) -> Fit:
-    """Try a training step on random ids below num_ids, and do without whatever fails on this machine.
+def find_what_fits(trial: Trial) -> Fit:
+    """Try a step on random ids, and do without whatever fails on this machine; if memory runs out, B is halved.
 
-    wrap(raw_model, compiled, world) makes the model. If memory runs out, B is halved. All ranks take the same fallback.
+    All ranks take the same fallback. The model may be written to: see `undone`.
     """
+    config, world, raw_model = trial.config, trial.world, trial.raw_model
     T, compiles = config.sequence_length, config.compile
     if compiles is None:
-        compiles = world.device_type == "cuda"
-    if world.device_type == "cuda":
+        compiles = world.device.type == "cuda"
+    if world.device.type == "cuda":
         prepare_gpu(T, world)
-    has_cudnn = world.device_type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    has_cudnn = world.device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
     optional = [name for name, used in zip(KERNELS, (True, compiles, has_cudnn)) if used]
     given_up: dict[str, str] = {}  # of these: why
     # one sequence first, as the model is written: a mistake in it then shows as itself, and not as torch.compile's
-    try_it = functools.partial(try_sequence, raw_model, num_ids, T=T, world=world)
-    attention = [name for name in optional if KERNELS[name]]
-    sequence = attempt(try_it, raw_model, attention, given_up, world)
-    if not sequence:
+    eager = [name for name in optional if name != COMPILED]
+    found = attempt(functools.partial(try_sequence, trial), raw_model, eager, given_up, world)
+    if not found:
         raise UserError(TOO_LARGE)
-    check_unused(sequence, world)
+    kept_bytes, unused = found
+    check_unused(unused, world)
     optional = [name for name in optional if name not in given_up]
     windows_per_rank = config.total_batch_size // (T * world.size)
-    with_room = min(world.gather(bound_on_B(raw_model, sequence, compiles, world=world)))
+    with_room = min(world.gather(bound_on_B(trial, kept_bytes, compiles)))
     B, tried = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room)), None
     while not tried:
-        micro_steps = min(2, windows_per_rank // B)
-        flops = 3 * sequence.flops * micro_steps * B
-        if compiles or (world.device_type == "cpu" and flops > FLOPS_OF_SECONDS):
+        work = sum(p.numel() for p in raw_model.parameters()) * B * T
+        if compiles or (world.device.type == "cpu" and work > SLOW_WORK):
             print0(f"Trying B = {B}, which may take minutes.")
 
-        def step(B=B, micro_steps=micro_steps):
-            model = wrap(raw_model, "torch.compile" in optional, world)
-            return model, try_step(model, raw_model, num_ids, B=B, T=T, micro_steps=micro_steps, world=world)
+        def step(B=B):
+            model = trial.wrap(raw_model, COMPILED in optional, world)
+            return model, try_step(trial, model, B=B, micro_steps=min(2, windows_per_rank // B))
 
         tried = attempt(step, raw_model, optional, given_up, world)
         if not tried and B == 1:
@@ -96,11 +109,10 @@ def find_what_fits(raw_model: Any, wrap: Callable[..., Any], config: Any, *, num
     for name, reason in given_up.items():
         print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
     model, seconds = tried
-    seconds_per_token = seconds / (B * T * world.size)
-    if world.device_type == "cuda":
+    if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
-    found = "torch.compile" in optional, devices.enabled_attention(world.device_type), list(given_up)
-    return Fit(model, B, *found, 3 * sequence.flops // T, sequence.kept_bytes, seconds_per_token)
+    found = COMPILED in optional, devices.enabled_attention(world.device.type), list(given_up)
+    return Fit(model, B, *found, kept_bytes, seconds / (B * T * world.size))
 
 
 def attempt(
@@ -108,20 +120,19 @@ def attempt(
 ) -> Any:
     """Return action(), done without the last of `optional` as often as it fails; None if memory runs out on any rank.
 
-    The model stays as it was. What fails without all of `optional`, too, is the model's own error, and is raised.
+    What fails without all of `optional`, too, is the model's own error, and is raised.
     """
     while True:
         result = error = None
         try:
-            with unchanged(raw_model):
-                result = action()
+            result = action()
         except UserError:
             raise
         except Exception as caught:  # torch.compile may raise anything
             error = caught
             traceback.clear_frames(error.__traceback__)  # frees the memory that the failed try has taken
-        outcome = FITS if not error else OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
-        outcome = world.max_over_ranks(outcome)
+        raw_model.zero_grad(set_to_none=True)
+        outcome = world.max_over_ranks(outcome_of(error))
         if outcome == FITS:
             return result
         result = None  # frees DDP's buckets as well
@@ -132,26 +143,81 @@ def attempt(
             return None
         if not optional:
             raise error or UserError("A training step failed on another rank, which says why.")
-        name = optional.pop()
+        name = COMPILED if outcome == NOT_COMPILED and COMPILED in optional else optional[-1]
+        optional.remove(name)
         given_up[name] = f"{type(error).__name__}: {first_line(error)}" if error else "on another rank"
         devices.disable_attention(*KERNELS[name])
+
+
+def outcome_of(error: Exception | None) -> int:
+    if not error:
+        return FITS
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    from torch._dynamo.exc import TorchDynamoException  # takes a second
+
+    # the compiler's own: no triton, no C compiler, a GPU that it does not know
+    return NOT_COMPILED if isinstance(error, TorchDynamoException) else FAILED
 
 
 def prepare_gpu(T: int, world: World) -> None:
     """Leave memory for what torch does not allocate itself, before the trial fills the GPU; choose attention for T."""
     # This function has not been tried on a GPU yet. NCCL takes hundreds of MB, at the first large all-reduce. On
-    # Windows, the driver does not fail when the GPU is full: it moves tensors to main memory, and steps take several
-    # times as long
-    torch.cuda.set_per_process_memory_fraction(0.95)
+    # Windows, where the screen has a part of the GPU, the driver does not fail when that is full: it moves tensors to
+    # main memory, and steps take several times as long
+    free, total = torch.cuda.mem_get_info() if sys.platform == "win32" else (1, 1)
+    torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     if world.size > 1:
-        world.all_reduce_sum(torch.zeros(25 * 2**20, device=world.device))
+        dist.all_reduce(torch.zeros(25 * 2**20, device=world.device))
     if T % 128:  # for such T, cuDNN's backward pass has given NaN (pytorch issue 196678)
         devices.disable_attention("cudnn")
 
 
-def check_unused(sequence: Sequence, world: World) -> None:
-    """Raise UserError, on all ranks, if DDP would fail because it has parameters on which the loss does not depend."""
-    unused = sorted({name for names in world.gather(sequence.unused) for name in names})
+@contextlib.contextmanager
+def undone(model: Any) -> Iterator[None]:
+    """Afterwards the model and the random numbers are as before, whatever a forward pass writes to.
+
+    What is to be restored is kept in main memory: weights, buffers, and what get_extra_state adds.
+    """
+
+    def on_cpu(state: Any) -> Any:
+        return copy.deepcopy(
+            tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        )
+
+    state, buffers = on_cpu(model.state_dict()), on_cpu(dict(model.named_buffers()))
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            try:
+                model.load_state_dict(state)
+            except RuntimeError as error:
+                raise UserError(
+                    "The model cannot load its own state dict, so no checkpoint of this run could be used: "
+                    f"{' '.join(str(error).split())}"
+                ) from None
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():  # those that no state dict has, too
+                    buffer.copy_(buffers[name])
+
+
+def try_sequence(trial: Trial) -> tuple[int, list[str]]:
+    """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; with several ranks, the
+    names of the parameters on which the loss does not depend).
+    """
+    kept_bytes, loss = count_kept_bytes(trial, trial.raw_model)
+    if trial.world.size == 1 or not trial.trains:
+        return kept_bytes, []
+    loss.backward()
+    parameters = trial.raw_model.named_parameters()
+    return kept_bytes, [name for name, p in parameters if p.requires_grad and p.grad is None]
+
+
+def check_unused(names: list[str], world: World) -> None:
+    """Raise UserError, on all ranks, if DDP would wait for the gradient of a parameter that has none."""
+    unused = sorted({name for of_rank in world.gather(names) for name in of_rank})
     if unused:
         raise UserError(
             f"The loss does not depend on {count(len(unused), 'parameter')}, such as {unused[0]}, but with several "
@@ -159,96 +225,74 @@ def check_unused(sequence: Sequence, world: World) -> None:
         )
 
 
-@contextlib.contextmanager
-def unchanged(raw_model: Any) -> Iterator[None]:
-    """Afterwards, the model's buffers and the random numbers are as before, and there are no gradients."""
-    before = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
-    device = next(raw_model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            raw_model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for name, buffer in raw_model.named_buffers():
-                    buffer.copy_(before[name])
-
-
-def samples_of(model: Any) -> list[torch.Tensor]:
-    """Some numbers of each parameter, which tell whether it was written to; a copy of all would take as much memory."""
-    return [p.detach().flatten()[:: max(1, p.numel() // 4096)].clone() for p in model.parameters()]
-
-
-def random_batch(num_ids: int, B: int, T: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = torch.randint(num_ids, (2, B, T), device=world.device).unbind()
-    return x, y
-
-
-def try_sequence(raw_model: Any, num_ids: int, *, T: int, world: World) -> Sequence:
-    """The forward pass of a sequence, which is counted."""
-    kept, weights = {}, list(raw_model.parameters())
+def count_kept_bytes(trial: Trial, model: Any) -> tuple[int, torch.Tensor]:
+    """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; its loss)."""
+    kept = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep one another alive
 
-    x, y = random_batch(num_ids, 1, T, world)
-    counter: Any = FlopCounterMode(display=False, custom_mapping=FLOPS_OF)
-    with world.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss: Any = None
-        flops = 0
-        # the counter fails at flex_attention, for example; what the model fails at comes again
-        with contextlib.suppress(Exception), counter:
-            loss = raw_model(x, y, return_logits=False)[1]
-            flops = counter.get_total_flops()
-        if loss is None:
-            torch._dynamo.reset()
-            kept.clear()
-            loss = raw_model(x, y, return_logits=False)[1]
-    unused = []
-    if world.size > 1:
-        loss.backward()
-        unused = [name for name, p in raw_model.named_parameters() if p.requires_grad and p.grad is None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = trial.loss(model, *trial.random_batch(1))
+    weights = list(model.parameters())
     for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    # autocast keeps weights in its own dtype, however many sequences there are
-    casts = 0 if world.dtype == torch.float32 else world.dtype.itemsize * sum(p.numel() for p in weights)
-    return Sequence(flops, max(0, sum(kept.values()) - casts), unused)
+        kept.pop(weight.untyped_storage()._cdata, None)
+    # autocast keeps weights in 16 bits, however many sequences there are
+    casts = 0 if trial.config.dtype == "float32" else 2 * sum(p.numel() for p in weights)
+    return max(0, sum(kept.values()) - casts), loss
 
 
-def try_step(
-    model: Any, raw_model: Any, num_ids: int, *, B: int, T: int, micro_steps: int, world: World
-) -> float:
+def estimate(trial: Trial) -> Fit:
+    """What a dry run says in the place of a trial: nothing is computed, on tensors without memory."""
+    config, model = trial.config, trial.raw_model
+    try:
+        with FakeTensorMode(), SkipInit(), trial.world.device:
+            kept_bytes, _ = count_kept_bytes(trial, type(model)(model.config))
+    except Exception:  # a model that reads what it computes; then its activations are left out of the account
+        kept_bytes = 0
+    windows_per_rank = config.total_batch_size // (config.sequence_length * trial.world.size)
+    with_room = bound_on_B(trial, kept_bytes, compiles=trial.world.device.type == "cuda")
+    B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
+    return Fit(model, B, False, [], [], kept_bytes, 0.0)
+
+
+def try_step(trial: Trial, model: Any, *, B: int, micro_steps: int) -> float:
     """Forward and backward passes on random tokens; the seconds of the last one, as a CPU takes them."""
-    began = 0.0
-    # reserve memory for the optimizer state, which is allocated later: two numbers per weight
-    reserved = [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]
-    x, y = random_batch(num_ids, B, T, world)
+    world, began = trial.world, 0.0
+    # Reserve memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks,
+    # gradients and DDP's buckets are here at once, which in a step are one
+    numbers = (1 if world.size > 1 else 2) if trial.trains else 0
+    reserved = [torch.empty_like(p) for p in trial.raw_model.parameters() for _ in range(numbers)]
+    x, y = trial.random_batch(B)
     for _ in range(micro_steps):  # in the second one, there are gradients from the start
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
-        with world.no_sync(model):
-            with world.autocast():
-                loss = model(x, y, return_logits=False)[1]
-            loss.backward()
+        with model.no_sync() if world.size > 1 else contextlib.nullcontext():
+            loss = trial.loss(model, x, y)
+            if trial.trains:
+                loss.backward()
+            del loss
     del reserved
     return time.perf_counter() - began
 
 
-def bound_on_B(raw_model: Any, sequence: Sequence, compiles: bool, *, world: World) -> int:
+def bound_on_B(trial: Trial, kept_bytes: int, compiles: bool) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process."""
+    device = trial.world.device
     # compiled, GPT-2 keeps less than half as much
-    kept_bytes = max(1, sequence.kept_bytes / (3 if compiles else 1))
+    kept_bytes = max(1, kept_bytes // (3 if compiles else 1))
     # gradients and the optimizer's two moments; the weights are there already
-    free = devices.free_memory(world.device) - 12 * sum(p.numel() for p in raw_model.parameters())
-    if world.device_type != "cuda" or torch.cuda.get_device_properties(world.device).is_integrated:
+    needed = 12 * sum(p.numel() for p in trial.raw_model.parameters()) if trial.trains else 0
+    free = devices.free_memory(device) - needed
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:
         # main memory runs out without an error, and a step needs more than what it keeps
         free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
     return max(1, int(min(free / kept_bytes, 2**30)))  # it may be infinite
 
 
-def make(model_class: Callable[[Any], Any], config: Any) -> Any:
+def new_model(model_class: Callable[[Any], Any], config: Any) -> Any:
     """A model whose buffers have memory of their own: one that is expanded could not be written to, nor broadcast."""
     model = model_class(config)
     for buffer in model.buffers():
@@ -266,32 +310,21 @@ class SkipInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_memory(make_model: Callable[[], Any], device: str) -> None:
+def check_memory(make_model: Callable[[], Any], device: torch.device) -> None:
     """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights."""
-    available, most = devices.free_memory(device), 0
-    too_large = UserError(
-        "This model is too large: training takes 16 bytes for each parameter, more than the "
-        f"{available / 2**30:,.1f} GiB that are free. Use a smaller model, or a larger device."
-    )
-
-    def add(module, name, parameter):
-        nonlocal most
-        most += 0 if parameter is None else 16 * parameter.numel() + 2**18  # Python's objects add up, too
-        if most > 2 * available:  # twice, because this counts each place of a tied weight
-            raise too_large
-
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
     try:
-        with SkipInit():  # what is never written takes no memory
-            model = make_model()
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise too_large from None
-        raise
-    finally:
-        hook.remove()
-    if 16 * sum(p.numel() for p in model.parameters()) > available:
-        raise too_large
+        with torch.device("meta"), SkipInit():
+            parameters = sum(p.numel() for p in make_model().parameters())
+    except (
+        Exception
+    ):  # a model that reads its first values cannot be made without them: then torch says what is wrong
+        return
+    available = devices.free_memory(device)
+    if 16 * parameters > available:
+        raise UserError(
+            "This model is too large: training takes 16 bytes for each parameter, more than the "
+            f"{available / 2**30:,.1f} GiB that are free. Use a smaller model, or a larger device."
+        )
 
 
 def largest_divisor(number: int, at_most: int) -> int:

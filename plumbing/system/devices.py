@@ -63,9 +63,9 @@ def check_kernels(device: str) -> None:
         )
 
 
-def free_memory(device: str, root: Path = Path("/")) -> float:
+def free_memory(device: torch.device, root: Path = Path("/")) -> float:
     """Bytes that are free on a GPU, or on the machine within its container's limit; infinite if that is not known."""
-    if device.startswith("cuda"):
+    if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
     meminfo = root / "proc/meminfo"  # only Linux has it
@@ -75,18 +75,18 @@ def free_memory(device: str, root: Path = Path("/")) -> float:
     return min([free, *memory_limits(root)])
 
 
-def choose_dtype(name: str, device: str, is_wide: bool = False) -> tuple[torch.dtype, str]:
-    """The dtype called `name` as (torch dtype of activations, name); for "auto" the best for this device.
+def choose_dtype(name: str, device: torch.device, is_wide: bool = False) -> str:
+    """The dtype called `name`, for "auto" the best for this device. UserError if the device lacks it.
 
     is_wide: whether the model is so wide that bfloat16 is faster on a CPU that has instructions for it.
     """
-    is_gpu = device.startswith("cuda")
+    is_gpu = device.type == "cuda"
     # NVIDIA's GPUs have had it since Ampere; other devices can at least emulate it
     has_bfloat16 = not is_gpu or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "auto" and is_gpu:
         name = "bfloat16" if has_bfloat16 else "float16"
     elif name == "auto":
-        is_faster = device == "cpu" and is_wide and torch.cpu._is_avx512_bf16_supported()
+        is_faster = device.type == "cpu" and is_wide and torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if is_faster else "float32"
     if (name == "bfloat16" and not has_bfloat16) or (name == "fp8" and not has_float8(device)):
         raise UserError(
@@ -94,14 +94,14 @@ def choose_dtype(name: str, device: str, is_wide: bool = False) -> tuple[torch.d
             f"Ada and Hopper on. Leave --dtype out; a run that began in {name} continues here only as a branch: "
             f"--branch-from RUN --out-dir NEW --dtype {'bfloat16' if has_bfloat16 else 'float16'}"
         )
-    return torch.bfloat16 if name == "fp8" else getattr(torch, name), name  # fp8 is for the output layer only
+    return name
 
 
-def has_float8(device: str) -> bool:
+def has_float8(device: torch.device) -> bool:
     """Whether a device can multiply float8 matrices. On a CPU, this is found out by calling torch's kernel."""
-    if device != "cpu":
+    if device.type != "cpu":
         # AMD's MI300, with capability 9.4, has another float8; nobody has tried it
-        is_nvidia = device.startswith("cuda") and not torch.version.hip
+        is_nvidia = device.type == "cuda" and not torch.version.hip
         return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
     # before torch has asked the processor what it has, it multiplies by another kernel than afterwards
     torch.cpu._is_avx512_bf16_supported()
@@ -167,9 +167,10 @@ def disable_attention(*kernels: str) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
 
 
-def seed_random_numbers(seed: int) -> None:
-    """Seed all that a model may draw random numbers with: torch, numpy and Python itself."""
-    seed = int(seed)  # numpy's own numbers would overflow
+def seed_random_numbers(seed: int, *more: int) -> None:
+    """Seed all that a model may draw random numbers with, torch, numpy and Python itself, by one number or several."""
+    if more:
+        seed = int(np.random.SeedSequence([seed, *more]).generate_state(1)[0])
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

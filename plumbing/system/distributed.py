@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line
-from plumbing.system.devices import check_kernels, choose_device, choose_dtype, seed_random_numbers
+from plumbing.system.devices import check_kernels, choose_device, process_restored
 
 Result = TypeVar("Result")
 
@@ -29,75 +28,16 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: str = "cpu"  # cpu, mps or cuda:<local rank>
-    dtype: torch.dtype = torch.float32  # the activations' dtype; the weights stay float32
+    device: torch.device = torch.device("cpu")  # cpu, mps or cuda:<local rank>
 
     @property
     def is_master(self) -> bool:
         return self.rank == 0
 
     @property
-    def device_type(self) -> str:
-        return self.device.split(":")[0]
-
-    @property
     def device_name(self) -> str:
         """What people call the GPU, such as "NVIDIA H100 80GB HBM3"; another device is called by its type."""
-        return torch.cuda.get_device_name() if self.device_type == "cuda" else self.device
-
-    def choose_dtype(self, name: str, is_wide: bool = False) -> str:
-        """The name of the dtype that `name` means on this rank's device; see devices.choose_dtype."""
-        return choose_dtype(name, self.device, is_wide)[1]
-
-    def torch_dtype(self, name: str) -> torch.dtype:
-        """The dtype of activations in a run whose dtype has this name. UserError if this rank's device lacks it."""
-        return choose_dtype(name, self.device)[0]
-
-    def seed_random_numbers(self, seed: int, step: int | None = None) -> None:
-        """Seed all random numbers: alike on all ranks or, for a step, each rank's own."""
-        words = [seed, step, self.rank]
-        seed_random_numbers(seed if step is None else np.random.SeedSequence(words).generate_state(1)[0])
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which matmuls and attention are in the run's dtype."""
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which the backward pass skips the all-reduce, so that each rank accumulates its own gradients."""
-        return model.no_sync() if self.size > 1 else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def all_reduced(self, model: Any) -> Iterator[None]:
-        """Context of the backward pass in which DDP averages the gradients over the ranks.
-
-        UserError where a parameter had no gradient, for which the other ranks would wait until they give up.
-        """
-        yield
-        if self.size == 1:
-            return
-        try:
-            model.reducer._rebuild_buckets()  # as DDP does before its next forward pass, which is too late to stop
-        except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: (\d+)", str(error))
-            if not found:
-                raise
-            names = [name for name, p in model.module.named_parameters() if p.requires_grad]
-            raise UserError(
-                f"On rank {self.rank} {names[int(found[1])]} had no gradient in this step, but DDP needs one of each. "
-                "If only some batches use a part of the model, such as an expert, add 0 times the sum of its parameters"
-                " to the loss."
-            ) from None
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce: sum over the ranks, in place. For a mean, divide by the size: gloo has no average."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def share_buffers(self, model: torch.nn.Module) -> None:
-        """Give all ranks rank 0's buffers, such as running statistics; GPT-2 has none."""
-        for buffer in model.buffers() if self.size > 1 else ():
-            dist.broadcast(buffer, 0)
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else str(self.device)
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
@@ -222,9 +162,10 @@ def environment_number(name: str, default: int) -> int:
 
 
 @contextlib.contextmanager
-def join(device: str) -> Iterator[World]:
-    """Context in which this process is one of the ranks."""
-    yield setup_distributed(device)
+def join_ranks(typed: dict[str, Any]) -> Iterator[World]:
+    """Context in which this process is one of the ranks, on the device that was `typed`; what it sets is put back."""
+    with process_restored():
+        yield setup_distributed(typed.get("device", "auto"))
     cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
 
 
@@ -271,7 +212,7 @@ def setup_distributed(device: str) -> World:
         gpu = torch.device(device) if device.startswith("cuda") and dist.is_nccl_available() else None
         options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
         dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **options)
-    return World(rank, world_size, device)
+    return World(rank, world_size, torch.device(device))
 
 
 def cleanup_distributed() -> None:

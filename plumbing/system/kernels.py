@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from plumbing.cli.console import UserError
 from plumbing.system.devices import FUSED_ATTENTION, enabled_attention
@@ -76,24 +75,48 @@ def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel([*others, SDPBackend.MATH])
 
 
-def call(block: Any, *args: Any, recompute: bool) -> Any:
-    """block(*args); with `recompute`, the backward pass computes the activations again instead of keeping them."""
-    return checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
-
-
 # ----- The loss -----------------------------------------------------------------------------------------
 
+Loss = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # of logits (N, V) and targets (N,), summed over the rows
+LOGITS_IN_CHUNK = (
+    2**20
+)  # 4 MB in float32, which stay in a CPU's caches; 2**18 is as fast, 2**22 a twentieth slower
+LOGITS_IN_CHUNK_ON_GPU = 2**25  # 128 MB: little memory, and yet kernels that take longer than their launch
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, **options: Any) -> Any:
-    """The sum of the cross-entropy losses of logits (N, V), in float32: near 11, bfloat16's resolution is only 0.06.
 
-    options: those of F.cross_entropy, such as label_smoothing.
-    """
-    # the compiler fuses F.cross_entropy itself, and would unroll the loops; few logits take little memory anyway
-    is_large = not torch.compiler.is_compiling() and logits.numel() > CrossEntropyInChunks.size(logits)
-    if is_large and not options:
-        return CrossEntropyInChunks.apply(logits, targets, ignore_index)
-    return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum", **options)
+def in_chunks(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """loss(logits, targets), with what it makes of the logits, such as float32 copies, for some rows at a time only."""
+    at_once = LOGITS_IN_CHUNK if logits.is_cpu else LOGITS_IN_CHUNK_ON_GPU
+    # the compiler fuses the loss itself, and would unroll the loop; few logits take little memory anyway
+    if torch.compiler.is_compiling() or logits.numel() <= at_once:
+        return loss(logits, targets)
+    with torch.enable_grad():  # a loss with parameters of its own needs their gradients, too
+        if loss(logits[:1].detach(), targets[:1]).requires_grad:
+            return loss(logits, targets)
+    return InChunks.apply(loss, logits, targets, max(1, at_once // logits.size(1)))  # pyright: ignore
+
+
+class InChunks(torch.autograd.Function):
+    """The sum of a loss over chunks of rows, each of which is computed again for its gradient."""
+
+    @staticmethod
+    def forward(ctx, loss, logits, targets, rows):
+        ctx.loss, ctx.rows = loss, rows
+        ctx.save_for_backward(logits, targets)
+        return sum(loss(*chunk) for chunk in zip(logits.split(rows), targets.split(rows)))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        logits, targets = ctx.saved_tensors
+        gradients = torch.empty_like(logits)
+        for out, chunk, ids in zip(*(tensor.split(ctx.rows) for tensor in (gradients, logits, targets))):
+            with torch.enable_grad():
+                chunk = chunk.detach().requires_grad_()
+                loss = ctx.loss(chunk, ids)
+            out.copy_(torch.autograd.grad(loss, chunk, grad_output)[0])
+        return None, gradients, None, None
 
 
 @torch.no_grad()
@@ -114,42 +137,6 @@ def cross_entropy_in_float8(
 ) -> Any:
     """The sum of the cross-entropy losses of the logits x @ weight.T, whose products are computed in float8."""
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index)
-
-
-class CrossEntropyInChunks(torch.autograd.Function):
-    """The sum of the cross-entropy losses of logits (N, V).
-
-    F.cross_entropy makes several float32 copies of all logits, gigabytes for a vocabulary like GPT-2's. Here, a few
-    rows are in float32 at a time and, on a CPU, stay in the caches.
-    """
-
-    LOGITS = 2**20  # in float32 at a time: 4 MB. 2**18 is as fast, 2**22 a twentieth slower
-    LOGITS_ON_GPU = 2**25  # 128 MB: little memory, and yet kernels that take longer than their launch
-
-    @classmethod
-    def size(cls, logits):
-        return cls.LOGITS if logits.is_cpu else cls.LOGITS_ON_GPU
-
-    @staticmethod
-    def forward(ctx, logits, targets, ignore_index):
-        ctx.rows = max(1, CrossEntropyInChunks.size(logits) // logits.size(1))
-        log_sums = torch.cat([rows.float().logsumexp(1) for rows in logits.split(ctx.rows)])
-        is_target = targets != ignore_index
-        of_targets = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()
-        ctx.save_for_backward(logits, targets, log_sums, is_target)
-        return torch.where(is_target, log_sums - of_targets, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        logits, targets, log_sums, is_target = ctx.saved_tensors
-        columns = targets.clamp(min=0)[:, None], log_sums[:, None], (is_target * grad_output)[:, None]
-        gradients = torch.empty_like(logits)
-        chunks = zip(*(tensor.split(ctx.rows) for tensor in (gradients, logits, *columns)))
-        for out, rows, target, log_sum, weight in chunks:
-            gradient = (rows.float() - log_sum).exp_()
-            gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
-            out.copy_(gradient.mul_(weight))
-        return gradients, None, None
 
 
 def to_float8(tensor):

@@ -118,7 +118,9 @@ def serve():
 
     import harness
 
-    train_gpt2.parse_args([])  # no whole run, which would start autograd's threads, and none for the GPU
+    train_gpt2.read_flags(
+        train_gpt2.TrainConfig, train_gpt2.PRESETS, []
+    )  # no whole run, which would start autograd's threads, and none for the GPU
     with tempfile.TemporaryDirectory() as folder:
         export_huggingface(harness.tiny_model(vocab_size=257), get_encoding("bytes"), Path(folder, "hf"))
     gc.freeze()
@@ -134,7 +136,7 @@ def serve():
             status = 1
             try:
                 insert(*names, **options)
-                status = harness.status_of(harness.child, function, args, output, {})
+                status = harness.status_of(harness.child, function, args, output, dict(os.environ))
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -1,4 +1,4 @@
-"""The folder of a run: what the run begins with, its files while it trains, and its end."""
+"""A run in progress: its folder, its lines on the console, its log and checkpoints, and its end."""
 
 import contextlib
 import functools
@@ -27,50 +27,23 @@ from plumbing.cli.console import (
     print_next,
     short,
 )
-from plumbing.cli.flags import flag_of
-from plumbing.data.tokenizers import has_chat_tokens
-from plumbing.data.windows import Windows, stream_names
-from plumbing.files import FolderLock, atomic_write, check_replaceable, free_name, open_regular
+from plumbing.data.windows import stream_names
+from plumbing.files import atomic_write, check_replaceable, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, source_code
-from plumbing.run.checkpoint import Checkpoint
+from plumbing.run.checkpoint import fingerprint_of, training_state
+from plumbing.run.commands import print_next_commands, train_command
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
-from plumbing.system.autofit import Fit
-from plumbing.system.distributed import World
 
 # the names of what a run writes into its folder
 OURS = re.compile(
     rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
 )
-
 SECONDS_PER_LINE = 0.5  # of the console, about steps
-
-
-class Beginning(NamedTuple):
-    """What a run is, and what it begins with: a checkpoint, initial weights or, if both are None, nothing."""
-
-    config: Any  # the TrainConfig, made once
-    saved: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    # settings and weights of --init-from's model
-    initial: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
-    branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
-    tokenizer: str = ""  # the name of the model's own; "" for a new model
-    finished_step: int | None = None  # of a run of which nothing is left to do: its last step
-    fingerprints: dict[str, list[str]] = {}  # of the data, for run.txt
-
-    @property
-    def step(self) -> int:
-        return self.saved["step"] if self.saved else 0
-
-    @property
-    def model(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-        """(settings, weights) of the model to begin with: GPTConfig's fields and a state dict. None: a new one."""
-        if self.saved:
-            return checkpoints.model_settings(self.saved), self.saved["model"]
-        return self.initial
+STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
 class Ended(NamedTuple):
@@ -84,7 +57,7 @@ class Ended(NamedTuple):
 # ----- Its folder at the start --------------------------------------------------------------------------
 
 
-def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
+def prepare_folder(start: Any, parts: Any) -> None:
     """Describe the start in run.txt; move aside an old run, or the damaged checkpoints of a run that continues."""
     config, out_dir = start.config, Path(start.config.out_dir)
     if start.saved and not start.branched:
@@ -95,14 +68,29 @@ def prepare_folder(start: Beginning, ran: dict[str, Any]) -> None:
         results = [path for path in ours if path.name != "run.txt" and not source_code.COPY.fullmatch(path.name)]
         stale = ours if any(path.is_dir() or path.stat().st_size for path in results) else []
     if stale:
+        # Checkpoints first, the newest before the others: if this is cut short, what is left is the run at an earlier
+        # step, or none
+        stale.sort(key=lambda path: (path.suffix == ".pt", path.name), reverse=True)
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
         print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
-    logs.write_start(config, start.step, start.branched, ran=ran, fingerprints=start.fingerprints)
+    ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
+    logs.write_start(config, start, ran=ran, fingerprints=fingerprints(parts))
     source_code.keep_copies(config)
+
+
+def fingerprints(parts: Any) -> dict[str, list[str]]:
+    """{a folder's name in log.txt: short fingerprints of its training and validation data}; "" for what is not read."""
+    folders = parts.config.data
+    train = {split.folder: split.fingerprint[:16] for split in (parts.loader.splits if parts.loader else ())}
+    val = [loader.splits[0].fingerprint[:16] for loader in parts.val_loaders]
+    return {
+        name: [train.get(folder, ""), of_val]
+        for name, folder, of_val in zip(stream_names(folders), folders, val)
+    }
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
@@ -158,34 +146,6 @@ class Signals(contextlib.AbstractContextManager["Signals"]):
         return number in self.received
 
 
-def print_next_commands(config: Any, enc: Any) -> None:
-    """Print two commands that come after a run: one to see what it has learned, one to train it for longer."""
-    sample = sample_command(config.out_dir, enc, config.sample_prompt, source_code.file_of(type(config)))
-    print_next(sample, branch_command(config, {"max_steps": 2 * config.max_steps}))
-
-
-def branch_command(config: Any, changed: dict[str, Any]) -> list[Any]:
-    """The command of a branch of a run that has the settings `changed`."""
-    end = "longer" if changed.keys() == {"max_steps"} else "branch"
-    flags: list[Any] = [("--branch-from", config.out_dir), ("--out-dir", f"{config.out_dir.rstrip('/')}-{end}")]
-    for name, value in changed.items():
-        if isinstance(value, bool):
-            flags.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
-        else:
-            flags.append((flag_of(name), *(value if isinstance(value, tuple) else [value])))
-    return [*logs.launcher(), os.path.relpath(source_code.file_of(type(config))), *flags]
-
-
-def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
-    """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
-    flags: list[Any] = [("-m", source)]
-    if code and code.name != source_code.NAME:
-        flags += [("--code", os.path.relpath(code))]
-    if has_chat_tokens(enc):
-        return ["python", "sample.py", "--chat", *flags]
-    return ["python", "sample.py", prompt if prompt and not prompt.startswith("-") else "The ", *flags]
-
-
 def keep_samples_before(path: Path, step: int) -> None:
     """Leave out of samples.txt what a run that was killed wrote at `step` or later, and will write again."""
     if path.exists():
@@ -199,76 +159,89 @@ def keep_samples_before(path: Path, step: int) -> None:
 # ----- A run in progress --------------------------------------------------------------------------------
 
 
-class Run(contextlib.AbstractContextManager["Run"]):
-    """Writes a run's files and its lines on the console; ranks other than 0 only receive signals."""
+@contextlib.contextmanager
+def open_run(start: Any, parts: Any) -> Iterator["Run"]:
+    """Context of a run whose folder is open: signals stop it at the end of a step, and in the end, however that comes,
+    the newest checkpoint is on disk. Ranks other than 0 write nothing.
+    """
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        run = Run(start, parts, signals)
+        parts.world.broadcast_from_master(run.open, start, stack)
+        if start.branched:
+            run.write_checkpoint(start.step, finished=False)  # from here on, the branch needs its parent no more
+        for held in (start.saved, start.weights):  # gigabytes, which the parts have taken over
+            if held:
+                held.clear()
+        gc.collect()
+        gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
+        stack.callback(
+            gc.unfreeze
+        )  # triton's bindings would otherwise report at the exit that their objects still live
+        yield run
 
-    def __init__(
-        self,
-        start: Beginning,
-        world: World,
-        lock: FolderLock | None,
-        *,
-        metadata: dict[str, Any],
-        fit: Fit,
-        shares: list[float],
-        splits: list[Windows],
-    ):
-        """lock: on its folder; metadata: what every checkpoint holds beside the state; fit: from the trial; shares: the
-        folders' shares of the data, for the mean of their validation losses; splits: all data that the run reads.
-        """
-        config, saved = start.config, start.saved
-        self.config, self.world, self.metadata, self.out_dir = config, world, metadata, Path(config.out_dir)
-        self.start_step, self.max_steps = start.step, config.max_steps
-        self.val_loss = saved["val_loss"] if saved else None  # the last one measured
-        self.best_val_loss = saved["best_val_loss"] if saved else math.inf  # that of model_best.pt
+
+class Run:
+    """What is said and written of a run."""
+
+    def __init__(self, start: Any, parts: Any, signals: Signals):
+        config, saved = start.config, start.saved or {}
+        self.config, self.typed, self.world, self.parts, self.signals = (
+            config,
+            start.typed,
+            parts.world,
+            parts,
+            signals,
+        )
+        self.start_step, self.max_steps, self.out_dir = start.step, config.max_steps, Path(config.out_dir)
+        self.val_loss = saved.get("val_loss")  # the last one measured
+        self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
-        self.flops_per_token = fit.flops_per_token
-        self.shares, self.names, self.splits = shares, stream_names(config.data), splits
-        self.peak = devices.peak_flops(world.device_name)
+        self.redone: dict[
+            int, float
+        ] = {}  # losses of steps that an earlier start has done after its last checkpoint
+        self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
+        self.peak = devices.peak_flops(parts.world.device_name)
+        weights = config.data_weights or (parts.loader.shares if parts.loader else [1.0] * len(config.data))
+        self.shares = [
+            weight / sum(weights) for weight in weights
+        ]  # of the folders, for the mean of their losses
+        self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
+        self.metadata |= {"has_cache": parts.raw_model.has_cache, "launch": logs.launch()}
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.wandb: WandbLog | None = None
         self.started = self.first_step_ended = time.perf_counter()
         self.step_printed = -math.inf  # when
-        self.signals = Signals()
-        self.signals.__enter__()
-        world.broadcast_from_master(self.open, lock, start, fit)
-        gc.collect()
-        gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
 
-    def open(self, lock: FolderLock, start: Beginning, fit: Fit) -> None:
-        """Open what rank 0 writes to."""
-        c, saved = self.config, start.saved
-        prepare_folder(start, {name: value for name, value in fit._asdict().items() if name != "model"})
+    def open(self, start: Any, stack: contextlib.ExitStack) -> None:
+        """Open what rank 0 writes to, until the end of `stack`."""
+        c, saved, path = self.config, start.saved or {}, self.out_dir / "log.txt"
+        prepare_folder(start, self.parts)
+        if start.saved and not start.branched and path.exists():
+            self.redone = {
+                at: value for at, stream, value in logs.read_log(path) if stream == "train" and at >= start.step
+            }
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         self.log = logs.open_log(self.out_dir, parent, self.start_step)
+        stack.callback(self.close_log)
         check_replaceable(self.out_dir / "samples.txt")  # a link would be followed
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
-        deletable = saved["temporary"] if saved else []
-        self.writer = checkpoints.CheckpointWriter(lock, c.keep_checkpoints, c.milestone_every, deletable)
+        kept = c.keep_checkpoints, c.milestone_every, saved.get("temporary", [])
+        self.writer = checkpoints.CheckpointWriter(start.lock, *kept)
+        stack.callback(self.writer.wait)
         if c.wandb:
-            self.wandb = WandbLog(c, logs.read_log(self.out_dir / "log.txt"))
-        if saved and start.branched:
-            rates = [value for _, stream, value in logs.read_log(self.out_dir / "log.txt") if stream == "lr"]
+            self.wandb = wandb = WandbLog(c, logs.read_log(path))
+            stack.push(lambda kind, *_: wandb.finish(status=1 if kind else 0))
+        if start.branched:
+            rates = [value for _, stream, value in logs.read_log(path) if stream == "lr"]
             self.lr_before = rates[-1] if rates else None
-            # with a checkpoint of its own, a branch no longer depends on its parent
-            self.writer.write({**saved, **self.metadata, "finished": False})
 
-    def __exit__(self, kind, error, traceback):
-        """Wait until the newest checkpoint is on disk, however the run ends."""
-        gc.unfreeze()  # triton's bindings would otherwise report at the exit that their objects still live
-        self.signals.__exit__()
-        if self.world.is_master:
-            try:
-                self.writer.wait()
-            finally:
-                if self.wandb:
-                    self.wandb.finish(status=1 if kind else 0)
-                with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
-                    self.log.close()
+    def close_log(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
+            self.log.close()
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
@@ -290,7 +263,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.signals.under_way = ""
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
-    def log_val_loss(self, step: int, losses: list[tuple[float, float]], raw_model: Any) -> None:
+    def log_val_loss(self, step: int, losses: list[tuple[float, float]]) -> None:
         """Log each folder's (validation loss, bits per byte) and their mean by the shares; with keep_best, keep the
         weights of the lowest mean so far.
         """
@@ -298,16 +271,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.val_loss = loss
         streams, text = {"val": loss, "val_bpb": bpb}, f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
         if len(losses) > 1:
-            text = f"val loss {loss:.4f} | " + ", ".join(
-                f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
-            )
-            for name, each in zip(self.names, losses):
+            names = stream_names(self.config.data)
+            text = f"val loss {loss:.4f} | " + ", ".join(f"{n} {each[0]:.4f}" for n, each in zip(names, losses))
+            for name, each in zip(names, losses):
                 streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
         if self.config.keep_best and self.world.is_master and self.max_steps and loss < self.best_val_loss:
             self.best_val_loss = loss
-            best = {"step": step, "val_loss": loss, "model": raw_model.state_dict(), **self.metadata}
-            self.writer.submit(checkpoints.BEST, best)
+            model = self.parts.raw_model.state_dict()
+            self.writer.submit(
+                checkpoints.BEST, {"step": step, "val_loss": loss, "model": model, **self.metadata}
+            )
 
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
@@ -324,19 +298,22 @@ class Run(contextlib.AbstractContextManager["Run"]):
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
             file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
 
-    def log_hellaswag(self, step: int, counts: Any) -> None:
-        """Log HellaSwag's Counts."""
-        accuracy = counts.acc_norm / counts.n
-        self.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
+    def log_step(self, step: int, done: Any, *, seconds: float) -> None:
+        """Report the update of `step`, the trainer's Step `done`, which took so many seconds:
 
-    def log_step(self, step: int, done: Any, *, lr: float, tokens: int, seconds: float) -> None:
-        """Report the update of `step`, the trainer's Step `done`, which took `seconds` for `tokens` over all ranks."""
-        now, loss, norm = time.perf_counter(), done.loss, done.norm
+        step     7 | loss  5.3102  lr 1.6e-03  norm  0.98   46 ms   45K tok/s  0:18 left
+
+        norm is that of the gradient before it was clipped; MFU is the share of the device's peak, where that is known.
+        """
+        now, loss, norm, lr = time.perf_counter(), done.loss, done.norm, done.lr
         self.stopping = done.stop
         if step == self.start_step:
             self.first_step_ended = now
             self.note_rate(lr)
-        rate = tokens / max(seconds, 1e-6)  # a clock may stand still
+            if self.world.size > 1:
+                checks.check_ranks(self.parts.raw_model, step, self.world)
+        self.compare_with_before(step, loss)
+        rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
         took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
         speed = f"{short(rate):>4} tok/s"
@@ -350,10 +327,27 @@ class Run(contextlib.AbstractContextManager["Run"]):
         # log.txt has every step; on the console, faster lines could not be read
         is_shown = now - self.step_printed >= SECONDS_PER_LINE
         self.step_printed = now if is_shown else self.step_printed
-        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate} | done.scalars
+        streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
+        for name, value in done.scalars.items():
+            if STREAMS.fullmatch(name) or logs.NO_NAME.search(name) or not name:
+                raise UserError(
+                    f"{name!r} cannot be the name of a scalar: it is empty, one of the program's own, or has other "
+                    "characters than letters, digits, and . _ - / in it."
+                )
+            streams[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         self.report(step, text if is_shown else "", streams)
         if self.world.is_master:
             self.writer.delete_old()  # this step was finite, so what it began from is a good checkpoint
+
+    def compare_with_before(self, step: int, loss: float) -> None:
+        """Say so if a step that is done again, as its checkpoint was not reached, has another loss than before."""
+        before = self.redone.pop(step, loss)
+        if abs(loss - before) > (1e-4 if self.config.dtype == "float32" else 1e-2) * abs(before):
+            self.redone = {}  # once
+            print0(
+                f"note: The loss of step {step} was {before:.6f} before the run was stopped, and is {loss:.6f} now. "
+                "Perhaps the training computes with something that is in no checkpoint: see Parts.own in the trainer."
+            )
 
     def note_rate(self, lr: float) -> None:
         """Say so if the learning rate jumps where a branch begins, or never decays although its schedule could."""
@@ -375,28 +369,30 @@ class Run(contextlib.AbstractContextManager["Run"]):
             seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
         return seconds * (self.max_steps - step - 1)
 
-    def save(
-        self, step: int, raw_model: Any, optimizers: list[Any], scaler: Any, loader: Any, *, finished: bool
-    ) -> None:
-        """Write a checkpoint of all that is given, in the background, if there is anything new since the start.
+    def save(self, step: int, *, finished: bool) -> None:
+        """Write a checkpoint if anything is new since the start. finished: whether the last evaluation is done."""
+        if step > self.start_step or (finished and step > 0):
+            self.write_checkpoint(step, finished=finished)
 
-        finished: whether the run's last evaluation is done.
-        """
-        is_new = step > self.start_step or (finished and step > 0)
-        if is_new and self.world.size > 1:
-            checks.check_ranks(raw_model, step, self.world)
-        if self.world.is_master and is_new:
-            changed = [split.folder for split in self.splits if split.fingerprint_now() != split.fingerprint]
+    def write_checkpoint(self, step: int, *, finished: bool) -> None:
+        """Write a checkpoint of the parts as they stand, in the background."""
+        if self.world.size > 1:
+            checks.check_ranks(self.parts.raw_model, step, self.world)
+        if self.world.is_master:
+            splits = [
+                split for loader in (self.parts.loader, *self.parts.val_loaders) for split in loader.splits
+            ]
+            changed = [split.folder for split in splits if split.fingerprint_now() != split.fingerprint]
             if changed:
                 raise UserError(
                     f"The shards in {changed[0]} have changed since the run began to read them, so this is no "
                     "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
                 )
-            state = checkpoints.training_state(raw_model, optimizers, scaler, loader)
             losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
+            state = training_state(self.parts)
             self.writer.write({"step": step, "finished": finished, **losses, **state, **self.metadata})
 
-    def finish(self, step: int, raw_model: Any, enc: Any) -> Ended:
+    def finish(self, step: int) -> Ended:
         """End the run after `step` steps: export the model, unless the run was stopped."""
         status = 128 + signal.SIGINT if self.stopping and signal.SIGINT in self.signals else 0
         ended = Ended(step, self.losses, status)
@@ -406,21 +402,22 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self.stopping:
             again = "The same command" if self.config.resume else "The same command without --no-resume"
             print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
-            print_next(logs.command(without="resume"))
+            typed = {name: value for name, value in self.typed.items() if name != "resume"}
+            print_next(train_command(type(self.config), typed))
             return ended
         if self.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):
                 self.writer.delete_old()
-            export(self.out_dir, step, raw_model, enc, self.sample)
+            export(self.out_dir, step, self.parts.raw_model, self.parts.enc, self.sample)
         took = duration(time.perf_counter() - self.started)
-        if self.world.device_type == "cuda":
+        if self.world.device.type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
         if self.best_val_loss < math.inf and (self.out_dir / checkpoints.BEST).exists():
             lowest = f"{self.best_val_loss:.4f}"
             print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
         if self.max_steps:
-            print_next_commands(self.config, enc)
+            print_next_commands(self.config, self.parts.enc)
         return ended
 
 
@@ -428,9 +425,9 @@ def export(out_dir: Path, step: int, raw_model: Any, enc: Any, sample: str = "")
     """Write hf/, if the model is a GPT-2. What else fails here does not end the run: it is said."""
     hf = out_dir / "hf"
     print(f"Exporting the model to {hf}.", flush=True)
-    make = functools.partial(make_card, run_folder=out_dir, sample=sample)
+    card = functools.partial(make_card, run_folder=out_dir, sample=sample)
     try:
-        export_huggingface(raw_model.eval(), enc, hf, step=step, make_card=make)
+        export_huggingface(raw_model.eval(), enc, hf, step=step, make_card=card)
     except Exception as error:  # of a large package, say, or because the model was changed
         # a full disk or GPU: the same command tries again
         if isinstance(error.__cause__ or error, OSError) or is_out_of_memory(error):

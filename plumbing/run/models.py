@@ -1,0 +1,196 @@
+"""A model for any purpose, as a checkpoint or another program has saved it: its settings, weights and tokenizer."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tiktoken
+import torch
+from torch import Tensor
+
+from plumbing.cli.console import UserError, first_line, plain, print0
+from plumbing.cli.flags import suggest
+from plumbing.data import tokenizers
+from plumbing.files import Name
+from plumbing.run import checks, huggingface, source_code
+from plumbing.run.checkpoint import (
+    Checkpoint,
+    PeerConfig,
+    as_checkpoint,
+    list_checkpoints,
+    memory_of,
+    newest_checkpoint,
+    read_file,
+)
+from plumbing.system.autofit import SkipInit, new_model
+
+Config = TypeVar("Config")
+OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+class SavedModel(NamedTuple):
+    """A model as a checkpoint or a folder in Hugging Face format has it."""
+
+    settings: dict[str, Any]  # GPTConfig's fields
+    weights: dict[str, Tensor]  # its state dict
+    get_encoding: Callable[[], tiktoken.Encoding]  # loads the tokenizer
+    code: source_code.Code = {}  # that trained it; {} if that is not known
+    has_cache: bool | None = None  # whether that code's model was found to have one: checks.examine
+
+    @property
+    def enc(self) -> tiktoken.Encoding:
+        return self.get_encoding()
+
+
+def is_huggingface(source: Name) -> bool:
+    """Whether `source` is a folder in Hugging Face format, or the name of a GPT-2 on the hub."""
+    return Path(source, "config.json").exists() or str(source) in OPENAI_MODELS
+
+
+def load_saved_model(source: str) -> SavedModel:
+    """Load a GPT-2 by its name, a folder in Hugging Face format, a checkpoint or a run's newest one."""
+    path = Path(source)
+    if is_huggingface(source):
+        settings, weights = huggingface.load_huggingface(source)
+        return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(source, settings))
+    if path.is_file():
+        content = read_file(path)
+        is_peers = "model_args" in content or isinstance(content.get("config"), PeerConfig)
+        return from_peer(content, path) if is_peers else from_checkpoint(as_checkpoint(content, path))
+    if checkpoint := newest_checkpoint(path):
+        return from_checkpoint(checkpoint)
+    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
+    if runs:
+        names = ", ".join(str(run.parent) for run in runs)
+        raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
+    nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
+    raise UserError(
+        f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
+        f"format, or a GPT-2. {nearest} To train a model first: python train_gpt2.py --preset quickstart"
+    )
+
+
+def from_checkpoint(checkpoint: Checkpoint) -> SavedModel:
+    """The model in a checkpoint of this program."""
+    config = checkpoint["config"]
+    settings = {name: config[name] for name in checkpoint["model_fields"] if name in config}
+    known = checkpoint["code"], checkpoint.get("has_cache")
+    return SavedModel(settings, checkpoint["model"], lambda: tokenizer_of(checkpoint), *known)
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> tiktoken.Encoding:
+    text = checkpoint["tokenizer_file"]
+    try:
+        return tokenizers.loads(text) if text else tokenizers.get_encoding("gpt2")
+    except ValueError as error:
+        raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
+
+
+def from_peer(content: dict[str, Any], path: Name) -> SavedModel:
+    """The model in a checkpoint of nanoGPT or build-nanogpt, which use GPT-2's names and its tokenizer."""
+    config = content.get("model_args") or vars(content["config"])
+    # without the prefixes of DDP and torch.compile
+    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): w for name, w in content["model"].items()}
+    weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
+    return SavedModel(settings, weights, lambda: tokenizers.get_encoding("gpt2"))
+
+
+def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
+    """A GPTConfig from a saved model's settings: an unknown one is a UserError, a missing one takes its default."""
+    defaults, problems = vars(config_class()), []
+    for name, value in settings.items():
+        if name not in defaults:
+            problems.append(f"{name}, which {config_class.__name__} does not have")
+        elif None not in (value, defaults[name]) and is_number(value) != is_number(defaults[name]):
+            problems.append(f"a {name} of {value!r:.60}")
+    if problems:
+        raise UserError(
+            f"The saved model has {'; '.join(problems)}. Use it with the file that trained it (--code), or use another "
+            "model."
+        )
+    return config_class(**settings)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def from_state(model_class: type, config: Any, weights: dict[str, Tensor], *, extends: bool = False) -> Any:
+    """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly.
+
+    extends: first give them the rows that the model has, as its `extend` says.
+    """
+    with SkipInit():
+        model = new_model(model_class, config)
+    new = sorted(model.state_dict().keys() - weights.keys())
+    if new:  # a model whose load_state_dict allows that, as with adapters, begins these as it makes them
+        model = new_model(model_class, config)
+    load_weights(model, model.extend(weights) if extends else weights)
+    if new:
+        print0(
+            f"note: The weights have nothing called {', '.join(new[:3])}: unless the model's load_state_dict takes "
+            "that from another name, the model begins with what it has made there."
+        )
+    return model
+
+
+def load_model(model_class: type, config_class: type, source: str) -> tuple[Any, SavedModel]:
+    """Load a model, for generating text and for scoring, from whatever `load_saved_model` reads; and what was read.
+
+    UserError if train_gpt2.py is to use what a changed copy of it has trained.
+    """
+    saved = load_saved_model(source)
+    source_code.compare(saved.code, config_class, source, goes_on=False)
+    return from_state(model_class, make_config(config_class, saved.settings), saved.weights).eval(), saved
+
+
+def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
+    """Whether a loaded model of num_ids ids has a cache: the run that trained it knows if its code was the same."""
+    enc = saved.enc
+    check_num_ids(num_ids, enc)
+    if saved.has_cache is not None and saved.code == source_code.describe(type(model.config)):
+        return saved.has_cache
+    return checks.examine(model, checks.texts(enc.n_vocab, longest), is_new=False)
+
+
+def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
+    problems = []
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        # below torch's first line: missing names, unknown names, other shapes; an error of the model's own has one line
+        found = str(error).splitlines()[1:] or [first_line(error)]
+        problems = [plain(line.strip(" \t.")) for line in found]
+    else:
+        name_of = {}
+        own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        for name in [name for name in own if name in weights]:  # in the model's order
+            same = name_of.setdefault(memory_of(own[name]), name)
+            if same != name and not torch.equal(weights[name], weights[same]):
+                problems.append(f"{name} and {same} differ, but are one tensor here")
+    if problems:
+        raise UserError(
+            f"The saved weights are not those of this model: {'; '.join(problems[:3])}. Use the file and the settings "
+            "that trained them, or use other weights."
+        )
+
+
+def check_tokenizer(name: str, enc: tiktoken.Encoding, data: str) -> None:
+    """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own, called `name`."""
+    if name and name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
+        raise UserError(
+            f"The shards in {data} have tokenizer {enc.name}, but the model uses {name}. Make shards with "
+            "that tokenizer, in another folder."
+        )
+
+
+def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:
+    """Raise UserError if a model with logits for `num_ids` ids has none for some id of the tokenizer."""
+    if num_ids < enc.n_vocab:
+        raise UserError(
+            f"The model has room for {num_ids} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
+            f"model's own tokenizer, or set a new model's --vocab-size to {enc.n_vocab} or more."
+        )
