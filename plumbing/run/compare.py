@@ -9,6 +9,7 @@ the others are compared with, seed by seed, by the last validation loss or by wh
 import dataclasses
 import json
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -63,9 +64,10 @@ def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
     config, kind, folder = run.config, *stream.partition("/")[::2]
     data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
-    # several, if the run went on with changed code
+    # several, if the run went on with changed code; where run.txt does not say it, the copies or the script's name do
     code = [start["code"] for start in run.starts if "code" in start]
     code = code or [path.name for path in sorted(run.folder.glob(f"*-{'[0-9a-f]' * 8}.py"))]
+    code = code or re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
     if kind == "hella":
         measured_on = config["hellaswag_limit"]
     elif kind not in BETTER:
@@ -168,7 +170,8 @@ def verdict(base: Group, other: Group) -> str:
         return f"{other.name} and {base.name} cannot be compared, as a run of them has diverged."
     mean, half, n = difference(base, other)
     if n == 0:
-        return f"{other.name} and {base.name} have no seed in common. Run both with the same seeds, and name each by one pattern in quotes."
+        both = f"{other.name} and {base.name}"
+        return f"{both} have no seed in common. Run both with the same seeds, and put each pattern in quotes."
     text = f"{other.name} ends {abs(mean):.4f} {'above' if mean > 0 else 'below'} {base.name}"
     if n == 1:
         return f"{text} with one seed. That shows nothing, as another seed moves a loss, too: run three or more."
@@ -189,8 +192,9 @@ def report(groups: Sequence[Group]) -> Iterator[str]:
     width = max(len(group.name) for group in groups)
     for group in groups:
         spread = f"+-{np.std([*group.ends.values()], ddof=1):.4f}" if len(group.ends) > 1 else ""
-        facts = ", ".join(f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts)
-        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(group.ends)} x  {facts or 'nothing that is recorded'}"
+        facts = [f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts]
+        shown = ", ".join(facts) or "nothing that is recorded"
+        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(group.ends)} x  {shown}"
     yield from (verdict(groups[0], group) for group in groups[1:])
 
 
