@@ -35,7 +35,7 @@ from plumbing.run.options import RunOptions, names_of
 
 # settings that change no loss, or that another fact stands for
 IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from"}
-# the streams of which it is known
+# which of two values is better, for the streams of which that is known
 BETTER = {"val": "lower", "val_bpb": "lower", "train": "lower", "hella": "higher"}
 MEASURED_ON = "what they are measured on"
 # the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
@@ -62,7 +62,7 @@ class Group:
 
 def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
-    config, kind, folder = run.config, *stream.partition("/")[::2]
+    config, (kind, _, folder) = run.config, stream.partition("/")
     data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
     # several, if the run went on with changed code; where run.txt does not say it, the copies or the script's name do
     code = [start["code"] for start in run.starts if "code" in start]
@@ -119,9 +119,7 @@ def read_group(pattern: str, stream: str = "val") -> Group:
             continue
         group.facts, group.runs[seed], group.ends[seed] = facts, run, float(run.streams[stream][1][-1])
     if not group.runs:
-        raise UserError(
-            f'No finished run matches {pattern}. Give each group a pattern in quotes, as "log/gelu-*".'
-        )
+        raise UserError(f'No finished run matches {pattern}. Give each group a pattern in quotes: "log/gelu-*".')
     return group
 
 
@@ -191,10 +189,11 @@ def report(groups: Sequence[Group]) -> Iterator[str]:
     yield f"last {groups[0].stream}: mean and standard deviation over the seeds, and what differs"
     width = max(len(group.name) for group in groups)
     for group in groups:
-        spread = f"+-{np.std([*group.ends.values()], ddof=1):.4f}" if len(group.ends) > 1 else ""
+        ends = [*group.ends.values()]
+        spread = f"+-{np.std(ends, ddof=1):.4f}" if len(ends) > 1 and np.isfinite(ends).all() else ""
         facts = [f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts]
         shown = ", ".join(facts) or "nothing that is recorded"
-        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(group.ends)} x  {shown}"
+        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {shown}"
     yield from (verdict(groups[0], group) for group in groups[1:])
 
 
@@ -206,9 +205,7 @@ def main(args=None):
     print("\n\n".join("\n".join(report(groups)) for groups in tables))
     if len(tables) > 1:
         print(
-            "\nThese tables cannot be compared: they are measured on other data, or on another number of tokens or"
-        )
-        print(
+            "\nThese tables cannot be compared, as they are measured on other data, or on another number of tokens or "
             "examples. Bits per byte (--stream val_bpb) can be, where the text is the same and only its tokens differ."
         )
 
