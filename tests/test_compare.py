@@ -79,11 +79,12 @@ def test_runs_of_a_group_differ_in_nothing_that_changes_what_they_learn(tmp_path
 
 
 def test_code_that_was_changed_while_a_run_was_stopped_is_other_code(tmp_path):
-    for seed in (1, 2):
-        write_run(tmp_path / f"a-{seed}", 4.0, seed)
-    with open(tmp_path / "a-2" / "run.txt", "a", encoding="utf-8") as file:
-        file.write("code: relu\n\n")
-    assert "differ in code." in refused(compare.main, f"{tmp_path}/a-*")
+    for seed, first, then in ((1, "gelu", "gelu"), (2, "gelu", "relu"), (3, "relu", "gelu")):
+        write_run(tmp_path / f"a-{seed}", 4.0, seed, code=first)
+        with open(tmp_path / f"a-{seed}" / "run.txt", "a", encoding="utf-8") as file:
+            file.write(f"code: {then}\n\n")
+    for pattern in ("a-[12]", "a-[13]", "a-[23]"):
+        assert "differ in code." in refused(compare.main, f"{tmp_path}/{pattern}")
 
 
 def test_the_same_seed_counts_once_and_is_called_out_if_its_losses_are_others(tmp_path, capsys):
@@ -135,8 +136,13 @@ def test_a_damaged_run_txt_is_one_line_and_no_traceback(tmp_path, capsys, value)
         assert len(told.err.splitlines()) == (status == 2)
 
 
-def test_a_run_that_diverged_one_seed_and_other_seeds_show_nothing(tmp_path, capsys):
+def test_noise_a_run_that_diverged_one_seed_and_other_seeds_show_nothing(tmp_path, capsys):
     a, b = write_groups(tmp_path, {"val": 4.0}, -1, code="relu")
+    for seed, end in ((1, 4.1), (2, 4.2), (3, 3.9)):  # 0.1, 0.2 and -0.1 more, less what a-* have of their seeds
+        write_run(tmp_path / f"c-{seed}", end + seed / 1000, seed, code="relu")
+    # by hand: 0.0667 +- 4.303 * 0.1528 / sqrt(3)
+    told = "(95% interval -0.3126 to +0.4459, 3 seeds). Seeds alone may do that: neither is shown to be better."
+    assert printed(capsys, a, f"{tmp_path}/c-*")[-1].endswith(told)
     for last in ("nan", "inf"):
         (tmp_path / "b-2" / "log.txt").write_text(f"2 val {last}\n", encoding="utf-8")
         for both in ((a, b), (b, a)):
@@ -154,7 +160,7 @@ OTHER = {"texts": ["aaaa", "cccc"]}
     [
         ("val", {"data": OTHER}),
         ("val", {"val_tokens": 1024}),
-        ("train", {"data": OTHER}),
+        ("train", {"data": {"texts": ["cccc", "bbbb"]}}),
         ("hella", {"hellaswag_limit": 100}),
     ],
 )
@@ -165,9 +171,9 @@ def test_groups_that_are_measured_on_something_else_are_tables_of_their_own(tmp_
     *tables, told = printed(capsys, a, b, "--stream", stream)
     assert len([line for line in tables if line.startswith("last ")]) == 2 and "ends" not in str(tables)
     assert told.startswith("These tables cannot be compared") and "--stream val_bpb" in told
-    first, *_, verdict = printed(capsys, a, b, "--stream", "val_bpb")
-    assert "ends 0.1000 above" in verdict
-    assert first.startswith("note: These are measured on other") == (stream != "hella")
+    first, *table, verdict = printed(capsys, a, b, "--stream", "val_bpb")
+    assert "ends 0.1000 above" in verdict and "what they are measured on" not in str(table)
+    assert first.startswith("note: These are measured on other") == (stream == "val")
     assert "ends 0.1000 above" in printed(capsys, a, b, "--stream", "own")[-1]
 
 

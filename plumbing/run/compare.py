@@ -192,8 +192,8 @@ def report(groups: Sequence[Group]) -> Iterator[str]:
         ends = [*group.ends.values()]
         spread = f"+-{np.std(ends, ddof=1):.4f}" if len(ends) > 1 and np.isfinite(ends).all() else ""
         facts = [f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts]
-        shown = ", ".join(facts) or "nothing that is recorded"
-        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {shown}"
+        shown = ", ".join(facts) or ("nothing that is recorded" if len(groups) > 1 else "")
+        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {shown}".rstrip()
     yield from (verdict(groups[0], group) for group in groups[1:])
 
 
