@@ -139,7 +139,7 @@ def read_tables(patterns: Sequence[str], stream: str = "val") -> list[list[Group
     """The groups of these patterns, as a list for each data set that they are measured on."""
     tables: dict[str, list[Group]] = {}
     for group in [read_group(pattern, stream) for pattern in patterns]:
-        # of bits per byte, whoever asks for them says that the text is the same, whatever its tokens are
+        # bits per byte are comparable where the text is the same, which only the user knows
         key = "" if stream.startswith("val_bpb") else json.dumps(group.facts[MEASURED_ON])
         tables.setdefault(key, []).append(group)
     return [*tables.values()]
@@ -177,14 +177,16 @@ def verdict(base: Group, other: Group) -> str:
     if abs(mean) <= half:
         return f"{text}. Seeds alone may do that: neither is shown to be better."
     found, better = "higher" if mean > 0 else "lower", BETTER.get(base.stream.partition("/")[0])
-    return f"{text}: {other.name} is {found if not better else 'better' if found == better else 'worse'}."
+    if not better or base.facts[MEASURED_ON] != other.facts[MEASURED_ON]:
+        return f"{text}: {other.name} is {found}."
+    return f"{text}: {other.name} is {'better' if found == better else 'worse'}."
 
 
 def report(groups: Sequence[Group]) -> Iterator[str]:
     """What the groups of one table show, line by line."""
     different = differences(*(group.facts for group in groups))
     if MEASURED_ON in different:
-        yield "note: These are measured on other shards or tokens, and comparable if the text in them is the same."
+        yield "note: These are not measured on the same tokens. Only if their text is the same is lower also better."
         different.remove(MEASURED_ON)
     yield f"last {groups[0].stream}: mean and standard deviation over the seeds, and what differs"
     width = max(len(group.name) for group in groups)
