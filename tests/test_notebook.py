@@ -50,10 +50,10 @@ def execute(notebook, folder):
 def run_cells(tmp_path, monkeypatch):
     """A function that runs a notebook's cells in this process, in tmp_path, and returns their names."""
 
-    def execute(name="play.ipynb"):
+    def execute(name="play.ipynb", runs=()):
         names = {}
         for cell in code_cells(read_notebook(name)):
-            exec(cell.source, names)
+            exec(cell.source.replace("RUNS = []", f"RUNS = {list(runs)}"), names)
         return names
 
     plt.switch_backend("Agg")
@@ -100,6 +100,11 @@ def titles():
     return [ax.get_title(loc="left") for number in plt.get_fignums() for ax in plt.figure(number).axes]
 
 
+def recorded():
+    """Of each picture, whether its title says that the runs are recorded ones."""
+    return [plt.figure(number).get_suptitle().startswith("Recorded: records/") for number in plt.get_fignums()]
+
+
 @pytest.mark.gpt2
 def test_the_dashboard_shows_a_run_that_is_in_progress_and_without_one_it_looks_at_records(
     data, tmp_path, run_cells, capsys
@@ -109,27 +114,41 @@ def test_the_dashboard_shows_a_run_that_is_in_progress_and_without_one_it_looks_
     text = capsys.readouterr().out
     assert text.startswith("quickstart: 400 of 400 steps, 819,200 tokens") and "No HellaSwag scores here" in text
     assert "95% interval" in text and "decay-from-400 leaves constant at step 400" in text
-    assert titles()[0] == "Loss" and "Last loss: seeds, and mean" in titles()
+    assert titles()[0] == "Loss" and "Last loss: seeds, and mean" in titles() and all(recorded())
+    plt.close("all")
     train(data, tmp_path / "log" / "newest", max_steps=8)
     with open(tmp_path / "log" / "newest" / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 train 7777\n9 val 3.5\n9 wte 2.5\n10 val 99")
     run_cells()
     expected = "newest: 9 of 8 steps, 1,152 tokens\n    val     3.5000 at step 9"
     assert capsys.readouterr().out.startswith(expected)
+    assert recorded() == [False, False, True, True, True, True], "the run's own pictures are the first two"
 
 
-def test_a_log_of_build_nanogpt_is_drawn_by_steps(tmp_path, run_cells, capsys):
-    """Three streams, no run.txt: only what the log says is told. At its end, it has diverged."""
+def labels(number=-1):
+    """Those of a picture's lines."""
+    legend = plt.figure(plt.get_fignums()[number]).axes[0].get_legend()
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_logs_of_peers_are_drawn_by_steps_with_the_loss_that_they_are_to_beat(tmp_path, run_cells, capsys):
+    """They have no run.txt: only what the log says is told. At its end, build-nanogpt's has diverged."""
     folder = tmp_path / "log"
     folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
     lines += ["299 train nan\n299 val inf\n299 norm nan\n300 tra"]
     (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
-    run_cells()
+    names = run_cells(runs=["log"])
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt\n") and "hella   0.2250 at step 250" in text
     assert plt.figure(1).axes[0].get_xlabel() == "step" and "HellaSwag" in titles()
+    assert "OpenAI's GPT-2 124M, 3.292" in labels(0)
+    assert 3.2924 in [line.get_ydata()[0] for line in plt.figure(1).axes[0].lines]
+    printed = "step 0: train loss 4.2, val loss 4.2\niter 0: loss 4.2, time 9.9ms, mfu 1.00%\n"
+    (tmp_path / "nanogpt.txt").write_text(printed, encoding="utf-8")
+    names["plot_loss"](names["logs"].find_runs("nanogpt.txt"))
+    assert labels() == ["nanogpt.txt, validation 4.200"], "of characters, perhaps"
 
 
 def write_run(folder, losses, config, branched=None, streams=("train", "val")):
@@ -138,55 +157,56 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
     log = "".join(f"{step} {stream} {loss}\n" for step, loss in enumerate(losses) for stream in streams)
     (folder / "log.txt").write_text(log, encoding="utf-8")
     usual = dict(seed=1, data="texts", val_tokens=64, max_steps=2, batch_ramp=0, vocab_size=50304)
-    config = usual | config
+    config = usual | {"total_batch_size": 64} | config
     text = f"config: {json.dumps(config)}\n" + (f"branched: {json.dumps(branched)}\n" if branched else "")
     (folder / "run.txt").write_text(text, encoding="utf-8")
 
 
-def test_the_dashboard_draws_openais_loss_branches_ideas_and_streams_of_ones_own(tmp_path, run_cells):
+def test_openais_loss_is_that_of_its_own_text_and_tokens(tmp_path, run_cells):
     names = run_cells()
-    read_run, find_runs = names["logs"].read_run, names["logs"].find_runs
-
-    # OpenAI's loss is that of FineWeb-Edu in GPT-2's tokens, and of nothing else
     configs = {
-        "edu": {},
+        "edu": {"data": "edu_fineweb10B"},
         "edu-of-one": {"data": ["edu_fineweb10B"]},
         "other": {"data": "texts"},
-        "bytes": {"vocab_size": 320},
+        "bytes": {"data": "edu_fineweb10B", "vocab_size": 320},
     }
     for name, config in configs.items():
-        write_run(tmp_path / name, [11, 7, 5], {"data": "edu_fineweb10B", "total_batch_size": 100} | config)
-        names["plot_loss"]([read_run(tmp_path / name)])
-        labels = [text.get_text() for text in plt.gcf().axes[0].get_legend().get_texts()]
-        assert ("OpenAI's GPT-2 124M, 3.292" in labels) == name.startswith("edu")
+        write_run(tmp_path / name, [11, 7, 5], config)
+        names["plot_loss"]([names["logs"].read_run(tmp_path / name)])
+        assert ("OpenAI's GPT-2 124M, 3.292" in labels()) == name.startswith("edu")
 
-    # branches are drawn from where they leave their parent; the tokens before that are the parent's
-    write_run(tmp_path / "log" / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {"total_batch_size": 100})
-    branched = {"parent": "log/a", "step": 2, "changed": {}}
-    write_run(tmp_path / "log" / "c", [6.0, 5.0, 4.0, 3.0], {"total_batch_size": 1000}, branched)
-    branched = {"parent": "log/c", "step": 3, "changed": {}}
-    write_run(tmp_path / "log" / "b", [6.0, 5.0, 4.0, 3.0, 2.5], {"total_batch_size": 10}, branched)
-    family = names["logs"].family(read_run("log/b"), find_runs("log/*"))
-    names["plot_branches"](family)
-    lines = plt.gcf().axes[0].lines
-    diamonds = [line.get_xydata()[0].tolist() for line in lines if line.get_marker() == "D"]
-    assert diamonds == [[200, 4.0], [1200, 3.0]]
-    assert names["tokens_before"](family[2]).tolist() == [0, 100, 200, 1200, 1210]
-    assert lines[-2].get_xdata().tolist() == [1200, 1210]  # the last branch's own part
 
-    # ideas: the mean with a band from the lowest to the highest, and the differences seed by seed
-    for idea, rate, losses in (("d", 1.0, [[8, 6, 4], [8, 4, 2]]), ("e", 0.5, [[8, 7, 6], [8, 7, 5]])):
-        for seed, of_run in enumerate(losses):
-            config = {"seed": seed, "max_lr": rate, "total_batch_size": 64}
-            write_run(tmp_path / "log" / f"{idea}-{seed}", of_run, config, streams=("train", "val", "own"))
-    (groups,) = names["compare"].group_runs(find_runs("log/d-*", "log/e-*"))
-    names["plot_ideas"](groups)
-    ax, ax_ends = plt.gcf().axes
-    band = ax.collections[0].get_paths()[0].get_extents()
-    assert ax.lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
-    assert ax_ends.lines[1].get_xdata().tolist() == [2, 3]
-    names["plot_streams"](groups[0].runs)
-    assert [ax.get_title(loc="left") for ax in plt.gcf().axes] == ["own"]
+def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(tmp_path, run_cells, capsys):
+    """By steps: how many tokens a branch has seen is not known, as its parent may have had other steps."""
+    write_run(tmp_path / "log" / "a", [6.0, 5.0, 4.0, 3.5, 3.25], {})
+    for name, step, last in (("b", 3, 3.4), ("c", 2, 3.0)):
+        branched = {"parent": "log/a", "step": step, "changed": {"total_batch_size": [64, 8]}}
+        write_run(tmp_path / "log" / name, [6.0, 5.0, 4.0, last], {"total_batch_size": 8}, branched)
+    for first in ("a", "b"):
+        plt.close("all")
+        run_cells(runs=[f"log/{first}"])
+        text = capsys.readouterr().out
+        assert text.startswith("a: 4 of 2 steps, 256 tokens\n" if first == "a" else "b: 3 of 2 steps\n")
+        assert "c leaves a at step 2: total_batch_size 64 -> 8\nb leaves a at step 3" in text
+        lines = plt.figure(plt.get_fignums()[-2]).axes[0].lines
+        diamonds = [line.get_xydata()[0].tolist() for line in lines if line.get_marker() == "D"]
+        assert diamonds == [[2, 4.0], [3, 3.4]] and lines[1].get_xdata().tolist() == [2, 3]
+
+
+def test_runs_in_groups_are_drawn_as_ideas_and_as_a_sweep(tmp_path, run_cells, capsys):
+    """The mean with a band from the lowest to the highest, the differences seed by seed; and streams of one's own."""
+    for rate, runs in ((0.5, [[8, 6, 4], [8, 4, 2]]), (1.0, [[8, 7, 6], [8, 7, 5]]), (2.0, [[9, 9, 9], [9, 9, 9]])):
+        for seed, losses in enumerate(runs):
+            config = {"seed": seed, "max_lr": rate}
+            write_run(tmp_path / "log" / f"lr-{rate}-{seed}", losses, config, streams=("train", "val", "own"))
+    run_cells(runs=[f"log/lr-{rate}-*" for rate in (0.5, 1.0, 2.0)])
+    assert recorded() == [False, False, False, False, True, True] and "own" in titles()
+    ideas, sweep = (plt.figure(number).axes for number in (3, 4))
+    band = ideas[0].collections[0].get_paths()[0].get_extents()
+    assert ideas[0].lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
+    assert ideas[1].lines[1].get_xdata().tolist() == [2, 3]
+    assert sweep[0].get_xlabel() == "max_lr" and sweep[0].lines[-1].get_ydata().tolist() == [3, 5.5, 9]
+    assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in capsys.readouterr().out
 
 
 def functions_of(*wanted):

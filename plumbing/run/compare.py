@@ -2,27 +2,27 @@
 
     python -m plumbing.run.compare "log/gelu-*" "log/relu2-*"
 
-Runs that differ in nothing but their seed make a group. The other groups are compared with the first one, seed by seed,
-by the last validation loss of finished runs on the same data: with several folders of data, by that on each of them. A
-log of nanoGPT or build-nanogpt may be named beside them.
+Each pattern is a group: finished runs that differ in nothing but their seed, which is checked. The first group is what
+the others are compared with, seed by seed, by the last validation loss or by what --stream names.
 """
 
 import dataclasses
-import os
-from collections.abc import Iterator
-from pathlib import Path
+import json
+import operator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from plumbing.cli import console, flags
-from plumbing.cli.console import plain
+from plumbing.cli.console import UserError, plain
 
 
 @dataclasses.dataclass
 class Options:
-    # the runs' folders, or patterns; by default log/*
-    runs: Annotated[tuple[str, ...], "positional"] = ()
-    # what of log.txt to compare by, such as val/code or hella; by default all validation losses
-    stream: str = ""
+    # a pattern for each group of runs, in quotes
+    groups: Annotated[tuple[str, ...], "positional"] = ()
+    # what of log.txt to compare by: train, val_bpb, hella, val/NAME of several folders of data, or a number of your own
+    stream: str = "val"
 
 
 if __name__ == "__main__":
@@ -30,291 +30,186 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from plumbing.data.windows import stream_names
-from plumbing.run import source_code
 from plumbing.run.logs import Logged, find_runs
 from plumbing.run.options import RunOptions, names_of
 
-# what changes neither what a run learns nor what its validation loss means, or has a trait of its own
-IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from", "init_from"}
-# what the streams of an evaluation are, up to a slash, and whether more is better
-EVALUATIONS = {
-    "val": ("validation loss in nats per token", -1),
-    "val_bpb": ("validation loss in bits per byte", -1),
-    "hella": ("HellaSwag accuracy", 1),
-}
-LABELS = EVALUATIONS | {"train": ("training loss in nats per token", -1)}
+# settings that change no loss, or that another fact stands for
+IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from"}
+# which of two values is better, for the streams of which that is known
+BETTER = {"val": "lower", "val_bpb": "lower", "train": "lower", "hella": "higher"}
+MEASURED_ON = "what they are measured on"
 # the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
 T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 @dataclasses.dataclass
 class Group:
-    """Runs that differ in nothing but their seed, or one log of which nothing else is known."""
+    """Finished runs that differ in nothing but their seed."""
 
-    runs: list[Logged]
-    traits: dict[str, Any]  # what may change their loss: {"max_lr": 0.001, "code": "train_relu2 0123abcd"}, say
-    streams: list[str]  # what the groups of a table are compared by
-    different: str = ""  # those traits that not all groups share, such as "max_lr 0.001"
-
-    @property
-    def name(self) -> str:
-        """What the names of the runs' folders have in common: "gelu" for gelu-1 and gelu-2."""
-        names = [run.folder.name for run in self.runs]
-        return plain(os.path.commonprefix(names).rstrip("-_. ") or names[0])
+    name: str  # the pattern that matches them
+    stream: str  # what they are compared by
+    runs: dict[int, Logged]  # by their seeds
+    ends: dict[int, float]  # {seed: the stream's last value}
+    facts: dict[str, Any]  # what may change the stream's values
 
     @property
-    def seeds(self) -> list[Any]:
-        """What each run is paired by with those of other groups: its seed, or its parent's where only that varies."""
-        columns = list(zip(*map(seeds_of, self.runs)))
-        varying = [column for column in columns if len(set(column)) > 1] or columns[:1]
-        return [each[0] if len(set(each)) == 1 else each for each in zip(*varying)]
-
-    def ends(self, stream: str) -> dict[Any, float]:
-        """{seed: the last value of a stream}, the mean of them if a seed was run twice."""
-        found: dict[Any, list[float]] = {}
-        for seed, run in zip(self.seeds, self.runs):
-            found.setdefault(seed, []).append(end_of(run, stream)[1])
-        return {seed: float(np.mean(values)) for seed, values in found.items()}
-
-    @property
-    def losses(self) -> dict[Any, float]:
-        return self.ends(self.streams[0])
-
-    @property
-    def loss(self) -> float:
-        return float(np.mean(list(self.losses.values())))
-
-
-# ----- What is to be known of a run ---------------------------------------------------------------------
-
-
-def data_of(run: Logged) -> dict[str, list[str]]:
-    """{a folder's name in the log: what it is trained on, and validated on}: fingerprints; in older runs its path."""
-    folders = run.config.get("data", [])
-    folders = [folders] if isinstance(folders, str) else folders
-    paths = {name: [os.path.normpath(path)] * 2 for name, path in zip(stream_names(folders), folders)}
-    return run.fact("fingerprints", paths)
-
-
-def validations(run: Logged) -> list[str]:
-    """The streams of a run's validation losses, one for each folder of its data."""
-    names = sorted(data_of(run))
-    return [f"val/{name}" for name in names] if len(names) > 1 else ["val"]
-
-
-def end_of(run: Logged, stream: str) -> tuple[int, float]:
-    """(step, value) of the last value of a stream; (-1, nan) if there is none."""
-    kind, _, name = stream.partition("/")
-    if stream not in run.streams and [name] == list(data_of(run)):
-        stream = kind  # with one folder, val/NAME is logged as val
-    steps, values = run.streams.get(stream, ([-1], [np.nan]))
-    return int(steps[-1]), float(values[-1])
-
-
-def shares_of(run: Logged) -> list[float]:
-    """The folders' shares of the data; [] if each window is read once per epoch."""
-    weights = run.config.get("data_weights") or []
-    return [round(weight / sum(weights), 6) for weight in weights] if len(weights) > 1 else []
-
-
-def measured_on(run: Logged, stream: str) -> Any:
-    """What a stream's values are measured on: values on something else cannot be compared with them."""
-    (kind, _, name), data, config = stream.partition("/"), data_of(run), run.config
-    if kind == "hella":
-        return config.get("hellaswag_limit", 0)
-    if kind == "train":
-        return sorted(train for train, _ in data.values()), shares_of(run)
-    if kind not in EVALUATIONS:
-        return None
-    on = [val for each, (_, val) in data.items() if each == name or not name]
-    # the mean of several is by the folders' shares or, without, by their sizes
-    shares = (shares_of(run) or [train for train, _ in data.values()]) if len(on) > 1 else [1.0]
-    return config.get("val_tokens"), sorted(zip(on, shares))
-
-
-def seeds_of(run: Logged) -> list[Any]:
-    """The seeds of a run, its parent, that one's parent, and so on; of a log alone its name, as that has no other."""
-    own = run.config.get("seed", str(run.folder))
-    return [own, *(seeds_of(run.parent) if run.parent else [])]
-
-
-def traits_of(run: Logged) -> dict[str, Any]:
-    traits = {name: value for name, value in run.config.items() if name not in IGNORED}
-    traits["data_weights"] = shares_of(run)
-    traits["training data"] = [train for train, _ in data_of(run).values() if train]
-    # the files that ran, one unless it was changed in between
-    copies = {f"{path.stem[:-9]} {code[:8]}" for path, code in source_code.copies_in(run.folder).items()}
-    # a record has the commit instead, perhaps with "-dirty" after its 40 digits
-    script = next((word for word in run.fact("command", "").split() if word.endswith(".py")), "?")
-    commit = run.fact("commit", "?")
-    traits["code"] = " and ".join(sorted(copies)) or f"{script} of {commit[:12]}{commit[40:]}"
-    step, parent = run.branch_step, run.parent
-    named = run.config.get("branch_from" if step else "init_from", "")
-    if parent:  # which counts by its traits and not by its name, as each seed may have a parent of its own
-        traits |= {f"parent's {name}": value for name, value in traits_of(parent).items()}
-        saved = f"model_{step or parent.config.get('max_steps', 0):05d}"
-        if named.endswith(".pt") and not step:
-            saved = Path(named).stem
-        traits["begins with"] = f"its parent's {'state' if step else 'weights'}, {saved}"
-    else:
-        traits["begins with"] = f"{named}, step {step}" if step else named
-    return traits
-
-
-def why_left_out(run: Logged, streams: list[str]) -> str:
-    """Why a run cannot be compared by these streams; "" if it can."""
-    missing = [name for name in ("seed", "max_steps", "data") if name not in run.config]
-    if run.starts and missing:
-        return f"its run.txt has no {' and no '.join(missing)}" if run.config else "its run.txt is damaged"
-    for stream in streams:
-        step, _ = end_of(run, stream)
-        if step < 0:
-            return f"its log has no {stream}"
-        # an evaluation is done after the last step, too
-        if run.config and step < run.config["max_steps"] - (stream.partition("/")[0] not in EVALUATIONS):
-            return f"its last {stream} is of step {step:,} of {run.config['max_steps']:,}"
-    return ""
+    def mean(self) -> float:
+        return float(np.mean([*self.ends.values()]))
 
 
 # ----- Groups -------------------------------------------------------------------------------------------
 
 
-def group_runs(runs: list[Logged], stream: str = "") -> list[list[Group]]:
-    """The groups among finished runs, as a list for each data set. Runs that are left out are named."""
-    tables: dict[str, dict[str, Group]] = {}
-    logs_alone: list[Group] = []
-    for run in runs:
-        streams = [stream] if stream else validations(run)
-        problem = why_left_out(run, streams)
-        if problem:
-            print(f"{plain(run.folder)} is left out: {problem}.")
-        elif not run.config:
-            logs_alone.append(Group([run], {}, streams, f"a log alone, to step {run.last_step:,}"))
-        else:
-            key, traits = str([(each, measured_on(run, each)) for each in streams]), traits_of(run)
-            groups = tables.setdefault(key, {})
-            group = groups.setdefault(str(sorted(traits.items())), Group([], traits, streams))
-            same = [other for other in group.runs if seeds_of(other) == seeds_of(run)]
-            if same:
-                both = f"{plain(run.folder)} repeats {plain(same[0].folder)}"
-                print(f"{both}, seed included: they count once, by their mean.")
-            group.runs.append(run)
-    found = [list(groups.values()) for groups in tables.values()]
-    for groups in found:
-        say_what_differs(groups)
-        means = {str(measured_on(run, "val")) for group in groups for run in group.runs}
-        if len(groups[0].streams) > 1 and len(means) == 1:
-            for group in groups:
-                group.streams.insert(0, "val")
-        # nobody knows on which data a log alone is: that is for those to judge who have named it
-        groups += [group for group in logs_alone if group.streams == groups[0].streams]
-    others = [group for group in logs_alone if not any(group in groups for groups in found)]
-    return [*found, others] if others else found
-
-
-def say_what_differs(groups: list[Group]) -> None:
-    """Fill in each group's `different`."""
-    names = {
-        train: f"{name}-{train[:8]}"
-        for group in groups
-        if group.runs[0].fact("fingerprints", {})
-        for name, (train, _) in data_of(group.runs[0]).items()
+def facts_of(run: Logged, stream: str) -> dict[str, Any]:
+    """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
+    config, (kind, _, folder) = run.config, stream.partition("/")
+    data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
+    # several, if the run went on with changed code; where run.txt does not say it, the copies or the script's name do
+    code = [start["code"] for start in run.starts if "code" in start]
+    code = code or [path.name for path in sorted(run.folder.glob(f"*-{'[0-9a-f]' * 8}.py"))]
+    code = code or re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
+    if kind == "hella":
+        measured_on = config["hellaswag_limit"]
+    elif kind not in BETTER:
+        measured_on = None  # which only its author knows
+    elif folder:
+        measured_on = [config["val_tokens"], data.get(folder)]
+    elif kind == "train" or len(data) > 1:  # a mean over several folders is by their shares or sizes
+        measured_on = [config["val_tokens"], config.get("data_weights"), data]
+    else:
+        measured_on = [config["val_tokens"], *(val for _, val in data.values())]
+    return {name: value for name, value in config.items() if name not in IGNORED} | {
+        "code": " and ".join(dict.fromkeys(code)),
+        "training data": [train for train, _ in data.values()],
+        MEASURED_ON: measured_on,
+        **{f"branch: {name}": branched[name] for name in ("parent", "step") if name in branched},
     }
-    shared = set.intersection(*(set(map(str, group.traits.items())) for group in groups))
-    everywhere = set.intersection(*(set(group.traits) for group in groups))
-    for group in groups:
-        told = []
-        for name, value in group.traits.items():
-            if str((name, value)) in shared or (name.startswith("parent's ") and name not in everywhere):
-                continue  # where others have no parent, "begins with" says enough
-            words = [names.get(str(each), str(each)) for each in (value if isinstance(value, list) else [value])]
-            told.append(f"{name} {' '.join(words)}" if value not in ("", []) else f"no {name}")
-        group.different = plain(", ".join(told).replace("no begins with", "begins from scratch"), limit=1000)
+
+
+def examine(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
+    """(seed, facts) of a finished run; UserError says why it cannot be compared."""
+    if stream not in run.streams:
+        raise UserError(f"its log has no {stream}, but has {', '.join(run.streams) or 'nothing'}")
+    try:
+        seed, max_steps = (operator.index(run.config[name]) for name in ("seed", "max_steps"))
+        facts = facts_of(run, stream)
+    except (LookupError, TypeError, ValueError) as error:  # people may have edited it
+        raise UserError(f"its run.txt is missing or damaged ({error!r})") from None
+    step, kind = run.streams[stream][0][-1], stream.partition("/")[0]
+    if step < max_steps - (kind == "train" or kind not in BETTER):  # an evaluation follows the last step
+        raise UserError(f"its last {stream} is of step {step:,} of {max_steps:,}")
+    return seed, facts
+
+
+def read_group(pattern: str, stream: str = "val") -> Group:
+    """The finished runs that match a pattern; others are named. UserError if their seed is not all that differs."""
+    group = Group(plain(pattern), stream, runs={}, ends={}, facts={})
+    for run in find_runs(pattern):
+        try:
+            seed, facts = examine(run, stream)
+        except UserError as error:
+            print(f"{plain(run.folder)} is left out: {error}.")
+            continue
+        if different := differences(group.facts or facts, facts):
+            both = f"{run.folder} and {next(iter(group.runs.values())).folder}"
+            raise UserError(f"{both} differ in {', '.join(different)}. Give each of them a pattern of its own.")
+        if other := group.runs.get(seed):
+            check_repeat(run, other, stream)
+            print(f"{plain(run.folder)} repeats {plain(other.folder)}, seed included, and is not counted again.")
+            continue
+        group.facts, group.runs[seed], group.ends[seed] = facts, run, float(run.streams[stream][1][-1])
+    if not group.runs:
+        raise UserError(f'No finished run matches {pattern}. Give each group a pattern in quotes: "log/gelu-*".')
+    return group
+
+
+def check_repeat(run: Logged, other: Logged, stream: str) -> None:
+    """UserError unless two runs, of which the seed and all facts are the same, have the same losses."""
+    for name in [name for name in (stream, "train") if name in run.streams and name in other.streams]:
+        ends = [each.streams[name][1][-1] for each in (run, other)]
+        if not np.isclose(*ends, rtol=1e-4, equal_nan=True):  # a sum in another order changes the last digits
+            raise UserError(
+                f"{run.folder} and {other.folder} have the same settings, code and seed, but end at {ends[0]} and "
+                f"{ends[1]} ({name}). Something that is not recorded was different, such as a change in memory or the "
+                "machine: give each of them a pattern of its own."
+            )
+
+
+def read_tables(patterns: Sequence[str], stream: str = "val") -> list[list[Group]]:
+    """The groups of these patterns, as a list for each data set that they are measured on."""
+    tables: dict[str, list[Group]] = {}
+    for group in [read_group(pattern, stream) for pattern in patterns]:
+        # bits per byte are comparable where the text is the same, which only the user knows
+        key = "" if stream.startswith("val_bpb") else json.dumps(group.facts[MEASURED_ON])
+        tables.setdefault(key, []).append(group)
+    return [*tables.values()]
+
+
+def differences(*facts: dict[str, Any]) -> list[str]:
+    """The names of the facts that are not the same in all of these."""
+    names = dict.fromkeys(name for each in facts for name in each)
+    return [name for name in names if any(each.get(name) != facts[0].get(name) for each in facts)]
 
 
 # ----- What they show -----------------------------------------------------------------------------------
 
 
-def difference(base: Group, other: Group, stream: str = "") -> tuple[float, float, int]:
-    """(mean, half of its 95% interval, seeds) of the loss of `other` less that of `base` with the same seed."""
-    ours, theirs = (group.ends(stream or base.streams[0]) for group in (base, other))
-    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    more, n = np.array([after - before for before, after in pairs] or [np.nan]), len(pairs)
+def difference(base: Group, other: Group) -> tuple[float, float, int]:
+    """(mean, half of its 95% interval, seeds) of the ends of `other` less those of `base` with the same seed."""
+    more = np.array([other.ends[seed] - base.ends[seed] for seed in base.ends if seed in other.ends] or [np.nan])
+    n = sum(seed in other.ends for seed in base.ends)
     half = T_975[min(n - 1, len(T_975)) - 1] * more.std(ddof=1) / n**0.5 if n > 1 else np.inf
     return float(more.mean()), float(half), n
 
 
-def verdict(base: Group, other: Group, stream: str = "") -> str:
+def verdict(base: Group, other: Group) -> str:
     """What the seeds show of `other`, compared with `base`, in a sentence."""
-    stream = stream or base.streams[0]
-    for group in (base, other):
-        ends = [f"{end} with seed {seed}" for seed, end in group.ends(stream).items() if not np.isfinite(end)]
-        if ends:
-            return f"{group.name} ends at {', '.join(ends)}: {other.name} and {base.name} cannot be compared."
-    mean, half, n = difference(base, other, stream)
-    alone = [group.name for group in (base, other) if not group.traits]
-    if alone:
-        mean = float(np.mean([*other.ends(stream).values()]) - np.mean([*base.ends(stream).values()]))
-    elif n == 0:
-        return f"{other.name} and {base.name} have no seed in common. Run both with the same seeds."
+    if not np.isfinite([base.mean, other.mean]).all():
+        return f"{other.name} and {base.name} cannot be compared, as a run of them has diverged."
+    mean, half, n = difference(base, other)
+    if n == 0:
+        both = f"{other.name} and {base.name}"
+        return f"{both} have no seed in common. Run both with the same seeds, and put each pattern in quotes."
     text = f"{other.name} ends {abs(mean):.4f} {'above' if mean > 0 else 'below'} {base.name}"
-    text += f" in {stream}" if stream != "val" or len(base.streams) > 1 else ""
-    if alone:
-        return f"{text}. Whether that is of the same data, tokens and code, the log of {alone[0]} does not say."
     if n == 1:
         return f"{text} with one seed. That shows nothing, as another seed moves a loss, too: run three or more."
     text += f" (95% interval {mean - half:+.4f} to {mean + half:+.4f}, {n} seeds)"
     if abs(mean) <= half:
         return f"{text}. Seeds alone may do that: neither is shown to be better."
-    _, more_is_better = LABELS.get(stream.partition("/")[0], ("", 0))
-    if not more_is_better:
-        return f"{text}: {other.name} is {'higher' if mean > 0 else 'lower'}."
-    return f"{text}: {other.name} is {'better' if mean * more_is_better > 0 else 'worse'}."
+    found, better = "higher" if mean > 0 else "lower", BETTER.get(base.stream.partition("/")[0])
+    if not better or base.facts[MEASURED_ON] != other.facts[MEASURED_ON]:
+        return f"{text}: {other.name} is {found}."
+    return f"{text}: {other.name} is {'better' if found == better else 'worse'}."
 
 
-def table(groups: list[Group]) -> Iterator[str]:
-    """The groups on one data set, best first, line by line."""
-    streams, first = groups[0].streams, groups[0].runs[0].config
-    data = first.get("data", "unknown data")
-    label, more_is_better = LABELS.get(streams[0].partition("/")[0], (streams[0], 0))
-    order = f"{'highest' if more_is_better > 0 else 'lowest'} first"
-    yield f"{plain(data if isinstance(data, str) else ' '.join(data))}: last {label}, {order}"
+def report(groups: Sequence[Group]) -> Iterator[str]:
+    """What the groups of one table show, line by line."""
+    different = differences(*(group.facts for group in groups))
+    if MEASURED_ON in different:
+        yield "note: These are not measured on the same tokens. Only if their text is the same is lower also better."
+        different.remove(MEASURED_ON)
+    yield f"last {groups[0].stream}: mean and standard deviation over the seeds, and what differs"
     width = max(len(group.name) for group in groups)
-    yield f"  {'':{width}}  {'  '.join(f'{stream:15}' for stream in streams)}  (+- half of what the seeds span)"
-    sign = -1 if more_is_better > 0 else 1
-    # a loss that is no number is the worst
-    for group in sorted(groups, key=lambda group: (not np.isfinite(group.loss), sign * group.loss)):
-        cells = []
-        for stream in streams:
-            ends = [*group.ends(stream).values()]
-            spread = f" +-{(max(ends) - min(ends)) / 2:.4f}" if len(ends) > 1 else ""
-            cells.append(f"{np.mean(ends):.4f}{spread}".ljust(max(15, len(stream))))
-        yield f"  {group.name:{width}}  {'  '.join(cells)}  {len(group.losses):2} x  {group.different}"
-
-
-def report(groups: list[Group]) -> Iterator[str]:
-    """What the runs on one data set show, line by line."""
-    yield from table(groups)
-    for group in groups[1:]:
-        yield from (verdict(groups[0], group, stream) for stream in group.streams)
+    for group in groups:
+        ends = [*group.ends.values()]
+        spread = f"+-{np.std(ends, ddof=1):.4f}" if len(ends) > 1 and np.isfinite(ends).all() else ""
+        facts = [f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts]
+        shown = ", ".join(facts) or ("nothing that is recorded" if len(groups) > 1 else "")
+        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {shown}".rstrip()
+    yield from (verdict(groups[0], group) for group in groups[1:])
 
 
 def main(args=None):
     options = flags.parse(Options, args)
-    patterns = options.runs or ("log/*",)
-    unmatched = [pattern for pattern in patterns if not find_runs(pattern)]
-    if unmatched:
-        found = " or ".join(unmatched)
-        raise console.UserError(
-            f"No folder with a log.txt matches {found}. Give the runs' folders, such as log/*."
+    if not options.groups:
+        raise UserError('Give a pattern in quotes for each group of runs, such as "log/gelu-*" "log/relu2-*".')
+    tables = read_tables(options.groups, options.stream)
+    print("\n\n".join("\n".join(report(groups)) for groups in tables))
+    if len(tables) > 1:
+        print(
+            "\nThese tables cannot be compared, as they are measured on other data, or on another number of tokens or "
+            "examples. Bits per byte (--stream val_bpb) can be, where the text is the same and only its tokens differ."
         )
-    runs = find_runs(*patterns)
-    if options.stream and not any(end_of(run, options.stream)[0] >= 0 for run in runs):
-        streams = ", ".join(dict.fromkeys(stream for run in runs for stream in run.streams))
-        raise console.UserError(f"No log has a stream {options.stream}. Give one of these: {streams}.")
-    for groups in group_runs(runs, options.stream):
-        print("\n".join(report(groups)) + "\n")
 
 
 if __name__ == "__main__":

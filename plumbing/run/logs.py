@@ -86,9 +86,6 @@ def last_values(path: Path) -> dict[str, float]:
 # ----- run.txt ------------------------------------------------------------------------------------------
 
 DICTS = ("config", "ran", "branched", "fingerprints")  # those fields that are in JSON
-# what is looked at in them, as who edits a run.txt may write something else
-KINDS: dict[str, Any] = {"seed": int, "max_steps": int, "step": int, "data": (str, list), "data_weights": list}
-KINDS |= dict.fromkeys(["parent", "init_from", "branch_from"], str)
 
 
 def read_history(out_dir: Path) -> bytes:
@@ -106,26 +103,20 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {}
         for line in block.splitlines():
             name, _, text = line.partition(": ")
-            value = read_dict(name, text) if name in DICTS else plain(text)
+            value = read_dict(text) if name in DICTS else plain(text)
             if value is not None:
                 fields[name] = value
         starts.append(fields)
     return starts
 
 
-def read_dict(name: str, text: str) -> dict[str, Any] | None:
-    """The dict in JSON that is a field of this name; None if it is none, or if what is looked at is of another kind."""
+def read_dict(text: str) -> dict[str, Any] | None:
+    """The dict that a text is in JSON; None if it is none, as people may have edited a run.txt."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
-        return None
-    if name == "fingerprints":
-        is_right = all(isinstance(pair, list) and len(pair) == 2 for pair in found.values())
-    else:
-        is_right = all(isinstance(found[key], kind) for key, kind in KINDS.items() if key in found)
-    return found if is_right else None
+    return found if isinstance(found, dict) else None
 
 
 def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: dict[str, list[str]]) -> None:
@@ -190,10 +181,6 @@ class Logged:
     def config(self) -> dict[str, Any]:
         return self.fact("config", {})
 
-    @property
-    def branch_step(self) -> int:
-        return self.fact("branched", {}).get("step", 0)
-
     @functools.cached_property
     def streams(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """{stream: (steps, values)}. A step is there twice if the run was killed and resumed: its last value counts."""
@@ -208,42 +195,6 @@ class Logged:
     def last_step(self) -> int:
         return max((int(steps[-1]) for steps, _ in self.streams.values()), default=0)
 
-    @functools.cached_property
-    def line(self) -> "list[Logged]":
-        """The run, the run that it is a branch of, that one's parent, and so on, as far as they are there."""
-        recorded = Path(self.fact("branched", {}).get("parent", self.folder))
-        for folder in (recorded, self.folder.parent / recorded.name):  # or beside it, if both were moved
-            log = folder / "log.txt"
-            if log.exists() and not folder.samefile(self.folder):
-                # a branch's log begins as its parent's does; another run of the parent's name has another loss
-                if next(read_log(log), None) == next(read_log(self.log), None):
-                    return [self, *read_run(folder).line]
-        return [self]
-
-    @functools.cached_property
-    def parent(self) -> "Logged | None":
-        """The run that it is a branch of, or that trained the weights it began with, if that is there."""
-        if self.branch_step:
-            return self.line[1] if len(self.line) > 1 else None
-        named = Path(self.config.get("init_from") or "gpt2")
-        named = named.parent if named.suffix == ".pt" or named.name == "hf" else named
-        if len(named.parts) == 1 and not named.is_dir():
-            return None  # GPT-2, by its name
-        for folder in (named, self.folder.parent / named.name):  # or beside it, if both were moved
-            if (folder / "log.txt").exists() and not folder.samefile(self.folder):
-                found = read_run(folder)
-                if found.began <= self.began:  # else it is another run, which has taken the parent's place
-                    return found
-        return None
-
-    @property
-    def began(self) -> float:
-        """When it was started first, in seconds; nan if that is not known."""
-        try:
-            return datetime.datetime.fromisoformat(self.starts[0]["started"]).timestamp()
-        except (IndexError, KeyError, ValueError):
-            return math.nan
-
 
 def read_run(folder: Name) -> Logged:
     path = Path(folder, "run.txt")
@@ -251,27 +202,10 @@ def read_run(folder: Name) -> Logged:
 
 
 def find_runs(*patterns: str) -> list[Logged]:
-    """The runs in the folders that match any of these names or patterns, such as "log/gelu-*".
-
-    A log alone is a file that is named, or matched by a pattern with a suffix: "nanogpt-*.txt".
-    """
-    found: dict[Path, Path] = {}
+    """The runs in the folders that match any of these patterns, as "log/gelu-*", and the logs alone that they name."""
+    paths: list[Path] = []
     for pattern in patterns:
         # a folder may have brackets in its name
-        for path in map(Path, [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))):
-            if path.name == "log.txt":
-                path = path.parent
-            is_log = path.is_file() and (str(path) == str(Path(pattern)) or Path(pattern).suffix)
-            if is_log or (path / "log.txt").exists():
-                found.setdefault(path.resolve(), path)
-    return [read_run(path) for path in found.values()]
-
-
-def family(run: Logged, others: list[Logged]) -> list[Logged]:
-    """The runs that are related to this one by branching, parents before their branches."""
-    first = run.line[-1].folder.resolve()
-    related = [
-        each for other in [run, *others] if other.line[-1].folder.resolve() == first for each in other.line
-    ]
-    once = {each.folder.resolve(): each for each in related}
-    return sorted(once.values(), key=lambda each: (len(each.line), each.branch_step))
+        found = map(Path, [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)))
+        paths += [path for path in found if (path / "log.txt").exists() or os.path.isfile(pattern)]
+    return [read_run(path.parent if path.name == "log.txt" else path) for path in dict.fromkeys(paths)]
