@@ -179,9 +179,9 @@ def find_what_fits(wrap, world, **changes):
     return autofit.find_what_fits(trial_of(model, world, wrap, **options))
 
 
-def trial_of(model, world=World(), wrap=None, **settings):
+def trial_of(model, world=None, wrap=None, **settings):
     config = train_gpt2.TrainConfig(dtype="float32", **settings)
-    return CPUTrial(model, wrap, lambda *args: contextlib.nullcontext(), 320, config, world)
+    return CPUTrial(model, wrap, lambda *args: contextlib.nullcontext(), 320, config, world or World())
 
 
 class CPUTrial(autofit.Trial):

@@ -64,9 +64,8 @@ def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
     config, (kind, _, folder) = run.config, stream.partition("/")
     data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
-    # several, if the run went on with changed code; where run.txt does not say it, the copies or the script's name do
+    # several, if the run went on with changed code; a record's run.txt has the script's name alone
     code = [start["code"] for start in run.starts if "code" in start]
-    code = code or [path.name for path in sorted(run.folder.glob(f"*-{'[0-9a-f]' * 8}.py"))]
     code = code or re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
     if kind == "hella":
         measured_on = config["hellaswag_limit"]

@@ -204,8 +204,8 @@ def undone(model: Any) -> Iterator[None]:
 
 
 def try_sequence(trial: Trial) -> tuple[int, list[str]]:
-    """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; with several ranks, the
-    names of the parameters on which the loss does not depend).
+    """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; with several ranks,
+    the names of the parameters on which the loss does not depend).
     """
     kept_bytes, loss = count_kept_bytes(trial, trial.raw_model)
     if trial.world.size == 1 or not trial.trains:
