@@ -284,7 +284,7 @@ def main(args=None):
         check_new_output(options.predictions)
     device = choose_device(options.device)
     examples = read_examples(options.data, options.limit)
-    model, enc = source_code.load(options.code).load_model(options.model_type)
+    model, enc = source_code.import_trainer(options.code).load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
     labels = [int(example["label"]) for example in examples]

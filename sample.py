@@ -214,7 +214,7 @@ def main(args=None):
     """Load the model, then export it, chat with it, or continue the prompt."""
     options = parse_args(args)
     device = choose_device(options.device)
-    model, enc = source_code.load(options.code).load_model(options.model)
+    model, enc = source_code.import_trainer(options.code).load_model(options.model)
     if options.export:
         export_huggingface(model, enc, Path(options.export))
         print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")

@@ -196,8 +196,7 @@ import hellaswag
 from plumbing.data import tokenizers
 from plumbing.data.windows import Reader, Windows, data_tokenizer, mix, permute
 from plumbing.run import models
-from plumbing.run.checks import diverged
-from plumbing.run.run import open_run
+from plumbing.run.run import diverged, open_run
 from plumbing.run.start import begin, check_config, check_data, first_model, report_finished, restore, try_out
 from plumbing.run.summary import print_summary
 from plumbing.system import kernels

@@ -17,7 +17,7 @@ import torch
 import train_gpt2
 from plumbing.run import source_code as trainer_code
 from plumbing.run.checkpoint import load_checkpoint
-from plumbing.run.models import from_state, make_config
+from plumbing.run.models import config_of, from_state
 
 from harness import (
     ROOT,
@@ -239,7 +239,7 @@ def test_the_copy_is_of_the_file_as_it_was_when_the_flags_were_read(tmp_path):
     """Which is before torch is imported, and that takes seconds in which one has the next idea."""
     source, path = (ROOT / "train_gpt2.py").read_bytes(), tmp_path / "train_mine.py"
     path.write_bytes(source)
-    trainer = trainer_code.load(str(path))
+    trainer = trainer_code.import_trainer(str(path))
     trainer.read_flags(trainer.TrainConfig, trainer.PRESETS, [])
     path.write_text("the next idea")
     copy = trainer_code.describe(trainer.TrainConfig)["train_mine.py"]
@@ -279,8 +279,8 @@ def test_code_is_the_file_that_is_named_whatever_it_is_called_and_a_line_says_wh
     for name in ("train_gpt2.py", "torch.py", "compiled.pyc"):
         Path(name).write_text(source, encoding="utf-8")
     for name in ("train_gpt2.py", "torch.py"):
-        assert Path(trainer_code.load(name).__file__ or "").resolve() == tmp_path / name
-    assert sys.modules["torch"] is torch and trainer_code.load("").__file__ == train_gpt2.__file__
+        assert Path(trainer_code.import_trainer(name).__file__ or "").resolve() == tmp_path / name
+    assert sys.modules["torch"] is torch and trainer_code.import_trainer("").__file__ == train_gpt2.__file__
     Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
     for name, reason in {
         "compiled.pyc": "is not a Python file",
@@ -323,7 +323,7 @@ def test_a_module_of_the_same_name_from_elsewhere_does_not_stand_for_the_one_bes
 
 
 def train_as_code(path, args):
-    trainer_code.load(str(path)).main(args)
+    trainer_code.import_trainer(str(path)).main(args)
 
 
 @dataclasses.dataclass
@@ -333,7 +333,7 @@ class WithFields:
 
 
 def test_a_saved_setting_has_the_type_of_its_field_which_need_not_be_that_of_the_default():
-    assert make_config(WithFields, {"dropout": 0.1, "windows": (4, 8)}) == WithFields(0.1, (4, 8))
+    assert config_of(WithFields, {"dropout": 0.1, "windows": (4, 8)}) == WithFields(0.1, (4, 8))
 
 
 WARNINGS = {

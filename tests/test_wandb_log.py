@@ -107,7 +107,10 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     lines = [line, line.replace('"wte"', '"seconds"'), 'scalars["plain"] = 0.5']
     own = "".join(f"    {line}\n" for line in lines)
     changed.write_text(source.replace(place, place + own), encoding="utf-8")
-    assert status_of(source_code.load(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
+    assert (
+        status_of(source_code.import_trainer(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2"))
+        == 0
+    )
     ours = read_log(tmp_path / "run", "wte")
     assert read_log(tmp_path / "run", "seconds") == ours
     assert set(read_log(tmp_path / "run", "plain").values()) == {"0.5"}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from plumbing.cli.console import UserError, first_line, print0, quote
 from plumbing.data import tokenizers
-from plumbing.files import FolderLock, Name, atomic_write, open_regular
+from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
 
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
@@ -96,7 +96,7 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
 def read_file(path: Name) -> dict[str, Any]:
     """The dict in a file of torch.save, onto the CPU. UserError if it is damaged, or holds anything else."""
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # the checksums, which torch.load does not check
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
@@ -114,6 +114,17 @@ def read_file(path: Name) -> dict[str, Any]:
 def load_checkpoint(path: Name) -> Checkpoint:
     """Load a checkpoint of this program."""
     return as_checkpoint(read_file(path), path)
+
+
+def load_state(source: str) -> Checkpoint | None:
+    """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
+    saved = newest_checkpoint(source)
+    if saved and "optimizer" not in saved:
+        raise UserError(
+            f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
+            "them, use --init-from."
+        )
+    return saved
 
 
 def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:

@@ -9,15 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from plumbing.cli.console import UserError, is_out_of_memory, print0
-from plumbing.run.checkpoint import list_checkpoints, step_of
 from plumbing.system.autofit import SkipInit, new_model, undone
 from plumbing.system.devices import exact_matmuls
-from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
 
 # parameters times tokens of a forward pass that takes a CPU a tenth of a second; a GPU does thousands of times more
@@ -138,23 +135,6 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
     return True
 
 
-def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
-    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with what differs most."""
-    norms = {
-        name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
-        for name, p in model.named_parameters()
-        if p.is_floating_point() or p.is_complex()
-    }
-    gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
-    differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
-    if differs.max() > 1e-6:
-        raise UserError(
-            f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
-            "model of its own. A gradient is averaged over the ranks if its parameter requires one from the start of "
-            "the run on, and random numbers are each rank's own. No checkpoint was written."
-        )
-
-
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
     """Raise UserError if two optimizers have the same parameter; one that no optimizer has is frozen, and named."""
     updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -168,25 +148,3 @@ def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
         print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
     for name in missing:
         trainable[name].requires_grad_(False)  # its gradient would count when the others are clipped
-
-
-def diverged(
-    step: int, parts: Any, loss: float, norm: float, *, start: int, B: int, batch_losses: Any
-) -> UserError:
-    """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
-
-    batch_losses: this rank's losses of its micro-batches, of B windows each.
-    """
-    config, gathered = parts.config, parts.world.gather(batch_losses.tolist())
-    losses = np.array(gathered).T.flatten()  # in the order of the micro-batches
-    bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
-    positions = [start + number * B + row for number in bad for row in range(B)][:4]
-    where = ", ".join(split.describe(number) for split, number in parts.loader.locate(np.array(positions)))
-    rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
-    # from the checkpoint of this very step, no step has succeeded
-    good = [path for path in list_checkpoints(config.out_dir) if step_of(path) < step]
-    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
-    return UserError(
-        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
-        f"sequences at {where}. Train at a lower rate: {remedy}."
-    )

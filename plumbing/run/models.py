@@ -20,7 +20,6 @@ from plumbing.run.checkpoint import (
     PeerConfig,
     as_checkpoint,
     list_checkpoints,
-    memory_of,
     newest_checkpoint,
     read_file,
 )
@@ -97,7 +96,7 @@ def from_peer(content: dict[str, Any], path: Name) -> SavedModel:
     return SavedModel(settings, weights, lambda: tokenizers.get_encoding("gpt2"))
 
 
-def make_config(config_class: type[Config], settings: dict[str, Any]) -> Config:
+def config_of(config_class: type[Config], settings: dict[str, Any]) -> Config:
     """A GPTConfig from a saved model's settings: an unknown one is a UserError, a missing one takes its default."""
     defaults, problems = vars(config_class()), []
     for name, value in settings.items():
@@ -143,7 +142,7 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
     """
     saved = load_saved_model(source)
     source_code.compare(saved.code, config_class, source, goes_on=False)
-    return from_state(model_class, make_config(config_class, saved.settings), saved.weights).eval(), saved
+    return from_state(model_class, config_of(config_class, saved.settings), saved.weights).eval(), saved
 
 
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
@@ -168,7 +167,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         name_of = {}
         own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         for name in [name for name in own if name in weights]:  # in the model's order
-            same = name_of.setdefault(memory_of(own[name]), name)
+            same = name_of.setdefault((own[name].data_ptr() or name, own[name].shape), name)
             if same != name and not torch.equal(weights[name], weights[same]):
                 problems.append(f"{name} and {same} differ, but are one tensor here")
     if problems:

@@ -69,6 +69,28 @@ def recipe_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name not in names_of(RunOptions)}
 
 
+def inheritable(asked: Any, settings: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+    """Those settings of a run, a parent or a model that a start takes over: not what belongs to an earlier start."""
+    names = names_of(type(asked)) - names_of(StartOptions)
+    inherited = {name: value for name, value in settings.items() if name in names}
+    for name in [name for name, value in typed.items() if value == "auto" and name in inherited]:
+        del typed[name]  # which leaves the choice as it is
+    return inherited
+
+
+def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
+    """{name: (then, now)} of the recipe's settings in which `config` differs from the settings of a checkpoint."""
+    now, defaults, free = recipe_of(config), vars(type(config)()), names_of(RunOptions)
+    # a setting that did not exist yet counts as the default, and one that is gone as unknown
+    both = {
+        name: (then.get(name, defaults.get(name)), now.get(name, "unknown"))
+        for name in dict.fromkeys([*then, *now])
+        if name not in free
+    }
+    # "log/" is the folder "log"
+    return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
+
+
 def answer_flags_before_slow_imports(config_class: type, presets: Mapping[str, Any]) -> dict[str, Any]:
     """What was typed, as `read_flags` says. --help and a mistyped flag end the program before torch is imported."""
     return console.run(read_flags, config_class, presets)

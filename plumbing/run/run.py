@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from plumbing.cli.console import (
@@ -30,13 +31,14 @@ from plumbing.cli.console import (
 from plumbing.data.windows import stream_names
 from plumbing.files import atomic_write, check_replaceable, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import checks, logs, source_code
+from plumbing.run import logs, source_code
 from plumbing.run.checkpoint import fingerprint_of, training_state
 from plumbing.run.commands import print_next_commands, train_command
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
+from plumbing.system.distributed import World
 
 # the names of what a run writes into its folder
 OURS = re.compile(
@@ -205,6 +207,7 @@ class Run:
         self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
         self.peak = devices.peak_flops(parts.world.device_name)
         weights = config.data_weights or (parts.loader.shares if parts.loader else [1.0] * len(config.data))
+        self.names = stream_names(config.data)
         self.shares = [
             weight / sum(weights) for weight in weights
         ]  # of the folders, for the mean of their losses
@@ -271,9 +274,10 @@ class Run:
         self.val_loss = loss
         streams, text = {"val": loss, "val_bpb": bpb}, f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
         if len(losses) > 1:
-            names = stream_names(self.config.data)
-            text = f"val loss {loss:.4f} | " + ", ".join(f"{n} {each[0]:.4f}" for n, each in zip(names, losses))
-            for name, each in zip(names, losses):
+            text = f"val loss {loss:.4f} | " + ", ".join(
+                f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
+            )
+            for name, each in zip(self.names, losses):
                 streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
         if self.config.keep_best and self.world.is_master and self.max_steps and loss < self.best_val_loss:
@@ -311,7 +315,7 @@ class Run:
             self.first_step_ended = now
             self.note_rate(lr)
             if self.world.size > 1:
-                checks.check_ranks(self.parts.raw_model, step, self.world)
+                check_ranks(self.parts.raw_model, step, self.world)
         self.compare_with_before(step, loss)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         lr_text = f"{lr:.1e}".replace("e-0", "e-")
@@ -377,7 +381,7 @@ class Run:
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts as they stand, in the background."""
         if self.world.size > 1:
-            checks.check_ranks(self.parts.raw_model, step, self.world)
+            check_ranks(self.parts.raw_model, step, self.world)
         if self.world.is_master:
             splits = [
                 split for loader in (self.parts.loader, *self.parts.val_loaders) for split in loader.splits
@@ -419,6 +423,45 @@ class Run:
         if self.max_steps:
             print_next_commands(self.config, self.parts.enc)
         return ended
+
+
+def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
+    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with what differs most."""
+    norms = {
+        name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
+        for name, p in model.named_parameters()
+        if p.is_floating_point() or p.is_complex()
+    }
+    gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
+    differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
+    if differs.max() > 1e-6:
+        raise UserError(
+            f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
+            "model of its own. A gradient is averaged over the ranks if its parameter requires one from the start of "
+            "the run on, and random numbers are each rank's own. No checkpoint was written."
+        )
+
+
+def diverged(
+    step: int, parts: Any, loss: float, norm: float, *, start: int, B: int, batch_losses: Any
+) -> UserError:
+    """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
+
+    batch_losses: this rank's losses of its micro-batches, of B windows each.
+    """
+    config, gathered = parts.config, parts.world.gather(batch_losses.tolist())
+    losses = np.array(gathered).T.flatten()  # in the order of the micro-batches
+    bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
+    positions = [start + number * B + row for number in bad for row in range(B)][:4]
+    where = ", ".join(split.describe(number) for split, number in parts.loader.locate(np.array(positions)))
+    rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
+    # from the checkpoint of this very step, no step has succeeded
+    good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
+    remedy = f"--branch-from {good[-1]} {rates} --out-dir NEW" if good else f"--no-resume {rates}"
+    return UserError(
+        f"Training diverged in step {step}: the loss is {loss}, the gradient norm {norm}. The batch includes the "
+        f"sequences at {where}. Train at a lower rate: {remedy}."
+    )
 
 
 def export(out_dir: Path, step: int, raw_model: Any, enc: Any, sample: str = "") -> None:

@@ -111,7 +111,7 @@ def compare(saved: Code, config_class: type, source: str, *, goes_on: bool) -> N
     )
 
 
-def load(path: str) -> Any:
+def import_trainer(path: str) -> Any:
     """The module train_gpt2 or, if it is not "", the changed copy of it that --code names."""
     if not path:
         return importlib.import_module(Path(NAME).stem)

@@ -21,7 +21,7 @@ from plumbing.run import checks, logs, models, source_code, wandb_log
 from plumbing.run.checkpoint import Checkpoint, fingerprint_of
 from plumbing.run.commands import branch_command, print_next_commands, train_command
 from plumbing.run.huggingface import is_export_of
-from plumbing.run.options import RunOptions, StartOptions, is_per_node, names_of, recipe_of
+from plumbing.run.options import StartOptions, differences, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
 from plumbing.system import autofit, devices
 from plumbing.system.distributed import World
@@ -96,63 +96,52 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         raise UserError(
             f"--out-dir is the folder of the parent (--branch-from), {parent}. Give the branch a folder of its own."
         )
-    if own := load_own(asked):
-        source, inherited = asked.out_dir, inheritable(asked, own["config"], typed)
-        config = make_config(inherited, typed, world)
-        refuse_another_recipe(config, own, typed)
-        if own["finished"]:
-            return Start(config, typed, finished_step=own["step"])
-        start = from_saved(config, own)
-    elif asked.branch_from:
-        source, saved = asked.branch_from, load_parent(asked)
-        inherited = inheritable(asked, saved["config"], typed)
+    own = load_own(asked)
+    saved, model, source = own, None, asked.out_dir
+    if not own and asked.branch_from:
+        saved, source = load_parent(asked), asked.branch_from
+    elif not own and asked.init_from:
+        model, source = models.load_saved_model(asked.init_from), asked.init_from
+    elif not own and typed.keys() <= names_of(StartOptions) and "out_dir" in typed:
+        raise UserError(
+            f"There is no checkpoint in {source}, so no run that could go on. Give the folder of one or, to begin a "
+            f"run there, its settings, too, such as --preset {asked.preset}."
+        )
+    settings = saved["config"] if saved else model.settings if model else {}
+    inherited = inheritable(asked, settings, typed)
+    if saved and not own:
         del inherited["branch_from"]
         if "data" in typed and "data_weights" not in typed:  # the shares are those of the parent's folders
             del inherited["data_weights"]
-        config = make_config(inherited, typed, world)
-        start = from_saved(config, saved)._replace(branched=branch(config, saved))
-    elif asked.init_from:
-        source, model = asked.init_from, models.load_saved_model(asked.init_from)
-        inherited = inheritable(asked, model.settings, typed)
-        config = make_config(inherited, typed, world)
-        source_code.compare(model.code, type(config), source, goes_on=True)
-        start = Start(config, typed, None, model.settings, model.weights, model.enc.name)
-    else:
-        if typed.keys() <= names_of(StartOptions) and "out_dir" in typed:
-            raise UserError(
-                f"There is no checkpoint in {asked.out_dir}, so no run that could go on. Give the folder of one or, to "
-                f"begin a run there, its settings, too, such as --preset {asked.preset}."
-            )
-        return Start(make_config({}, typed, world), typed)
+    config = make_config(inherited, typed, world)
+    if own:
+        refuse_another_recipe(config, own, typed)
+        if own["finished"]:
+            return Start(config, typed, finished_step=own["step"])
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
-    if start.saved:
-        source_code.compare(start.saved["code"], type(config), source, goes_on=True)
-    return start
+    if saved:
+        source_code.compare(saved["code"], type(config), source, goes_on=True)
+        fields = {name: settings[name] for name in saved["model_fields"]}
+        branched = None if own else branch(config, saved)
+        return Start(config, typed, saved, fields, saved["model"], saved["tokenizer"], branched)
+    if model:
+        source_code.compare(model.code, type(config), source, goes_on=True)
+        return Start(config, typed, None, settings, model.weights, model.enc.name)
+    return Start(config, typed)
 
 
 def load_own(asked: Any) -> Checkpoint | None:
     """The newest checkpoint of the run that is to be continued in out_dir; None for a new run."""
     if asked.resume:
-        return load_state(asked.out_dir)
+        return checkpoints.load_state(asked.out_dir)
     # under --no-resume, a run goes on that this very torchrun has begun, and restarts after a crash
-    saved = load_state(asked.out_dir) if logs.is_restarted() else None
+    saved = checkpoints.load_state(asked.out_dir) if logs.is_restarted() else None
     return saved if saved and saved["launch"] == logs.launch() else None
-
-
-def load_state(source: str) -> Checkpoint | None:
-    """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
-    saved = checkpoints.newest_checkpoint(source)
-    if saved and "optimizer" not in saved:
-        raise UserError(
-            f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
-            "them, use --init-from."
-        )
-    return saved
 
 
 def load_parent(asked: Any) -> Checkpoint:
     """The checkpoint from which a new branch begins."""
-    saved = load_state(asked.branch_from)
+    saved = checkpoints.load_state(asked.branch_from)
     if not saved:
         raise UserError(
             f"There is no checkpoint in {asked.branch_from} that can be continued. Give a run's folder or its "
@@ -164,34 +153,6 @@ def load_parent(asked: Any) -> Checkpoint:
 def folder_of(source: Path) -> Path:
     """The folder of a run, of which `source` is the folder or a checkpoint."""
     return source.parent if source.is_file() else source
-
-
-def from_saved(config: Any, saved: Checkpoint) -> Start:
-    """The Start of a run that goes on from a checkpoint, or branches from it."""
-    settings = {name: saved["config"][name] for name in saved["model_fields"]}
-    return Start(config, {}, saved, settings, saved["model"], saved["tokenizer"])
-
-
-def inheritable(asked: Any, settings: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
-    """Those settings of a run, a parent or a model that a start takes over: not what belongs to an earlier start."""
-    names = names_of(type(asked)) - names_of(StartOptions)
-    inherited = {name: value for name, value in settings.items() if name in names}
-    for name in [name for name, value in typed.items() if value == "auto" and name in inherited]:
-        del typed[name]  # which leaves the choice as it is
-    return inherited
-
-
-def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of the recipe's settings in which `config` differs from the settings of a checkpoint."""
-    now, defaults, free = recipe_of(config), vars(type(config)()), names_of(RunOptions)
-    # a setting that did not exist yet counts as the default, and one that is gone as unknown
-    both = {
-        name: (then.get(name, defaults.get(name)), now.get(name, "unknown"))
-        for name in dict.fromkeys([*then, *now])
-        if name not in free
-    }
-    # "log/" is the folder "log"
-    return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
 
 
 def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any]) -> None:
@@ -324,7 +285,7 @@ def first_model(model_class: type, start: Start, device: torch.device) -> Any:
             autofit.check_memory(lambda: model_class(config), device)
             return autofit.new_model(model_class, config).to(device)
         assert start.settings is not None
-        models.make_config(type(config), start.settings)  # which has no setting that this file does not know
+        models.config_of(type(config), start.settings)  # which has no setting that this file does not know
         model = models.from_state(model_class, config, start.weights, extends=True)
     own = dict(model.named_parameters())
     other = [name for name in own.keys() & start.weights.keys() if own[name].shape != start.weights[name].shape]
@@ -376,7 +337,7 @@ def restore(start: Start, parts: Any) -> None:
 def report_finished(start: Start, model_class: type, world: World) -> Ended:
     """Say that the run is finished, and export its model again if hf/ does not hold it."""
     config, out_dir = start.config, Path(start.config.out_dir)
-    saved = load_state(config.out_dir) if world.is_master else None
+    saved = checkpoints.load_state(config.out_dir) if world.is_master else None
     if not saved:
         return start.ended
     enc = models.tokenizer_of(saved)
