@@ -6,6 +6,7 @@ import json
 import threading
 import urllib.parse
 
+import datasets
 import huggingface_hub
 
 
@@ -78,20 +79,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(200, files[path], headers, fault)
 
     def tree(self, files, folder, query):
-        """Two entries at a time, where the hub has a thousand; the answer says where the next ones are."""
-        entries, recursive = [], "recursive=true" in query.lower()
-        for path, content in sorted(files.items()):
+        """The files and folders below a folder, a page at a time; the answer says where the next page is."""
+        inside = {path: content for path, content in files.items() if path.startswith(folder and folder + "/")}
+        places = {"/".join(path.split("/")[:depth]) for path in inside for depth in range(1, path.count("/") + 1)}
+        entries = [{"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in places - {folder}]
+        for path, content in inside.items():
             oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry = {"type": "file", "path": path, "size": len(content), "oid": oid}
+            entries.append({"type": "file", "path": path, "size": len(content), "oid": oid})
             if path.endswith(".parquet"):
                 sha = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
-            if path.startswith(folder and folder + "/") and (recursive or "/" not in path[len(folder) :].strip("/")):
-                entries.append(entry)
-        first = int(dict(urllib.parse.parse_qsl(query)).get("cursor", 0))
-        rest = urllib.parse.urlsplit(self.path)._replace(query=f"recursive={recursive}&cursor={first + 2}").geturl()
-        more = {"Link": f'<http://{self.headers["Host"]}{rest}>; rel="next"'} if first + 2 < len(entries) else {}
-        self.answer(200, json.dumps(entries[first : first + 2]).encode(), more)
+                entries[-1]["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
+        if not entries:
+            return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        entries.sort(key=lambda entry: entry["path"])
+        first, page = int(dict(urllib.parse.parse_qsl(query)).get("cursor", 0)), self.server.page
+        rest = f"http://{self.headers['Host']}{self.path.split('&cursor')[0]}&cursor={first + page}"
+        more = {"Link": f'<{rest}>; rel="next"'} if entries[first + page :] else {}
+        self.answer(200, json.dumps(entries[first : first + page]).encode(), more)
 
     def answer(self, status, content, headers=None, fault=""):
         headers = {"Content-Length": len(content)} | (headers or {})
@@ -122,6 +126,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.data_sets, self.files, self.renamed = {}, {}, {}
         self.asked, self.faults, self.lasting = [], {}, {}
+        self.page = 2  # entries of a tree, where the hub has a thousand
         self.stopping, self.url = threading.Event(), f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -144,6 +149,7 @@ class Server(http.server.ThreadingHTTPServer):
         values |= dict(HF_HUB_CACHE=str(folder / "hub"), HF_TOKEN_PATH=str(folder / "token"), HF_HUB_DISABLE_XET=True)
         for name, value in values.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", self.url)
         monkeypatch.setenv("HF_TOKEN", "hf_right")
 
     def stop(self):

@@ -345,8 +345,8 @@ BAD_INPUTS = {
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
     "--input http://me:secret@host/a.txt?key=secret": "Addresses are not read here & curl -LO http://host/a.txt",
     "--input OWNER/NAME": "--dataset OWNER/NAME",
-    "--dataset ./good.jsonl": "--input ./good.jsonl",
-    "--dataset hf://datasets/OWNER/NAME": "--dataset OWNER/NAME & --input FILES",
+    "--dataset ./good.jsonl": "--input FILES",
+    "--dataset hf://datasets/OWNER/NAME": "OWNER/NAME & --input FILES",
     "--input good.jsonl --config en": "good.jsonl is no data set with splits",
     "--dataset python-docs --split test": "neither configs nor splits",
 }

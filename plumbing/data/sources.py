@@ -1,23 +1,22 @@
 """Which files a data set is made of, people's own or the hub's, and how those of the hub come to this machine.
 
-Of a data set of the hub, and of a clone of one, the library `datasets` says which files a split has: its own rules are
-applied to a folder of empty files with the same names. The hub's client fetches them, at the commit that was asked for
-once; what is in them is read in readers.py.
+The library `datasets` says which files a split of one of the hub's has, and the hub's client fetches them, at the
+commit that was asked for once. What is in them is read in readers.py.
 """
 
+import collections
 import glob
 import hashlib
-import json
+import io
 import os
 import platform
 import re
-import shutil
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
@@ -26,16 +25,12 @@ from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
 
-# what is never input: files beside shards, and those that tell of a data set or made it
-NO_DATA = re.compile(
-    r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state)\.json|config\.json|\.huggingface\.yaml)$"
-)
+# what is never input: files beside shards, and those that tell of a data set
+NO_DATA = re.compile(r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$")
 # what stands beside the data in many sets; two of these would outnumber one table
 ABOUT_DATA = re.compile(
     r"(?i)(^|/)(licen[cs]e|notice|readme|requirements|changelog|citation|authors)\b[^/]*\.txt$"
 )
-# of a config in a card, those that say which files it has
-CONFIG_FIELDS = ("config_name", "data_files", "data_dir")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TYPES = {  # how a file is read: the ends of the names of such files; HTML and source code are text as they are
     ".parquet": ".parquet",
@@ -49,9 +44,19 @@ TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
 PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
 PYTHON_DOCS = f"the documentation of Python {platform.python_version()}"
-# {--dataset: (its name on the hub, the folder of it that is read)}
-ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT")}
+ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}  # {--dataset: (name on the hub, config)}
 CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
+OWN_FILES = "Your own files are given with --input FILES."
+REFUSALS = {  # by what the hub's client raises
+    "GatedRepoError": "it is gated. Accept its conditions on its page, then log in: hf auth login.",
+    "HFValidationError": f"a data set's name is OWNER/NAME, as the hub shows it. {OWN_FILES}",
+    "RepositoryNotFoundError": f"none has that name, or it is private. Check it, or log in: hf auth login. {OWN_FILES}",
+    "RevisionNotFoundError": "it has no such revision. Choose a commit, a branch or a tag that the hub shows.",
+}
+NO_NETWORK = (
+    "Check the network and repeat the command. Without one, use --input, or --dataset python-docs --tokenizer"
+)
+NO_NETWORK += " bytes."
 
 
 class Source(NamedTuple):
@@ -96,7 +101,7 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
 
-def what_is_read(types: Iterable[str] = tuple(TYPES)) -> str:
+def what_is_read(types: Sequence[str] = tuple(TYPES)) -> str:
     ends = ", ".join(end for kind in types for end in TYPES[kind].split()[:4])
     others = " and other text and source code" if ".txt" in types else ""
     return f"files that end in {ends}{others} (.gz and .zst are unpacked)"
@@ -105,20 +110,20 @@ def what_is_read(types: Iterable[str] = tuple(TYPES)) -> str:
 # ----- Files on this machine ----------------------------------------------------------------------------
 
 
-def list_inputs(patterns: Sequence[str], types=tuple(TYPES), config="", split="train") -> list[Source]:
-    """The files named by `patterns`: a file, a folder's files, a glob's matches, sorted by name; a data set's split."""
-    found = []
-    for pattern in patterns:
-        names = list_data_set(pattern, config, split)
-        if names is None and (config or split != "train"):
-            raise UserError(f"{pattern} is no data set with splits. Leave --config and --split out.")
-        found += [local_source(name) for name in names or list_names(pattern, types)]
-    return found
+def list_inputs(patterns: Sequence[str], types: Sequence[str] = tuple(TYPES)) -> list[Source]:
+    """The files named by `patterns`: a file, a folder's files, a glob's matches, sorted by name."""
+    return [local_source(name) for pattern in patterns for name in list_names(pattern, types)]
 
 
 def list_names(pattern, types):
-    """The paths of the files of these types that a path or a glob names."""
+    """The paths of the files of these types that a path or a glob names; a README.md only by its own path."""
     is_folder = os.path.isdir(pattern)
+    if is_folder and tells_of_data(pattern):
+        raise UserError(
+            f"{pattern} is a whole data set. Name the files of a clone that you want, as with --input "
+            f"'{pattern}/data/train-*.parquet'. What save_to_disk wrote becomes a file that is read here with Python's "
+            f"datasets.load_from_disk('{pattern}/train').to_parquet('train.parquet')."
+        )
     names = [pattern]
     if is_folder or not os.path.lexists(pattern):
         places = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
@@ -127,11 +132,10 @@ def list_names(pattern, types):
     if "**" in pattern:  # it also matches the folders whose files it takes
         names = files
     kept = [name for name in files if file_type(name) in types and not NO_DATA.search(name)]
-    if pattern not in names:  # a README tells of the others, unless it is all there is
-        kept = [name for name in kept if os.path.basename(name).lower() != "readme.md"] or kept
+    kept = [name for name in kept if name == pattern or os.path.basename(name).lower() != "readme.md"]
     left_out = sorted(set(names) - set(kept))
     if not kept:
-        wrong = f"{left_out[0]} is not of a type that is read here" if names else f"No file matches {pattern}"
+        wrong = f"{left_out[-1]} is not of a type that is read here" if names else f"No file matches {pattern}"
         if re.match(r"\w[\w+.-]+:/", pattern):
             wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {pattern}"
         advice = "A data set of the hub is for fineweb.py and smoltalk.py: --dataset OWNER/NAME."
@@ -139,6 +143,13 @@ def list_names(pattern, types):
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out, such as {left_out[0]}.")
     return kept
+
+
+def tells_of_data(folder):
+    """Whether a folder is a clone of a data set, whose card has a header, or was written by save_to_disk."""
+    there = set(os.listdir(folder))
+    card = Path(folder, "README.md").read_bytes() if "README.md" in there else b""
+    return bool(re.match(rb"(\xef\xbb\xbf)?---\s", card) or there & {"dataset_dict.json", "state.json"})
 
 
 def local_source(name):
@@ -153,48 +164,107 @@ def local_source(name):
     return Source(name, size, digest, path=name)
 
 
-# ----- Data sets on this machine: a clone of one of the hub's, or a folder of save_to_disk --------------
+# ----- Which files a data set of the hub has ------------------------------------------------------------
 
 
-def list_data_set(folder, config, split):
-    """The paths of a split's files if `folder` holds a data set, else None."""
-    there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there:
-        return list_saved(folder, split)
-    if "README.md" not in there:
-        return None
-    names, card = names_below(folder), Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
-    has_header = re.match(r"\ufeff?---\s*\n", card)
-    is_clone = has_header or any(name.startswith("data/") for name in names)
-    if not is_clone or not any(is_table_or_text(name) for name in names):
-        return None
-    return [os.path.join(folder, name) for name in choose_files(folder, names, card, config, split)[1]]
-
-
-def names_below(folder):
-    """The names of the files below a folder, as a data set of the hub has them; none below hidden folders."""
-    paths = [path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts[:-1])]
-
-
-def is_table_or_text(name):
-    """Whether a file may hold the documents of a data set: those of other people's are no Markdown or source code."""
-    return file_type(name) not in ("", ".txt") or suffix_of(name) == ".txt"
-
-
-def list_saved(folder, split):
-    """The Arrow files of a split in a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    import datasets  # slow to import
-
+def find(options: Any, types: Sequence[str] = tuple(TYPES)) -> Found:
+    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
+    if options.input:
+        if options.config or options.split != "train":
+            raise UserError(f"{options.input[0]} is no data set with splits. Leave --config and --split out.")
+        return Found("input", "", "", "", list_inputs(options.input, types))
+    if options.dataset == "python-docs":
+        return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
+    dataset, config = ALIASES.get(options.dataset, (options.dataset, options.config))
+    name, commit, files = retry(dataset, NO_NETWORK, lambda: list_hub(dataset, options.revision))
+    root = f"hf://datasets/{name}@{commit}"
     try:
-        saved: Any = datasets.load_from_disk(folder)
-    except Exception as error:  # of many kinds
-        reason = console.first_line(error)
-        raise UserError(f"{folder} is damaged: {console.plain(reason)}. Save the data set again.") from None
-    if not isinstance(saved, dict):  # a single split, which may be asked for by its name
-        saved = {str(saved.split or "train"): saved, "train": saved}
-    check_choice(folder, "split", split, list(saved))
-    return [file["filename"] for file in saved[split].cache_files]
+        configs = read_configs(root, files, options.revision)
+        config, chosen = choose_files(name, root, files, configs, config, options.split)
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds, YAML's among them
+        raise unclear(name, console.plain(console.first_line(error))) from None
+    return Found(name if dataset == options.dataset else options.dataset, commit, config, options.split, chosen)
+
+
+def list_hub(dataset, revision):
+    """(full name, commit, {address: Source}) of the files of a data set."""
+    import huggingface_hub  # slow to import
+
+    hooks = huggingface_hub.get_session().event_hooks["request"]
+    if set_timeout not in hooks:
+        hooks.append(set_timeout)
+    info: Any = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None)
+    root, files = f"datasets/{info.id}@{info.sha}", {}
+    # subtle: `datasets` gets the same object, which remembers the list
+    tree: Any = huggingface_hub.HfFileSystem().find(root, detail=True)
+    for path, entry in tree.items():
+        digest = entry["lfs"].sha256 if entry["lfs"] else entry["blob_id"]
+        name = path.removeprefix(f"{root}/")
+        files[f"hf://{path}"] = Source(name, entry["size"], digest, repo=info.id, commit=info.sha)
+    return info.id, info.sha, files
+
+
+def set_timeout(request):
+    """For the hub's client, which would wait for a list of files without an end."""
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
+
+
+def read_configs(root, files, revision):
+    """{config: what says which files it has} by the card of a data set at `root`, {} without one."""
+    import huggingface_hub
+
+    card, configs = files.get(f"{root}/README.md"), {}
+    if revision == CONVERTED:  # which has no card: its files are CONFIG/SPLIT/0000.parquet
+        places = {os.path.dirname(source.name) for source in files.values()}
+        for config, split in sorted(place.split("/") for place in places if place.count("/") == 1):
+            entry = {"split": split.removeprefix("partial-"), "path": f"{config}/{split}/*.parquet"}
+            configs.setdefault(config, {"data_files": []})["data_files"].append(entry)
+    elif card:
+        with tempfile.TemporaryDirectory() as folder:
+            header = huggingface_hub.metadata_load(fetch(card, folder)) or {}
+        configs = {entry["config_name"]: entry for entry in header.get("configs") or []}
+    return configs
+
+
+def choose_files(dataset, root, files, configs, config, split):
+    """(config, its split's files) of a data set at `root`, by the rules of `datasets`."""
+    from datasets import data_files, utils  # slow to import
+
+    known = utils.metadata.MetadataConfigs(configs)
+    config = config or known.get_default_config_name() or ("" if configs else "default")
+    check_choice(dataset, "config", config, list(configs) or ["default"])
+    # not asked of its builder, which looks for the files of every config, and there may be thousands
+    entry = configs.get(config, {})
+    base = "/".join(filter(None, (root, entry.get("data_dir"))))
+    own = entry.get("data_files")
+    patterns = data_files.sanitize_patterns(own) if own else data_files.get_data_patterns(base)
+    found = data_files.DataFilesDict.from_patterns(patterns, base_path=base)
+    check_choice(dataset, "split", split, list(map(str, found)))
+    if elsewhere := {*found[split]} - {*files}:
+        raise unclear(dataset, f"its card names {console.plain(min(elsewhere))}, which is not in the data set")
+    sources = [files[path] for path in found[split] if is_data(files[path].name)]
+    # those of the most common type, as `datasets` does; of two that are as common, the first one of TYPES
+    counts = collections.Counter(file_type(source.name) for source in sources)
+    main = max(TYPES, key=counts.__getitem__)
+    chosen = [source for source in sources if file_type(source.name) == main]
+    if not chosen:
+        ends = sorted({suffix_of(files[path].name) for path in found[split]} - {""})
+        raise unclear(dataset, f"it has no files that are read here, but {', '.join(ends[:5]) or 'none'}")
+    in_splits = {files.get(path) for name in found if name != split for path in found[name]} | {*chosen}
+    candidates = sources if configs else files.values()
+    unused = [source.name for source in candidates if is_data(source.name) and source not in in_splits]
+    if unused:
+        such = console.plain(min(unused))
+        print(f"note: {console.count(len(unused), 'file')} of {dataset} left out, such as {such}.")
+    return config, chosen
+
+
+def is_data(name):
+    """Whether a file may hold the documents of a data set: those of other people's are no Markdown or source code."""
+    is_read = file_type(name) not in ("", ".txt") or suffix_of(name) == ".txt"
+    return is_read and not (NO_DATA.search(name) or ABOUT_DATA.search(name))
 
 
 def check_choice(dataset, noun, value, known):
@@ -206,215 +276,28 @@ def check_choice(dataset, noun, value, known):
         raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known[:50]) or 'none'}{more}. {first}")
 
 
-# ----- Which files a split has --------------------------------------------------------------------------
-
-
-def choose_files(
-    dataset: str, names: Sequence[str], card: str, config: str, split: str
-) -> tuple[str, list[str]]:
-    """(config, names of its split's files) of a data set that has files of these names, by the rules of `datasets`."""
-    import datasets  # slow to import
-
-    datasets.utils.logging.set_verbosity_error()
-    check_names(dataset, names)
-    names = [name for name in names if not (NO_DATA.search(name) or ABOUT_DATA.search(name))]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
-        for name in names:
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        known = configs_in(dataset, card)
-        try:
-            chosen = config or known.get_default_config_name() or ("" if known else "default")
-            check_choice(dataset, "config", chosen, list(known) or ["default"])
-            # with the other configs, of which there may be thousands, it would take minutes
-            header = {key: value for key, value in known.get(chosen, {}).items() if key in CONFIG_FIELDS}
-            text = f"---\n{json.dumps({'configs': [header]})}\n---\n" if header else ""  # JSON is YAML, too
-            Path(folder, "README.md").write_text(text, encoding="utf-8")
-            builder: Any = datasets.load_dataset_builder(folder, cache_dir=cache)
-        except UserError:
-            raise
-        except Exception as error:  # of many kinds, YAML's among them
-            raise nothing_is_read(dataset, names, f" ({console.plain(console.first_line(error))})") from None
-        found: Any = builder.config.data_files or {}
-        by_split = {
-            str(key): [Path(os.path.relpath(path, folder)).as_posix() for path in found[key]] for key in found
-        }
-    check_choice(dataset, "split", split, list(by_split))
-    elsewhere = sorted({*by_split[split]} - {*names})
-    if elsewhere:
-        raise UserError(
-            f"The card of {dataset} names files that are not in the data set, such as {console.plain(elsewhere[0])}. "
-            "Fetch those that you trust, and give them with --input."
-        )
-    if not all(map(file_type, by_split[split])) or not by_split[split]:
-        raise nothing_is_read(dataset, names)
-    unused = set(filter(is_table_or_text, names)) - {name for files in by_split.values() for name in files}
-    if unused and not re.search(r"(?m)^configs:", card):
-        print(f"note: {console.count(len(unused), 'file')} of {dataset} in no split, such as {min(unused)}.")
-    return chosen, by_split[split]
-
-
-def configs_in(dataset, card):
-    """The configs of which a card tells, {name: what it says}, as `datasets` keeps them."""
-    import datasets  # slow to import
-    import huggingface_hub
-
-    try:
-        entries = huggingface_hub.DatasetCard(card.lstrip("\ufeff")).data.get("configs") or []
-        return datasets.utils.metadata.MetadataConfigs({entry["config_name"]: entry for entry in entries})
-    except Exception as error:  # of many kinds, YAML's among them
-        reason = console.plain(console.first_line(error))
-        raise UserError(
-            f"The header of the card of {dataset}, its README.md, cannot be read: {reason}. Fetch the files that you "
-            "want, and give them with --input."
-        ) from None
-
-
-def check_names(dataset, names):
-    """Raise UserError if a file of a data set would be put outside of the folder that is meant for it."""
-    for name in names:
-        path = PureWindowsPath(name)  # knows both kinds of slashes, and drives
-        if path.anchor or ".." in path.parts or "\0" in name:
-            raise UserError(
-                f"{dataset} lists a file {console.plain(name)!r}, which would be written outside of its folder. Do not "
-                "use this data set, and tell the hub."
-            )
-
-
-def nothing_is_read(dataset, names, reason=""):
-    """The error for a data set without a file that is read here."""
-    ends = sorted({suffix_of(name) for name in names} - {"", ".md", ".json", ".gitattributes"})
+def unclear(dataset, reason):
+    """The error for a data set of which `datasets` cannot tell the files, or whose files are not read here."""
     return UserError(
-        f"{dataset} has no files that are read here, but {', '.join(ends[:5]) or 'none'}{reason}. Give "
-        f"{what_is_read()}. Images and sounds have no text column. Where there is only a script, the hub may have "
-        f"converted the data set: then its copy is read with --revision {CONVERTED}."
+        f"Which files of {dataset} hold its texts is not clear: {reason}. Fetch those that you want, and give them "
+        f"with --input: {what_is_read()}. Where there is only a script, the hub may have converted the data set: then "
+        f"its copy is read with --revision {CONVERTED}."
     )
-
-
-# ----- The hub ------------------------------------------------------------------------------------------
-
-
-def check_data_set(name: str) -> None:
-    """Raise UserError unless `name` can be that of a data set of the hub."""
-    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
-    if not is_name or os.path.isfile(name) or (file_type(name) and "/" not in name):
-        raise UserError(
-            f"{name!r} is not the name of a data set. It is OWNER/NAME, as the hub shows it: --dataset "
-            f"OWNER/NAME. Your own files are given with --input {'FILES' if '://' in name else console.quote(name)}."
-        )
-
-
-def find(options: Any, types: tuple[str, ...] = tuple(TYPES)) -> Found:
-    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
-    config, split, revision = options.config, options.split, options.revision
-    if options.input:
-        found = list_inputs(options.input, types, config, split)
-        return Found("input", "", config, "" if split == "train" else split, found)
-    if options.dataset == "python-docs":
-        return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
-    dataset, folder = ALIASES.get(options.dataset, (options.dataset, ""))
-    check_data_set(dataset)
-    import huggingface_hub  # slow to import
-
-    list_files = list_cache if huggingface_hub.is_offline_mode() else list_hub
-    name, commit, files = list_files(huggingface_hub, dataset, revision, folder)
-    card = converted_card(files) if revision == CONVERTED else ""
-    if "README.md" in files:
-        with tempfile.TemporaryDirectory() as temporary:
-            path = fetch(files["README.md"], temporary)
-            card = Path(path).read_text(encoding="utf-8", errors="replace")
-    config, chosen = choose_files(name, list(files), card, config, split)
-    return Found(options.dataset if folder else name, commit, config, split, [files[path] for path in chosen])
-
-
-def list_hub(client, dataset, revision, folder):
-    """(full name, commit, {path: source}) of the files of a data set of the hub, or of those in a folder of it."""
-
-    def list_files():
-        info = client.HfApi().dataset_info(dataset, revision=revision or None, timeout=TIMEOUT)
-        # the client's own list_repo_tree waits for an answer without an end
-        place = f"{info.id}/tree/{info.sha}/{folder}".rstrip("/")
-        url, files = f"{client.constants.ENDPOINT}/api/datasets/{place}?recursive=true", {}
-        while url:
-            answer = client.get_session().get(url, headers=client.utils.build_hf_headers(), timeout=TIMEOUT)
-            client.utils.hf_raise_for_status(answer)
-            for entry in answer.json():
-                if entry["type"] == "file":
-                    digest = entry.get("lfs", entry)["oid"]
-                    name, size = entry["path"], entry["size"]
-                    files[name] = Source(name, size, digest, repo=info.id, commit=info.sha)
-            url = answer.links.get("next", {}).get("url")
-        return info.id, info.sha, files
-
-    return ask(dataset, revision, list_files)
-
-
-def list_cache(client, dataset, revision, folder):
-    """The same, with HF_HUB_OFFLINE, of a data set in the user's cache."""
-    place: dict[str, Any] = dict(repo_id=dataset, repo_type="dataset", revision=revision or None)
-    try:
-        cached = client.snapshot_download(**place, local_files_only=True)
-    except (OSError, ValueError):
-        raise UserError(
-            f"HF_HUB_OFFLINE is set, and {dataset} is not in the cache. Unset it, or use --input or "
-            "--dataset python-docs --tokenizer bytes."
-        ) from None
-    print(f"note: HF_HUB_OFFLINE is set: the files of {dataset} are those in the cache.")
-    commit, files = os.path.basename(cached), {}
-    for name in names_below(cached):
-        path = os.path.join(cached, name)
-        if name.startswith(folder):
-            files[name] = Source(name, os.path.getsize(path), repo=dataset, commit=commit, path=path)
-    return dataset, commit, files
-
-
-def converted_card(names):
-    """A card for the hub's converted branch, which has none: its files are CONFIG/SPLIT/0000.parquet."""
-    configs = {}
-    for config, split in sorted({tuple(name.split("/")[:2]) for name in names if name.count("/") == 2}):
-        files = {"split": split.removeprefix("partial-"), "path": f"{config}/{split}/*.parquet"}
-        configs.setdefault(config, []).append(files)
-    entries = [{"config_name": config, "data_files": files} for config, files in configs.items()]
-    return f"---\n{json.dumps({'configs': entries})}\n---\n"  # JSON is YAML, too
 
 
 def find_again(meta: dict[str, Any], options: Any) -> Found | None:
     """The files that an earlier run found, by its meta.json, if `options` ask for the same: the hub is not asked."""
-    then: dict[str, Any] = {"config": "", "revision": "", "split": ""} | meta["made_from"]
-    then["dataset"] = meta["dataset"]
-    typed = then | meta.get("asked", {})
-    is_same = all(getattr(options, key) in (then[key], typed[key]) for key in ("dataset", "config", "revision"))
-    if options.input or not (is_same and options.split == (then["split"] or "train") and then["revision"]):
+    dataset, then, asked = meta["dataset"], meta["made_from"], meta.get("asked") or {}
+    if options.input or not asked or options.split != then["split"]:
         return None
-    repo, _ = ALIASES.get(then["dataset"], (then["dataset"], ""))
+    if any(getattr(options, key) != value for key, value in asked.items()):
+        return None
+    repo, _ = ALIASES.get(dataset, (dataset, ""))
     found = [Source(*recorded, repo=repo, commit=then["revision"]) for recorded in then["sources"]]
-    return Found(then["dataset"], then["revision"], then["config"], then["split"], found)
+    return Found(dataset, then["revision"], then["config"], then["split"], found)
 
 
-def ask(dataset, revision, function, file=""):
-    """Call `function()`, which asks the hub for a data set; its refusals become a UserError that says what to do."""
-    from huggingface_hub import constants, errors
-
-    own = " The folder of that name is read with --input." if os.path.exists(dataset) else ""
-    refusals = {  # the first is also one of the second kind
-        errors.GatedRepoError: f"{dataset} is gated: accept its conditions at {constants.ENDPOINT}/datasets/{dataset}, "
-        "then log in: hf auth login",
-        errors.RepositoryNotFoundError: f"The hub shows no data set {dataset}: there is none of that name, or it is "
-        f"private. Check the name, or log in as one who may read it: hf auth login.{own}",
-        errors.RevisionNotFoundError: f"{dataset} has no revision {revision!r}. Choose a commit, a branch or a tag "
-        "that the hub shows.",
-    }
-
-    def call():
-        try:
-            return function()
-        except tuple(refusals) as error:
-            raise UserError(next(refusals[kind] for kind in refusals if isinstance(error, kind))) from None
-
-    advice = "Check the network and repeat the command. Without one, use --input, or python-docs as bytes: "
-    advice += "--dataset python-docs --tokenizer bytes."
-    return retry(f"{file} of {dataset}" if file else dataset, advice, call)
+# ----- Downloads ----------------------------------------------------------------------------------------
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
@@ -424,30 +307,22 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:  # the hub's client has renamed its network errors from version to version
-            cause = error.__cause__ if isinstance(error, UserError) else error
-            if cause is None:  # it says what to do
+            if getattr(error, "errno", None) in console.ADVICE:  # the disk's
                 raise
-            response: Any = getattr(cause, "response", None)
-            status = getattr(cause, "code", None) or getattr(response, "status_code", None)
-            number: Any = getattr(cause, "errno", None)  # of an error from the disk
-            is_refused = status in (401, 403, 404)
-            if is_refused:
-                advice = "The file is not there, or you may not read it: check the address and your access."
-            is_lasting = is_refused or number in console.ADVICE
-            if attempt == 2 or is_lasting or time.monotonic() - begun > PATIENCE:
-                wrong = console.plain(console.first_line(cause))
-                advice = console.ADVICE.get(number, advice)
+            if refusal := REFUSALS.get(type(error).__name__):
+                raise UserError(f"Could not download {name}: {refusal}") from None
+            if attempt == 2 or time.monotonic() - begun > PATIENCE:
+                wrong = console.plain(console.first_line(error))
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
-            time.sleep(RETRY_SECONDS)
+        time.sleep(RETRY_SECONDS)
 
 
-def is_whole(path, digest):
-    """Whether a file is there and has this digest, sha256 or git's sha1, if it is known."""
-    if not os.path.isfile(path) or len(digest) not in (40, 64):
-        return os.path.isfile(path)
-    begun = hashlib.sha1(b"blob %d\0" % os.path.getsize(path)) if len(digest) == 40 else hashlib.sha256()
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: begun).hexdigest() == digest
+def is_whole(file, digest):
+    """Whether a file that is open has this digest, sha256 or git's sha1, if it is known."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    begun = hashlib.sha1(b"blob %d\0" % size) if len(digest) == 40 else hashlib.sha256()
+    return not digest or hashlib.file_digest(file, lambda: begun).hexdigest() == digest
 
 
 def fetch(source: Source, folder: str) -> str:
@@ -457,21 +332,23 @@ def fetch(source: Source, folder: str) -> str:
     import huggingface_hub
 
     place: Any = dict(repo_id=source.repo, filename=source.name, repo_type="dataset", revision=source.commit)
-    cached: Any = huggingface_hub.try_to_load_from_cache(**place)
-    for path in (cached, os.path.join(folder, source.name)):
-        if isinstance(path, str) and is_whole(path, source.digest):
-            return path
+    for path in (huggingface_hub.try_to_load_from_cache(**place), os.path.join(folder, source.name)):
+        if isinstance(path, str) and os.path.isfile(path):
+            with open(path, "rb") as file:
+                if is_whole(file, source.digest):
+                    return path
 
     def load():
         # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**place), timeout=TIMEOUT)
         path = huggingface_hub.hf_hub_download(**place, local_dir=folder)
-        if not is_whole(path, source.digest):
-            os.remove(path)
-            raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
-        return path
+        with open(path, "rb") as file:
+            if is_whole(file, source.digest):
+                return path
+        os.remove(path)
+        raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
 
-    return ask(source.repo, source.commit, load, source.name)
+    return retry(f"{source.name} of {source.repo}", NO_NETWORK, load)
 
 
 class Downloads:
@@ -479,7 +356,13 @@ class Downloads:
 
     def __init__(self, sources: list[Source], folder: str, first: int = 0, ahead: bool = True):
         self.sources, self.folder, self.first, self.ahead = sources, folder, first, ahead
-        check_names("It", [source.name for source in sources if source.repo])
+        for source in sources:
+            path = PureWindowsPath(source.name)  # knows both kinds of slashes, and drives
+            if source.repo and (path.anchor or ".." in path.parts or "\0" in source.name):
+                raise UserError(
+                    f"{source.repo} lists a file {console.plain(source.name)!r}, which would be written outside of its "
+                    "folder. Do not use this data set, and tell the hub."
+                )
 
     def __iter__(self) -> Iterator[tuple[int, Source]]:
         """Yield (number, source with the path of its file) from the first one on."""
@@ -518,14 +401,14 @@ class Downloads:
 def download(url: str, path: str, digest: str, advice: str) -> None:
     """Download `url` to `path`, whole or not at all: with this digest. `advice` is what to do if that fails."""
 
-    def attempt():
+    def load():
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-            # not before: a download that cannot begin leaves nothing
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with atomic_write(path) as file:
-                shutil.copyfileobj(response, file)
-                file.flush()
-                if not is_whole(file.name, digest):
-                    raise ConnectionError(f"the {file.tell():,} bytes that came are not those of the file")
+            content = response.read()
+        if not is_whole(io.BytesIO(content), digest):
+            raise ConnectionError(f"the {len(content):,} bytes that came are not those of the file")
+        return content
 
-    retry(url, advice, attempt)
+    content = retry(url, advice, load)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(content)
