@@ -339,9 +339,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         x, targets = x.flatten(0, 1), targets.flatten()
-        if (
-            self.float8 and not return_logits
-        ):  # validation, too; a run with another loss_sum was refused at its start
+        if self.float8 and not return_logits:  # also in validation; another loss_sum was refused at the start
             loss = kernels.cross_entropy_in_float8(x, self.lm_head.weight, targets, IGNORE_INDEX)
             logits = None
         else:
@@ -759,9 +757,8 @@ def evaluate(step, parts: Parts, run):
     if is_due(step, config.val_every, last) and not run.stopping:
         most = config.val_tokens // config.sequence_length  # windows
         with run.evaluation():
-            losses = [
-                evaluate_val_loss(model, each, min(most, each.num_windows), parts) for each in parts.val_loaders
-            ]
+            loaders = parts.val_loaders
+            losses = [evaluate_val_loss(model, each, min(most, each.num_windows), parts) for each in loaders]
         run.log_val_loss(step, losses)
     if is_due(step, config.hellaswag_every, last) and not run.stopping:
         with run.evaluation():
@@ -789,24 +786,12 @@ class Step(NamedTuple):
     scalars: dict[str, Any]  # streams of one's own in log.txt
 
 
-def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
-    """One optimizer step on the next windows, in micro-batches of at most loader.B windows per rank.
+def accumulate_gradients(parts: Parts, num_windows: int) -> torch.Tensor:
+    """Read the next num_windows windows in micro-batches of at most loader.B windows per rank, and go backward.
 
-    signals: those to stop, received so far. An error, on all ranks and before the update, if loss or norm is not
-    finite.
+    Returns this rank's losses of them. Their sum over the ranks, divided by the ranks, is the mean over all targets.
     """
-    config, world, model, loader, scaler = parts.config, parts.world, parts.model, parts.loader, parts.scaler
-    # a number put here, before or after the update, is a stream of log.txt, as rank 0 has it:
-    # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
-    scalars: dict[str, Any] = {}
-    start, lr = loader.position, apply_schedules(parts.optimizers, step, config)
-    # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
-    seed_random_numbers(config.seed, step, world.rank)
-    num_windows = get_batch_size(start * loader.T, config) // loader.T
-    if num_windows % world.size:
-        raise console.UserError(
-            f"{num_windows} sequences, those of step {step}, cannot be shared by {world.size} ranks."
-        )
+    config, world, model, loader = parts.config, parts.world, parts.model, parts.loader
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
@@ -822,12 +807,33 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
             # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
             # targets; times the world size, because DDP averages over the ranks
             loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
-            scaler.scale(loss).backward()
+            parts.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    losses = torch.stack(losses)
-    for optimizer in parts.optimizers:
+    return torch.stack(losses)
+
+
+def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
+    """One optimizer step on the next windows. signals: those to stop, received so far.
+
+    UserError, on all ranks and before the update, if loss or norm is not finite.
+    """
+    config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
+    # a number put here, before or after the update, is a stream of log.txt, as rank 0 has it:
+    # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
+    scalars: dict[str, Any] = {}
+    lr = apply_schedules(optimizers, step, config)
+    # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
+    seed_random_numbers(config.seed, step, world.rank)
+    start, T = parts.loader.position, config.sequence_length
+    num_windows = get_batch_size(start * T, config) // T
+    if num_windows % world.size:
+        raise console.UserError(
+            f"The {num_windows} sequences of step {step} cannot be shared by {world.size} ranks."
+        )
+    losses = accumulate_gradients(parts, num_windows)
+    for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
     # besides DDP's, one all-reduce and one copy to the host per step (float16 adds copies, Muon's step all-gathers)
     sums = sum_over_ranks(torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))]), world)
     loss, num_signals, norm = torch.cat([sums, norm[None]]).tolist()
@@ -835,10 +841,10 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
     overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-        raise diverged(step, parts, loss, norm, start=start, B=B, batch_losses=losses)
-    for optimizer in parts.optimizers if not overflow else ():
+        raise diverged(step, parts, loss, norm, start=start, batch_losses=losses)
+    for optimizer in optimizers if not overflow else ():
         scaler.step(optimizer)
-    for optimizer in parts.optimizers:
+    for optimizer in optimizers:
         # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
         optimizer.zero_grad(set_to_none=world.size == 1)
     scaler.update()
@@ -846,7 +852,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         dist.broadcast(buffer, 0)  # running statistics, for example; GPT-2 has none
     # a single rank also counts the signals that it has received since the sum
     stop = num_signals > 0 or (world.size == 1 and len(signals) > 0)
-    return Step(loss, norm, lr, num_windows * loader.T, stop, scalars)
+    return Step(loss, norm, lr, num_windows * T, stop, scalars)
 
 
 # ----- The run ------------------------------------------------------------------------------------------
@@ -878,9 +884,8 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
     found = dict(vocab_size=vocab_size or n_vocab, dtype=dtype, passes=0.0)
     if c.passes and c.max_steps:
         steps = steps_for_passes(c)
-        found |= dict(
-            max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10)
-        )  # at most a tenth of the run
+        # the warmup is at most a tenth of the run
+        found |= dict(max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10))
     return dataclasses.replace(c, **found)
 
 
@@ -933,10 +938,9 @@ def setup(start, world) -> Parts:
     token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
     # what works on this machine: with torch.compile and DDP, which `wrap` adds, or without, and the largest B that fits
     text = val_loaders[0].next_batch(1)[0] if val_loaders else None
-    tried: dict[str, Any] = dict(wrap=wrap, autocast=autocast, text=text)
-    tried |= dict(num_ids=enc.n_vocab if enc else config.vocab_size)
-    tried |= dict(longest=config.block_size, world=world)
-    found, raw_model.has_cache = try_out(start, raw_model, optimizers, **tried)
+    num_ids = enc.n_vocab if enc else config.vocab_size
+    ways = dict(wrap=wrap, autocast=autocast, text=text, num_ids=num_ids, longest=config.block_size)
+    found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)
     for each in (loader, *val_loaders) if loader else val_loaders:
         each.B = found.B
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)

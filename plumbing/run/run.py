@@ -442,15 +442,14 @@ def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
         )
 
 
-def diverged(
-    step: int, parts: Any, loss: float, norm: float, *, start: int, B: int, batch_losses: Any
-) -> UserError:
+def diverged(step: int, parts: Any, loss: float, norm: float, *, start: int, batch_losses: Any) -> UserError:
     """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
 
-    batch_losses: this rank's losses of its micro-batches, of B windows each.
+    batch_losses: this rank's losses of its micro-batches, which have equally many windows.
     """
     config, gathered = parts.config, parts.world.gather(batch_losses.tolist())
     losses = np.array(gathered).T.flatten()  # in the order of the micro-batches
+    B = (parts.loader.position - start) // len(losses)
     bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
     positions = [start + number * B + row for number in bad for row in range(B)][:4]
     where = ", ".join(split.describe(number) for split, number in parts.loader.locate(np.array(positions)))
