@@ -197,7 +197,7 @@ from plumbing.data import tokenizers
 from plumbing.data.windows import Reader, Windows, data_tokenizer, mix, permute
 from plumbing.run import models
 from plumbing.run.run import diverged, open_run
-from plumbing.run.start import begin, check_config, check_data, first_model, report_finished, restore, try_out
+from plumbing.run.start import begin, check_config, check_data, first_model, restore, try_out
 from plumbing.run.summary import print_summary
 from plumbing.system import kernels
 from plumbing.system.devices import choose_dtype, seed_random_numbers
@@ -974,13 +974,13 @@ def train(typed: dict[str, Any]):
     # torchrun starts a process for each GPU, and hands over RANK, LOCAL_RANK and WORLD_SIZE: here these meet
     with join_ranks(typed) as world:
         # rank 0 decides what the run is: the preset, what the run, its parent or its model has, and what was typed
-        with begin(TrainConfig, PRESETS, typed, make_config, world) as start:
-            if start.finished_step is not None:
-                return report_finished(start, GPT, world)
+        with begin(PRESETS, typed, make_config, GPT, world) as start:
+            if start.ended:  # it is finished already
+                return start.ended
             parts = setup(start, world)
             print_summary(start, parts)
             if start.config.dry_run:
-                return start.ended
+                return None
             with open_run(start, parts) as run:
                 return fit(parts, run)
 

@@ -35,7 +35,7 @@ def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkey
     recipe |= dict(grad_clip=1.0, dtype="auto")
     monkeypatch.chdir(tmp_path)  # with no data, so that the run is only decided
     as_decided = lambda inherited, typed, world: TrainConfig(**inherited | typed)  # noqa: E731
-    with start.begin(TrainConfig, PRESETS, {}, as_decided, World()) as run:
+    with start.begin(PRESETS, {}, as_decided, GPT, World()) as run:
         assert {name: getattr(run.config, name) for name in recipe} == recipe
 
 

@@ -39,28 +39,24 @@ class Start(NamedTuple):
     weights: dict[str, torch.Tensor] | None = None  # its state dict
     tokenizer: str = ""  # the name of its own
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
-    finished_step: int | None = None  # of a run of which nothing is left to do: its last step
+    ended: Ended | None = None  # of a run of which nothing is left to do: what it ended with
     lock: FolderLock | None = None  # on the run's folder, held by rank 0
 
     @property
     def step(self) -> int:
-        return self.saved["step"] if self.saved else self.finished_step or 0
-
-    @property
-    def ended(self) -> Ended:
-        """What `main` returns where nothing was trained."""
-        return Ended(self.step, {})
+        return self.saved["step"] if self.saved else 0
 
 
 @contextlib.contextmanager
 def begin(
-    config_class: type, presets: Mapping[str, Any], typed: dict[str, Any], make_config: MakeConfig, world: World
+    presets: Mapping[str, Any], typed: dict[str, Any], make_config: MakeConfig, model_class: type, world: World
 ) -> Iterator[Start]:
     """Context in which the run's folder is locked, and the run is what rank 0 has decided: the Start for all ranks.
 
-    make_config(inherited, typed, world) makes and checks a TrainConfig, the class `config_class`.
+    make_config(inherited, typed, world) makes and checks a TrainConfig, which `presets` are as well.
     """
     asked = dataclasses.replace(presets[typed.get("preset", next(iter(presets)))], **typed)
+    config_class = type(asked)
     if asked.init_from and asked.max_steps == 0 and "out_dir" not in typed:
         # an evaluation has a folder of its own, as the usual one is often that of the model's run
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
@@ -73,6 +69,8 @@ def begin(
         start = world.broadcast_from_master(decide, asked, typed, make_config, world)
         here = {name: value for name, value in typed.items() if name in own}  # this node's paths
         devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
+        if start.ended:
+            world.broadcast_from_master(report_finished, start.config, start.ended.step, model_class)
         yield start._replace(config=dataclasses.replace(start.config, **here), typed=typed, lock=lock)
 
 
@@ -117,7 +115,7 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     if own:
         refuse_another_recipe(config, own, typed)
         if own["finished"]:
-            return Start(config, typed, finished_step=own["step"])
+            return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
     if saved:
         source_code.compare(saved["code"], type(config), source, goes_on=True)
@@ -334,21 +332,18 @@ def restore(start: Start, parts: Any) -> None:
         checkpoints.restore_state(start.saved, parts, start.branched)
 
 
-def report_finished(start: Start, model_class: type, world: World) -> Ended:
-    """Say that the run is finished, and export its model again if hf/ does not hold it."""
-    config, out_dir = start.config, Path(start.config.out_dir)
-    saved = checkpoints.load_state(config.out_dir) if world.is_master else None
-    if not saved:
-        return start.ended
+def report_finished(config: Any, step: int, model_class: type) -> None:
+    """Say that the run is finished, and export its model again if hf/ does not hold it. Rank 0 does that."""
+    out_dir, saved = Path(config.out_dir), checkpoints.load_state(config.out_dir)
+    assert saved
     enc = models.tokenizer_of(saved)
     print(f"The run in {out_dir} is finished.")
-    if not (config.dry_run or is_export_of(out_dir / "hf", saved["model"], start.step)):
-        export(out_dir, start.step, models.from_state(model_class, config.model_config, saved["model"]), enc)
+    if not (config.dry_run or is_export_of(out_dir / "hf", saved["model"], step)):
+        export(out_dir, step, models.from_state(model_class, config.model_config, saved["model"]), enc)
     model = out_dir / "hf" if (out_dir / "hf").exists() else checkpoints.list_checkpoints(out_dir)[-1]
     print(f"Its model is in {model}.")
     print("To train again, name another --out-dir, or add --no-resume to move it aside.")
     print_next_commands(config, enc)
-    return Ended(start.step, logs.last_values(out_dir / "log.txt"))
 
 
 @contextlib.contextmanager
