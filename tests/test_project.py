@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import json
 import re
 import sys
 
@@ -47,9 +48,11 @@ def imported(tree):
 
 
 def test_requirements_name_every_package_that_is_imported():
-    """Other than our own and Python's."""
+    """Other than our own and Python's, in the notebooks, too."""
     trees = parsed(*PROGRAM, "tests/**/*.py")
-    packages = {name.split(".")[0] for tree in trees.values() for name in imported(tree)}
+    cells = [cell for name in ("play.ipynb", "lessons.ipynb") for cell in json.loads(read(name))["cells"]]
+    code = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
+    packages = {name.split(".")[0] for tree in [*trees.values(), *code] for name in imported(tree)}
     packages = {{"PIL": "pillow"}.get(name, name) for name in packages}
     packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
     lines = read("requirements.txt").splitlines()

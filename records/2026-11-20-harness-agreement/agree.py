@@ -1,3 +1,4 @@
+# ran at commit e47e104; modules that it imports have moved since
 """Does hellaswag.py choose the endings that lm-evaluation-harness chooses? Example by example.
 
     pip install -r requirements.txt "lm_eval[hf]==0.4.13"

@@ -16,7 +16,7 @@ import torch
 
 
 def estimate(c, B):
-    """Bytes of weights, gradients, AdamW and activations, counted as in lesson 10 of play.ipynb.
+    """Bytes of weights, gradients, AdamW and activations, counted as in the lesson on memory in lessons.ipynb.
 
     There the logits take 4 bytes per token and id, as compiled code in bfloat16 keeps them and their gradient. Here
     they take 12: the logits, the log-softmax of the loss and its gradient.

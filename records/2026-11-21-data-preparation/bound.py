@@ -1,3 +1,4 @@
+# ran at commit 8bee6f1; fineweb.MAX_THREADS is gone since
 """What the process that hands out the work and writes the shards costs itself: bound.py CHECKOUT MAX_THREADS FILES...
 
 Prints its CPU seconds (all its threads, not those of processes that tokenize) and the tokens made.

@@ -1,3 +1,4 @@
+# ran at commit e47e104; modules that it imports have moved since
 """Gradients of the float8 output layer compared with float64: python gradient.py before|now, in the program's folder."""
 
 import sys

@@ -1,3 +1,4 @@
+# ran at commit 7141a9d; modules that it imports have moved since
 """A step with torch's GELU, one in blocks, and torch's with erf: PYTHONPATH=. python records/.../step.py, in the root."""
 import time
 from pathlib import Path

@@ -1,3 +1,4 @@
+# ran at commit 7141a9d; modules that it imports have moved since
 """Count the memory of a training step on a simulated GPU that computes nothing: python records/.../count.py, in the root.
 
 A line of flags of train_gpt2.py per line of stdin; with "whole", the loss is torch's own, as it was before it took the logits

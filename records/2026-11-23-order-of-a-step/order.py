@@ -1,3 +1,4 @@
+# ran at commit 7141a9d; modules that it imports have moved since
 """The order of things in three steps on a simulated GPU: python records/.../order.py FOLDER_OF_SHARDS, in the root."""
 
 import itertools

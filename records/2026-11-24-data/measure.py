@@ -1,3 +1,4 @@
+# ran at commit e2e7a00; modules that it imports have moved since
 """Memory and seconds of fineweb.py, and its speed with more threads than this machine has cores.
 
     python measure.py CHECKOUT files       one text of 1 GB, then 300 small files

@@ -1,3 +1,4 @@
+# ran at commit a88caf8; the trainer's function that makes a model is gone since
 """Levers of preset speedrun at small sizes: each run is train_gpt2.py's own, in a process of its own.
 
     python records/2026-11-24-speedrun-levers/sweep.py --data log/edu_bytes NAME ...   # those with a log are skipped
