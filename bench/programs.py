@@ -1,59 +1,20 @@
-"""Data preparation, HellaSwag and generation, compared with how they are usually done."""
+"""HellaSwag and generation, compared with how they are usually done."""
 
-import contextlib
 import dataclasses
-import io
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import fineweb
 import hellaswag
-from bench.measure import measure, timed
+from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
-from plumbing.data import readers, tokenizers
+from plumbing.data import tokenizers
 from plumbing.run.huggingface import transposed
 from plumbing.system.kernels import without_cudnn_attention
-from plumbing.system.limits import num_cores
 from train_gpt2 import GPT
-
-SECONDS_OF_WORK = 2  # of a core in `data`: so much that fineweb.py's start counts little
-
-
-def data(options):
-    """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
-    cores, enc = num_cores(), tokenizers.get_encoding(options.tokenizer)
-
-    def tokenize(texts):
-        return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
-
-    docs = readers.python_docs()
-    seconds, _, tokens_of_docs = timed(lambda: tokenize(docs))
-    copies = max(1, round(SECONDS_OF_WORK / seconds))
-    texts, work = docs * copies, tokens_of_docs * copies
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "docs.parquet")  # in FineWeb-Edu's format
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts * cores}), source, row_group_size=1000)
-
-        def ours():
-            out_dir = tempfile.mkdtemp(dir=folder)
-            with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
-                fineweb.prepare(
-                    fineweb.Options(input=(str(source),), out_dir=out_dir, tokenizer=options.tokenizer)
-                )
-            return json.loads(Path(out_dir, "meta.json").read_text(encoding="utf-8"))["tokens"]
-
-        sides = {"fineweb.py": ours, "tiktoken, one thread": lambda: tokenize(texts)}
-        numbers, tokens = measure(sides, options.rounds, dict(zip(sides, (cores * work, work))), "tok")
-    print(f"tokens: {tokens}; {numbers['ratio'] / cores:.0%} of {cores} times tiktoken's speed on one thread")
-    return numbers | {"cores": cores, "tokens": tokens}
 
 
 def random_model(options, vocab_size=1, block_size=1):
