@@ -274,8 +274,9 @@ class Output:
         try:
             function(*args)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # where its buffer ends up, too
-            if self.is_product and isinstance(error, BrokenPipeError):
+            if not self.is_product:
+                return
+            self.is_product = False  # say so once: what is still buffered fails at the exit again
+            if isinstance(error, BrokenPipeError):
                 sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
-            if self.is_product:
-                raise UserError(f"Could not write the output: {error.strerror}.") from None
+            raise UserError(f"Could not write the output: {error.strerror}.") from None
