@@ -314,7 +314,7 @@ def test_a_character_that_the_console_lacks_ends_no_program(tmp_path):
 
 @needs("/dev/full")
 def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
-    product = dict(keywords=", output_is_product=True")
+    product = dict(keywords=", output_is_product=True", PYTHONUNBUFFERED="")  # what is still buffered fails again
     done = run_script(tmp_path, *TALK, shell="| head -1", **product)
     assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
     assert "Error" not in done.stderr and "Exception" not in done.stderr
