@@ -33,7 +33,7 @@ SUPPORTED = {
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 # how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and GPT-2 124M,
-# and up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
+# up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
 LOGITS_LIMIT = 2e-4
 LEAST_TOKENS = 1024  # of the text on which logits are compared
 CHECK_WORK = 2e11  # parameters times tokens of a longer text: a CPU takes some seconds for it
@@ -152,13 +152,13 @@ def load_tokenizer(name_or_directory, settings):
     directory, vocab_size = Path(name_or_directory), settings["vocab_size"]
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizers.read_encoding(directory / "tokenizer.tiktoken")
-    enc = tokenizers.get_encoding("gpt2")
     if any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer
 
         with reading("tokenizer", directory):
             theirs: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        is_gpt2 = theirs.encode(SAMPLE_TEXT, add_special_tokens=False) == enc.encode_ordinary(SAMPLE_TEXT)
+        expected = tokenizers.get_encoding("gpt2").encode_ordinary(SAMPLE_TEXT)
+        is_gpt2 = theirs.encode(SAMPLE_TEXT, add_special_tokens=False) == expected
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
@@ -167,7 +167,7 @@ def load_tokenizer(name_or_directory, settings):
             "those of this program are read. If it was trained here, copy its tokenizer.tiktoken and "
             "tokenizer.tiktoken.json there. Otherwise use another model."
         )
-    return enc
+    return tokenizers.get_encoding("gpt2")
 
 
 def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
