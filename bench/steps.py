@@ -20,7 +20,7 @@ from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
 from plumbing.run.start import check_config
-from plumbing.system.autofit import find_what_fits
+from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, GPTConfig, TrainConfig
@@ -51,16 +51,16 @@ def configure(options, changes="", defaults=""):
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
     config = flags.parse(Settings, words, presets=presets)
     vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
+    sizes = dict(vocab_size=vocab_size, sequence_length=min(config.sequence_length, config.block_size))
     compiles = cuda if config.compile is None else config.compile
-    config = dataclasses.replace(config, vocab_size=vocab_size, compile=compiles)
-    check_config(config, train_gpt2.complaints(config), World(device=options.device))
-    return config
+    config = dataclasses.replace(config, compile=compiles, **sizes)
+    check_config(config, train_gpt2.complaints(config, {}, {}), world_of(config))
+    dtype = choose_dtype(config.dtype, torch.device(config.device), is_wide=config.n_embd >= 128)
+    return dataclasses.replace(config, dtype=dtype)
 
 
 def world_of(config):
-    """A World of one rank on the device of these Settings, with their dtype there."""
-    dtype, _ = choose_dtype(config.dtype, config.device, is_wide=config.n_embd >= 128)
-    return World(device=config.device, dtype=dtype)
+    return World(device=torch.device(config.device))
 
 
 def random_shard(folder, vocab_size):
@@ -84,13 +84,17 @@ def configure_optimizers(model, config):
 
 
 class UsualGPT(GPT):
-    """GPT whose residual stream stays in float32, and which returns the logits in training, too."""
+    """GPT whose residual stream stays in float32, and whose loss is that of all logits at once, which it returns."""
 
     def hidden_states(self, idx, cache=None):
         x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
         for block in self.transformer.h:
             x = block(x)
         return self.transformer.ln_f(x)
+
+    def loss_sum(self, x, targets):
+        logits = self.logits(x)
+        return logits, self.cross_entropy(logits, targets)
 
     def forward(self, idx, targets=None, return_logits=True):
         return super().forward(idx, targets)
@@ -123,29 +127,26 @@ def make_ours(config, folder):
     raw_model.float8 = config.dtype == "fp8"
     for block in raw_model.transformer.h if config.plain_attention else ():
         block.attn.__class__ = PlainAttention  # keeps its weights
-    # with one step: how long a run would take is not asked here
-    once = dataclasses.replace(config, max_steps=1)
-    fit = find_what_fits(raw_model, train_gpt2.wrap, once, num_ids=257, world=world)
-    if config.compile and not fit.compiled:
+    trial = autofit.Trial(raw_model, train_gpt2.wrap, train_gpt2.autocast, 257, config, world)
+    with autofit.undone(raw_model):
+        found = autofit.find_what_fits(trial)
+    if config.compile and not found.compiled:
         raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
-    if fit.B < config.batch_size:
+    if found.B < config.batch_size:
         raise UserError(
-            f"Only {fit.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
+            f"Only {found.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
             "sequence_length or total_batch_size in --settings or --variants."
         )
     optimizers = configure_optimizers(raw_model, config)
-    scaler = torch.amp.GradScaler(world.device_type, enabled=world.dtype == torch.float16)
-    num_windows = config.total_batch_size // config.sequence_length
-
-    state = dict(config=config, optimizers=optimizers, scaler=scaler, signals=[], world=world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
+    models, no_evaluation = (raw_model, found.model), ([], None, None, [], {})
+    parts = train_gpt2.Parts(config, world, *models, optimizers, scaler, loader, *no_evaluation, found)
 
     def step():
         set_precision(config)
-        number = next(steps)
-        train_gpt2.apply_schedules(optimizers, number, config)
-        return train_gpt2.train_step(fit.model, raw_model, loader, num_windows, step=number, **state).loss
+        return train_gpt2.train_step(next(steps), parts, []).loss
 
-    return step, fit.flops_per_token
+    return step, raw_model.flops_per_token(config.sequence_length)
 
 
 def make_reference(config, folder, model, loss_of, optimizer):
@@ -159,7 +160,7 @@ def make_reference(config, folder, model, loss_of, optimizer):
         total = 0.0
         for _ in range(accumulation):
             x, y = loader.next_batch()
-            with world.autocast():
+            with train_gpt2.autocast(config, world):
                 loss = loss_of(model, x, y) / accumulation
             loss.backward()
             total += loss.detach()
@@ -221,7 +222,7 @@ def compare(makers, rounds, ours):
         numbers, losses = measure(sides, rounds, work, "tok", ours)
     config = makers[ours][1]
     is_gpu = config.device.startswith("cuda")
-    peak = matmul_rate(config.device, torch.bfloat16 if is_gpu else world_of(config).dtype)
+    peak = matmul_rate(config.device, torch.bfloat16 if is_gpu or config.dtype == "bfloat16" else torch.float32)
     mfu = flops[ours] * numbers["tok_per_s"] / peak  # in PaLM's convention
     print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
     return numbers | dict(losses=losses, settings=dataclasses.asdict(config), peak=peak, mfu=mfu)

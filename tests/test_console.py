@@ -2,25 +2,40 @@
 
 import contextlib
 import errno
+import functools
 import io
 import itertools
 import json
 import math
 import os
 import re
+import shlex
 import sys
 from concurrent import futures
+from pathlib import Path
 
 import pytest
 import torch
 import tqdm.std
 import train_gpt2
 from plumbing.cli import console
-from plumbing.run import logs, source_code
+from plumbing.run import commands, logs, source_code
 from plumbing.run import run as run_folder
 from plumbing.system import devices
 
-from harness import examples_file, full_disk, needs, patched, read_log, refused, run, status_of, tiny_flags, train
+from harness import (
+    examples_file,
+    full_disk,
+    needs,
+    patched,
+    read_log,
+    refusal_of,
+    refused,
+    run,
+    status_of,
+    tiny_flags,
+    train,
+)
 
 
 def test_the_account_of_a_run_is_what_the_run_then_is(data, tmp_path):
@@ -37,7 +52,13 @@ def test_the_account_of_a_run_is_what_the_run_then_is(data, tmp_path):
     assert int(number) == len(checkpoints) and checkpoints[0] == pytest.approx(1e3 * float(size), rel=0.2)
     assert (out / "hf" / "model.safetensors").stat().st_size == pytest.approx(1e3 * float(export), rel=0.2)
     assert said["run"] == f"{out}, from step 0 to 12"
-    assert "Use --preset quickstart" in train(data, tmp_path / "long", dry_run=True, max_steps=10**9)
+
+    def stop(*args):
+        raise console.UserError("That is enough.")
+
+    with patched(train_gpt2, "train_step", stop):
+        said = refusal_of(train_gpt2.main, *tiny_flags(data, tmp_path / "long", max_steps=10**9))[1]
+    assert "note: That is long. Use --preset quickstart" in said
 
 
 @contextlib.contextmanager
@@ -48,10 +69,10 @@ def timed_run(step_seconds, evaluation_seconds=lambda step: 0.0, peak=None):
     """
     now, ends = 0.0, {}
 
-    def train_step(*args, step, **options):
+    def train_step(step, parts, signals):
         nonlocal now
         ends[step] = now = now + step_seconds(step)
-        return train_gpt2.Step(10.98123, 12.3456, False, {})
+        return train_gpt2.Step(10.98123, 12.3456, 1.2e-3, 128, False, {})
 
     def evaluate(step, *args, **options):
         nonlocal now
@@ -89,7 +110,7 @@ def test_a_steps_line_fits_into_80_columns_and_lines_up(peak, seconds, data, tmp
     """Also at the start, when loss and norm are large, on slow machines, and if a clock stands still."""
     with patched(run_folder, "SECONDS_PER_LINE", 0):
         with timed_run(seconds.__getitem__, peak=peak):
-            said = train(data, tmp_path / "out", max_steps=3, max_lr=1.2e-3, warmup_steps=1, **NO_FILES)
+            said = train(data, tmp_path / "out", max_steps=3, **NO_FILES)
     lines = [line for line in said.splitlines() if "tok/s" in line]
     assert len(lines) == 3 and max(map(len, lines)) <= 80
     assert len({line.index(" left") for line in lines if "0 ms" not in line}) == 1
@@ -114,15 +135,19 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus(data, tmp_path):
     assert float(re.findall(r" (\d+)% MFU ", said)[0]) == pytest.approx(50, abs=3)
 
 
-def test_run_txt_has_the_command(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--sample-prompt", "It's"])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # which also tools other than torchrun set
-    assert logs.command() == ["python", *sys.argv]
+def test_run_txt_has_the_command_that_was_typed(data, tmp_path, monkeypatch):
+    args = tiny_flags(data, tmp_path / "out", max_steps=1, warmup_steps=1, sample_prompt='It\'s "quoted"')
+    assert status_of(train_gpt2.main, args) == 0
+    [command] = re.findall("(?m)^command: (.+)$", (tmp_path / "out" / "run.txt").read_text(encoding="utf-8"))
+    python, script, *words = shlex.split(command)
+    assert python == "python" and Path(script).samefile(train_gpt2.__file__)
+    read = functools.partial(train_gpt2.read_flags, train_gpt2.TrainConfig, train_gpt2.PRESETS)
+    assert read(words) == read(args)
     nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"
     for ranks, launcher in ((8, "--standalone --nproc_per_node=8"), (16, nodes)):
         for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="8").items():
             monkeypatch.setenv(name, value)
-        assert logs.command() == ["torchrun", *launcher.split(), *sys.argv]
+        assert commands.launcher() == ["torchrun", *launcher.split()]
 
 
 class Terminal(io.StringIO):

@@ -32,7 +32,7 @@ SUPPORTED = {
     "tie_word_embeddings": (True,),
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
-# how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and GPT-2 124M,
+# how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and in 124M,
 # up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
 LOGITS_LIMIT = 2e-4
 LEAST_TOKENS = 1024  # of the text on which logits are compared
