@@ -120,12 +120,12 @@ def complete(model, enc, options):
         )
     if num_samples == 1:
         for piece in itertools.chain([prompt], stream_text(model, enc, ids, options)):
-            print(piece, end="", flush=True)
+            print(console.harmless(piece), end="", flush=True)
         print()
         return
     steps = list(generate_rows(model, enc, ids, options, num_samples))
     rows = [[step[i] for step in steps if step[i] is not None] for i in range(num_samples)]
-    print(f"\n{'-' * 80}\n".join(prompt + enc.decode(row) for row in rows))
+    print(f"\n{'-' * 80}\n".join(console.harmless(prompt + enc.decode(row)) for row in rows))
 
 
 def read_lines():
@@ -179,7 +179,7 @@ def answer(model, enc, messages, options):
             # subtle: a base model would continue with the user's next message
             if "\n" in text.lstrip() and not tokenizers.has_chat_tokens(enc):
                 break
-            print(piece, end="", flush=True)
+            print(console.harmless(piece), end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print()

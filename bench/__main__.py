@@ -3,13 +3,12 @@
     python -m bench train       a step, and transformers in a plain loop
     python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=fp8
     python -m bench ladder      what each optimization adds to plain float32
-    python -m bench data        fineweb.py, and tiktoken on one thread
     python -m bench hellaswag   packed rows, and four padded rows per example
     python -m bench sample      generate, a loop without a cache, transformers
 
 Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
-of them alike; after the warm-up, it is printed how long they will take. A ratio is the median over the rounds of a
-side's time per token divided by ours. --json FILE saves the numbers.
+of them alike. A ratio is the median over the rounds of a side's time per token divided by ours. --json FILE saves the
+numbers.
 """
 
 import dataclasses
@@ -23,17 +22,16 @@ from plumbing.cli import console, flags
 @dataclass
 class Options:
     # the benchmark, one of those above
-    what: Annotated[Literal["train", "ladder", "data", "hellaswag", "sample"], "positional"] = "train"
+    what: Annotated[Literal["train", "ladder", "hellaswag", "sample"], "positional"] = "train"
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     json: str = ""  # write the numbers to this file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
-    # train, ladder, hellaswag and sample
     settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
     # train
     variants: tuple[str, ...] = ()  # more sides, the trainer with settings changed: a=1 a=2,b=3
     peer: str = ""  # a nanoGPT checkout, whose model.py is one more side
-    # data, hellaswag and sample
-    tokenizer: str = "gpt2"  # data, hellaswag: gpt2, bytes or a .tiktoken file
+    # hellaswag and sample
+    tokenizer: str = "gpt2"  # hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples
     limit: flags.Positive[int] = 24  # hellaswag: examples to score
     max_new_tokens: flags.Positive[int] = 256  # sample: tokens to generate
@@ -54,7 +52,7 @@ def main(args=None):
     options.device = "cuda:0" if device == "cuda" else device
     options.rounds = options.rounds or (40 if options.what == "train" else 5)
     benchmarks = dict(train=steps.train, ladder=steps.ladder)
-    benchmarks |= dict(data=programs.data, hellaswag=programs.score, sample=programs.sample)
+    benchmarks |= dict(hellaswag=programs.score, sample=programs.sample)
     numbers = benchmarks[options.what](options)
     if options.json:
         numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}

@@ -1,68 +1,30 @@
-"""Data preparation, HellaSwag and generation, compared with how they are usually done."""
+"""HellaSwag and generation, compared with how they are usually done."""
 
-import contextlib
 import dataclasses
-import io
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import fineweb
 import hellaswag
-from bench.measure import measure, timed
+import train_gpt2
+from bench.measure import measure
 from bench.steps import configure, transformers_model, world_of
-from plumbing.data import readers, tokenizers
+from plumbing.data import tokenizers
 from plumbing.run.huggingface import transposed
 from plumbing.system.kernels import without_cudnn_attention
-from plumbing.system.limits import num_cores
 from train_gpt2 import GPT
-
-SECONDS_OF_WORK = 2  # of a core in `data`: so much that fineweb.py's start counts little
-
-
-def data(options):
-    """fineweb.py, from a file to shards on all cores, and tiktoken on one thread, with the texts in memory."""
-    cores, enc = num_cores(), tokenizers.get_encoding(options.tokenizer)
-
-    def tokenize(texts):
-        return sum(len(enc.encode_ordinary(text)) + 1 for text in texts)
-
-    docs = readers.python_docs()
-    seconds, _, tokens_of_docs = timed(lambda: tokenize(docs))
-    copies = max(1, round(SECONDS_OF_WORK / seconds))
-    texts, work = docs * copies, tokens_of_docs * copies
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "docs.parquet")  # in FineWeb-Edu's format
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts * cores}), source, row_group_size=1000)
-
-        def ours():
-            out_dir = tempfile.mkdtemp(dir=folder)
-            with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
-                fineweb.prepare(
-                    fineweb.Options(input=(str(source),), out_dir=out_dir, tokenizer=options.tokenizer)
-                )
-            return json.loads(Path(out_dir, "meta.json").read_text(encoding="utf-8"))["tokens"]
-
-        sides = {"fineweb.py": ours, "tiktoken, one thread": lambda: tokenize(texts)}
-        numbers, tokens = measure(sides, options.rounds, dict(zip(sides, (cores * work, work))), "tok")
-    print(f"tokens: {tokens}; {numbers['ratio'] / cores:.0%} of {cores} times tiktoken's speed on one thread")
-    return numbers | {"cores": cores, "tokens": tokens}
 
 
 def random_model(options, vocab_size=1, block_size=1):
-    """(GPT with seeded random weights, its Settings, World with its device and dtype), at least of these sizes."""
+    """(GPT with seeded random weights, its Settings, its dtype), at least of these sizes."""
     config = configure(options)
     sizes = dict(vocab_size=max(config.vocab_size, vocab_size), block_size=max(config.block_size, block_size))
     config = dataclasses.replace(config, **sizes)
     torch.manual_seed(0)
-    return GPT(config.model_config).to(config.device).eval(), config, world_of(config)
+    return GPT(config.model_config).to(config.device).eval(), config, getattr(torch, config.dtype)
 
 
 @torch.no_grad()
@@ -90,16 +52,16 @@ def score(options):
     lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
     longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)
-    model, config, world = random_model(options, enc.n_vocab, longest)
+    model, config, dtype = random_model(options, enc.n_vocab, longest)
     score_by: Any = hellaswag.score
     sides = {
         "hellaswag.py": lambda: score_by(model, examples, enc.n_vocab).argmax(2)[:2].T,
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
-    with world.autocast(), without_cudnn_attention():
+    with train_gpt2.autocast(config, world_of(config)), without_cudnn_attention():
         numbers, endings = measure(sides, options.rounds, dict.fromkeys(sides, len(examples)), "examples")
     by_sum, by_mean = (endings["hellaswag.py"] == endings["four rows"]).sum(0).tolist()
-    print(f"{len(examples)} examples, {world.dtype}: same ending by sum {by_sum}, by mean {by_mean}")
+    print(f"{len(examples)} examples, {dtype}: same ending by sum {by_sum}, by mean {by_mean}")
     return numbers | dict(examples=len(examples), same_by_sum=by_sum, same_by_mean=by_mean)
 
 
@@ -115,11 +77,11 @@ def generate_without_cache(model, idx, max_new_tokens):
 def sample(options):
     """Greedy generation: ours, without a cache, and transformers'; without cuDNN, which would plan for every length."""
     B, n = options.num_samples, options.max_new_tokens
-    model, config, world = random_model(options, block_size=8 + n)
+    model, config, dtype = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)
-    model.to(world.dtype)  # as in sample.py
+    model.to(dtype)  # as in sample.py
     theirs: Any = transformers_model(config)
-    theirs.to(world.dtype).eval()
+    theirs.to(dtype).eval()
     theirs.load_state_dict(transposed(model.state_dict()))
     limits: dict[str, Any] = dict(
         max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0
@@ -133,5 +95,5 @@ def sample(options):
     with without_cudnn_attention():
         numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), "tok")
     same = {name: torch.equal(ids[name], ids["sample.py"]) for name in ids}
-    print(f"{n} tokens, sequences at a time: {B}, {world.dtype}, greedy; the same tokens: {same}")
+    print(f"{n} tokens, sequences at a time: {B}, {dtype}, greedy; the same tokens: {same}")
     return numbers | {"same_tokens": same}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +20,10 @@ from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
 from plumbing.run.start import check_config
-from plumbing.system.autofit import find_what_fits
+from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
-from train_gpt2 import GPT, PRESETS, CausalSelfAttention, GPTConfig, TrainConfig
+from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, GPTConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,16 @@ def configure(options, changes="", defaults=""):
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
     config = flags.parse(Settings, words, presets=presets)
     vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
+    sizes = dict(vocab_size=vocab_size, sequence_length=min(config.sequence_length, config.block_size))
     compiles = cuda if config.compile is None else config.compile
-    config = dataclasses.replace(config, vocab_size=vocab_size, compile=compiles)
-    check_config(config, train_gpt2.complaints(config), World(device=options.device))
-    return config
+    config = dataclasses.replace(config, compile=compiles, **sizes)
+    check_config(config, train_gpt2.complaints(config, {}, {}), world_of(config))
+    dtype = choose_dtype(config.dtype, torch.device(config.device), is_wide=config.n_embd >= 128)
+    return dataclasses.replace(config, dtype=dtype)
 
 
 def world_of(config):
-    """A World of one rank on the device of these Settings, with their dtype there."""
-    dtype, _ = choose_dtype(config.dtype, config.device, is_wide=config.n_embd >= 128)
-    return World(device=config.device, dtype=dtype)
+    return World(device=torch.device(config.device))
 
 
 def random_shard(folder, vocab_size):
@@ -67,19 +69,9 @@ def random_shard(folder, vocab_size):
     np.save(Path(folder, "random_train_000001.npy"), ids)
 
 
-class Side:
-    """A model in training on the shard in `folder`: a call makes a step and returns its loss."""
-
-    def __init__(self, config, folder):
-        self.config, self.world, self.steps = config, world_of(config), itertools.count()
-        self.set_precision()  # compiled models are compiled again if it changes
-        self.loader = train_gpt2.DataLoaderLite(
-            folder, "train", config.batch_size, config.sequence_length, device=config.device
-        )
-
-    def set_precision(self):
-        tf32 = self.config.tf32 and self.world.device_type == "cuda"
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+def set_precision(config):
+    is_gpu = config.device.startswith("cuda")
+    torch.set_float32_matmul_precision("high" if config.tf32 and is_gpu else "highest")
 
 
 def configure_optimizers(model, config):
@@ -92,13 +84,17 @@ def configure_optimizers(model, config):
 
 
 class UsualGPT(GPT):
-    """GPT whose residual stream stays in float32, and which returns the logits in training, too."""
+    """GPT whose residual stream stays in float32, and whose loss is that of all logits at once, which it returns."""
 
     def hidden_states(self, idx, cache=None):
         x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
         for block in self.transformer.h:
             x = block(x)
         return self.transformer.ln_f(x)
+
+    def loss_sum(self, x, targets):
+        logits = self.logits(x)
+        return logits, self.cross_entropy(logits, targets)
 
     def forward(self, idx, targets=None, return_logits=True):
         return super().forward(idx, targets)
@@ -117,64 +113,66 @@ class PlainAttention(CausalSelfAttention):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class Ours(Side):
-    """The trainer's own parts, put together as in train_gpt2.train."""
-
-    def __init__(self, config, folder):
-        super().__init__(config, folder)
-        torch.manual_seed(0)
-        self.raw_model = (UsualGPT if config.usual_forward else GPT)(config.model_config).to(config.device)
-        self.raw_model.activation_checkpointing = config.activation_checkpointing
-        self.raw_model.float8 = config.dtype == "fp8"
-        for block in self.raw_model.transformer.h if config.plain_attention else ():
-            block.attn.__class__ = PlainAttention  # keeps its weights
-        # with one step: how long a run would take is not asked here
-        once = dataclasses.replace(config, max_steps=1)
-        fit = find_what_fits(self.raw_model, train_gpt2.wrap, once, num_ids=257, world=self.world)
-        self.model, self.flops_per_token = fit.model, fit.flops_per_token
-        if config.compile and not fit.compiled:
-            raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
-        if fit.B < config.batch_size:
-            raise UserError(
-                f"Only {fit.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
-                "sequence_length or total_batch_size in --settings or --variants."
-            )
-        self.optimizers = configure_optimizers(self.raw_model, config)
-        self.scaler = torch.amp.GradScaler(self.world.device_type, enabled=self.world.dtype == torch.float16)
-
-    def __call__(self):
-        self.set_precision()
-        c, step = self.config, next(self.steps)
-        train_gpt2.apply_schedules(self.optimizers, step, c)
-        num_windows = c.total_batch_size // c.sequence_length
-        state = dict(optimizers=self.optimizers, scaler=self.scaler, signals=[], world=self.world)
-        models = self.model, self.raw_model
-        return train_gpt2.train_step(*models, self.loader, num_windows, step=step, config=c, **state).loss
+def batches(config, folder):
+    return DataLoaderLite(folder, "train", config.batch_size, config.sequence_length, device=config.device)
 
 
-class Reference(Side):
-    """Another implementation's model and optimizer in a plain training loop."""
+def make_ours(config, folder):
+    """(A step of the trainer's own parts, put together as there, which returns its loss; its FLOPs per token.)"""
+    world, loader, steps = world_of(config), batches(config, folder), itertools.count()
+    set_precision(config)  # compiled models are compiled again if it changes
+    torch.manual_seed(0)
+    raw_model = (UsualGPT if config.usual_forward else GPT)(config.model_config).to(config.device)
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    raw_model.float8 = config.dtype == "fp8"
+    for block in raw_model.transformer.h if config.plain_attention else ():
+        block.attn.__class__ = PlainAttention  # keeps its weights
+    trial = autofit.Trial(raw_model, train_gpt2.wrap, train_gpt2.autocast, 257, config, world)
+    with autofit.undone(raw_model):
+        found = autofit.find_what_fits(trial)
+    if config.compile and not found.compiled:
+        raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
+    if found.B < config.batch_size:
+        raise UserError(
+            f"Only {found.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
+            "sequence_length or total_batch_size in --settings or --variants."
+        )
+    optimizers = configure_optimizers(raw_model, config)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
+    models, no_evaluation = (raw_model, found.model), ([], None, None, [], {})
+    parts = train_gpt2.Parts(config, world, *models, optimizers, scaler, loader, *no_evaluation, found)
 
-    def __init__(self, config, folder, model, loss_of, optimizer):
-        super().__init__(config, folder)
-        self.model, self.loss_of, self.optimizer = model.train(), loss_of, optimizer
+    def step():
+        set_precision(config)
+        return train_gpt2.train_step(next(steps), parts, []).loss
 
-    def __call__(self):
-        self.set_precision()
-        c, step, total = self.config, next(self.steps), 0.0
-        accumulation = c.total_batch_size // (c.batch_size * c.sequence_length)
+    return step, raw_model.flops_per_token(config.sequence_length)
+
+
+def make_reference(config, folder, model, loss_of, optimizer):
+    """(A step of another model and optimizer in a plain training loop, which returns its loss; 0 for its FLOPs.)"""
+    world, loader, steps = world_of(config), batches(config, folder), itertools.count()
+    accumulation = config.total_batch_size // (config.batch_size * config.sequence_length)
+    model.train()
+
+    def step():
+        set_precision(config)
+        total = 0.0
         for _ in range(accumulation):
-            x, y = self.loader.next_batch()
-            with self.world.autocast():
-                loss = self.loss_of(self.model, x, y) / accumulation
+            x, y = loader.next_batch()
+            with train_gpt2.autocast(config, world):
+                loss = loss_of(model, x, y) / accumulation
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = train_gpt2.get_lr(step, c)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        lr = train_gpt2.get_lr(next(steps), config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
         return float(total)
+
+    return step, 0
 
 
 def transformers_model(config):
@@ -194,7 +192,7 @@ def make_transformers(config, folder):
     (optimizer,) = configure_optimizers(model, config)
     model = torch.compile(model, dynamic=False) if config.compile else model
     # its loss shifts the labels itself
-    return Reference(config, folder, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
+    return make_reference(config, folder, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
 
 
 def make_nanogpt(config, folder, checkout):
@@ -206,42 +204,35 @@ def make_nanogpt(config, folder, checkout):
         betas, device_type = (config.beta1, config.beta2), config.device.split(":")[0]
         optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, device_type)
     model = torch.compile(model) if config.compile else model
-    return Reference(config, folder, model, lambda m, x, y: m(x, y)[1], optimizer)
+    return make_reference(config, folder, model, lambda m, x, y: m(x, y)[1], optimizer)
 
 
 # ----- The benchmarks -----------------------------------------------------------------------------------
 
 
 def compare(makers, rounds, ours):
-    """Measure {name: (the function that makes a side, its Settings, more arguments)}, and the MFU of side `ours`."""
-    sides = {}
+    """Measure {name: (the function that makes a side, its Settings)}, and the MFU of the side `ours`."""
+    sides, flops = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        random_shard(folder, min(config.vocab_size for _, config, *_ in makers.values()))
-        for name, (make, config, *args) in makers.items():
+        random_shard(folder, min(config.vocab_size for _, config in makers.values()))
+        for name, (make, config) in makers.items():
             print(f"preparing {name}", flush=True)  # compiling takes a minute
-            try:
-                sides[name] = make(config, folder, *args)
-            except UserError as error:  # its B does not fit, or it cannot be compiled
-                if name == ours:
-                    raise
-                print(f"{name} is left out: {error}")
-        work = {name: side.config.total_batch_size for name, side in sides.items()}
+            sides[name], flops[name] = make(config, folder)
+        work = {name: config.total_batch_size for name, (_, config) in makers.items()}
         numbers, losses = measure(sides, rounds, work, "tok", ours)
-    side = sides[ours]
-    peak = matmul_rate(
-        side.config.device, torch.bfloat16 if side.world.device_type == "cuda" else side.world.dtype
-    )
-    mfu = side.flops_per_token * numbers["tok_per_s"] / peak  # in PaLM's convention
+    config = makers[ours][1]
+    is_gpu = config.device.startswith("cuda")
+    peak = matmul_rate(config.device, torch.bfloat16 if is_gpu or config.dtype == "bfloat16" else torch.float32)
+    mfu = flops[ours] * numbers["tok_per_s"] / peak  # in PaLM's convention
     print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
-    numbers |= dict(losses=losses, settings=dataclasses.asdict(side.config))
-    return numbers | dict(peaks={"measured": peak}, mfu={"measured": mfu})
+    return numbers | dict(losses=losses, settings=dataclasses.asdict(config), peak=peak, mfu=mfu)
 
 
 def train(options):
     """Compare training steps on the same tokens, model shape, optimizer and precision."""
     config = configure(options)
-    makers = {
-        "train_gpt2": (Ours, config),
+    makers: dict[str, Any] = {
+        "train_gpt2": (make_ours, config),
         "transformers": (make_transformers, configure(options, "fused_adamw=False")),
         "transformers, fused AdamW": (make_transformers, config),
     }
@@ -250,9 +241,9 @@ def train(options):
             raise UserError(
                 f"There is no model.py in {options.peer}. Give the folder of a nanoGPT checkout with --peer."
             )
-        makers["nanoGPT"] = make_nanogpt, config, options.peer
+        makers["nanoGPT"] = functools.partial(make_nanogpt, checkout=options.peer), config
     for variant in options.variants:
-        makers[f"train_gpt2 {variant}"] = Ours, configure(options, variant)
+        makers[f"train_gpt2 {variant}"] = make_ours, configure(options, variant)
     return compare(makers, options.rounds, "train_gpt2")
 
 
@@ -282,5 +273,5 @@ def ladder(options):
     for name, change in RUNGS.items():
         if name not in missing:
             changes += f",{change}"
-            makers[name] = Ours, configure(options, changes, defaults)
+            makers[name] = make_ours, configure(options, changes, defaults)
     return compare(makers, options.rounds, "this program")

@@ -50,6 +50,7 @@ from plumbing.data import tokenizers
 from plumbing.run import run as run_folder
 from plumbing.run import source_code
 from plumbing.run.checkpoint import list_checkpoints, newest_checkpoint
+from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._pytree import tree_flatten
 
@@ -274,8 +275,8 @@ def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "s
     ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
     for name in ("step", *names):
         assert_same_tensors(ours[name], theirs[name])
-    exports = [list(map(Path.read_bytes, Path(folder).glob("hf/model.safetensors"))) for folder in (out_dir, parent)]
-    assert exports[0] == exports[1] and not list(Path(out_dir).glob("*.part"))
+    assert_same_tensors(*([*map(load_file, Path(folder).glob("hf/*.safetensors"))] for folder in (out_dir, parent)))
+    assert not list(Path(out_dir).glob("*.part"))
 
 
 def steps_of(out_dir):

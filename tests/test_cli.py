@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import json
 import os
 import re
 import shlex
@@ -113,10 +112,7 @@ def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, 
     "words, said",
     [
         ("--lerning-rate 3", "Did you mean --max-lr?"),
-        ("--gradient_accumulation_steps=4", "Use --total-batch-size, which counts tokens."),
-        ("--dropout=0.1", "The model has no dropout: in pretraining it sees most texts once."),
         ("--eval-only", "Use --max-steps 0."),
-        ("--config a.yaml", "The command is the configuration: --preset names a set of flags"),
         ("lr=3e-4", "The argument 'lr=3e-4' was not expected. Use --max-lr."),
         ("quickstart", "The argument 'quickstart' was not expected. Use --preset quickstart."),
         ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),
@@ -196,8 +192,11 @@ def test_a_number_is_in_the_range_that_stands_with_its_field(numbers, said):
         flags.check(Numbers(**numbers))
 
 
-def test_what_a_file_says_is_shown_on_one_line():
-    assert console.plain("a\nb\x1b[2J\u202e") == "a\\nb\\x1b[2J\\u202e"
+def test_what_a_file_or_a_model_says_is_shown_and_steers_no_terminal():
+    """Control characters and those that turn the direction of writing are shown; spaces and joiners are text."""
+    said = "a\tb\nc\x1b[31m\r\x07\x7f\x9b\u2028\u202e\u2066 \u00a0\u3000\u200d.\udcff"
+    shown = "c\\x1b[31m\\r\\x07\\x7f\\x9b\\u2028\\u202e\\u2066 \u00a0\u3000\u200d.\\udcff"
+    assert console.plain(said) == f"a\\tb\\n{shown}" and console.harmless(said) == f"a\tb\n{shown}"
     assert console.plain("x" * 100_000) == "x" * 200 + "..."
     assert (console.count(1, "document"), console.count(2000, "rank")) == ("1 document", "2,000 ranks")
 
@@ -298,10 +297,7 @@ TALK = [
     [
         ("| head -1", ""),
         ("2>&1 | head -c 1", "1"),
-        ("2> >(head -c 1)", ""),
-        ("> /dev/full", "1"),
         ("> /dev/full 2>&1", ""),
-        (">&-", "1"),
         (">&- 2>&-", ""),
     ],
 )
@@ -311,20 +307,14 @@ def test_the_console_does_not_end_a_program(shell, unbuffered, tmp_path):
     assert (tmp_path / "script.py.done").exists()
 
 
-def test_what_is_printed_steers_no_terminal_and_progress_bars_still_move(tmp_path):
-    """Control characters and those that turn the direction of writing are shown; spaces and joiners are text."""
-    lines = [r"print('a\tb\nc\x1b[31m\r\x07\x7f\x9b\u2028\u202e\u2066 \u00a0\u3000\u200d.')"]
-    lines += [r"sys.stderr.write('bar\r\x1b[Aup\x1b[2J\x1b]0;title\x07\n')"]
-    done = run_script(tmp_path, *lines, PYTHONIOENCODING="utf-8")
-    assert done.stdout == "a\tb\nc\\x1b[31m\\r\\x07\\x7f\\x9b\\u2028\\u202e\\u2066 \u00a0\u3000\u200d.\n"
-    assert done.stderr == "bar\n\x1b[Aup\\x1b[2J\\x1b]0;title\\x07\n"  # the pipe's reader took \r for a line end
-    done = run_script(tmp_path, *TALK, PYTHONIOENCODING="ascii")  # which lacks characters
+def test_a_character_that_the_console_lacks_ends_no_program(tmp_path):
+    done = run_script(tmp_path, *TALK, PYTHONIOENCODING="ascii")
     assert done.stdout.startswith("line 0 ? ?\nline 1") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
 @needs("/dev/full")
 def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
-    product = dict(keywords=", output_is_product=True")
+    product = dict(keywords=", output_is_product=True", PYTHONUNBUFFERED="")  # what is still buffered fails again
     done = run_script(tmp_path, *TALK, shell="| head -1", **product)
     assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
     assert "Error" not in done.stderr and "Exception" not in done.stderr
@@ -335,33 +325,20 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     assert not (tmp_path / "script.py.done").exists()
 
 
-NO_MEMORY = "error: There is not enough memory. {}. Close what else uses it and run the same command again"
-NO_THREADS = "error: The system starts no more threads or processes. {}. Their number may be limited (ulimit -u)"
-AGAIN = os.strerror(errno.EAGAIN)
-
-
-class NoRoom(MemoryError):
-    """Libraries have classes of their own, such as pyarrow's and numpy's."""
-
-
 @pytest.mark.parametrize(
     "error, said",
     [
-        (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
-        (OSError(errno.ESTALE, "Stale file handle"), "write a file: Stale file handle. The file server"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "nowhere"), "nowhere: No such file. Check the path."),
         (UserError("In a\nb."), "error: In a\\nb."),
-        (MemoryError(), NO_MEMORY.format("MemoryError")),
-        (NoRoom("malloc of size 64 failed"), NO_MEMORY.format("malloc of size 64 failed")),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), NO_MEMORY.format("CUDA out of memory. Tried")),
-        (RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"), "enough memory. [alloc_cpu.cpp:127] can't"),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "There is not enough memory."),
-        (RuntimeError("can't start new thread"), NO_THREADS.format("can't start new thread")),
-        (BlockingIOError(errno.EAGAIN, AGAIN), NO_THREADS.format(f"[Errno {errno.EAGAIN}] {AGAIN}")),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "nowhere"), "nowhere: No such file. Check the path."),
+        (OSError(errno.EIO, "Input/output error"), "write a file: Input/output error. Check that disk"),
+        (MemoryError(), "There is not enough memory. MemoryError. Close what else uses it and run the same command"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "not enough memory. CUDA out of memory. Tried."),
         (
-            RuntimeError(f"Failed to launch a thread: {AGAIN}"),
-            NO_THREADS.format(f"Failed to launch a thread: {AGAIN}"),
+            RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"),
+            "not enough memory. [alloc_cpu.cpp:127] can't",
         ),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "There is not enough memory."),
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error, said):
@@ -398,13 +375,9 @@ def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
     "line, status", [("raise console.UserError('That is no.')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
-    """And torchrun is told the line to show at its end."""
     wait = "import atexit; atexit.register(time.sleep, 60)"  # as a process group does whose other ranks are busy
-    file = tmp_path / "error.json"
-    done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0", TORCHELASTIC_ERROR_FILE=str(file))
+    done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
     assert done.returncode == status and done.stderr
-    if status == 2:
-        assert json.loads(file.read_text(encoding="utf-8"))["message"] == done.stderr.strip() == "error: That is no."
 
 
 def interrupt(*command, **environment):

@@ -1,13 +1,10 @@
-"""How every program here begins and ends: a console that may fail, errors in one line, the commands that come next.
+"""How every program here begins and ends: output that may fail, errors in one line, the commands that come next.
 
 A program ends in `program.run(main)`. Importing torch takes seconds, so a program that needs it runs its flags' parser
 once above that import, too.
 """
 
-import contextlib
 import errno
-import io
-import json
 import os
 import re
 import shlex
@@ -39,24 +36,24 @@ class UserError(Exception):
 # ----- Messages -----------------------------------------------------------------------------------------
 
 
-# a URL of any scheme, with one slash where it was taken for a path: (what is kept, user and password, what is kept). A
-# password may have slashes and quotes, but what is in a path, as in host:80/a@b, is none; a quote may also end a URL
-URL = re.compile(
-    r"""(?i)\b([a-z][a-z0-9+.-]+:/+)(?:(?:[^/?#\s<>]*|[^/:?#\s<>[]*:(?!\d*/)[^?#\s<>]*)@)?"""
-    r"""([^?#\s"'<>]*)(?:[?#](?:[^\s"'<>]|["'](?=\w))*)?"""
-)
-
-
-def without_secrets(text: str) -> str:
-    """A text whose URLs have lost the user, the password and the query, which may be secret."""
-    return URL.sub(r"\1\2", text) if ":/" in text else text
+# what a terminal obeys: control characters and those that turn the direction of writing; and halves of characters
+CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """Text in one line, cut, without secrets, line ends and other characters that are not shown, as in an error."""
-    text = without_secrets(str(text))
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
+    """Text of a file, a name or a model in one line, cut: a terminal shows its control characters and obeys none."""
+    text = str(text)
+    shown = re.sub(CONTROL, escape, text[:limit])
     return shown + "..." if len(text) > limit else shown
+
+
+def harmless(text: str) -> str:
+    """`plain` for a text of any length that keeps its lines and tabs."""
+    return re.sub(rf"(?![\n\t]){CONTROL}", escape, text)
+
+
+def escape(match):
+    return repr(match[0])[1:-1]
 
 
 def first_line(error: BaseException) -> str:
@@ -128,13 +125,12 @@ RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an
 def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -> Any:
     """Run `main(*args)` and return what it returns; if that has a `status`, the process exits with it.
 
-    A mistake that the user can fix becomes one line on stderr and exit status 2. Failed output is dropped; with
-    `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
+    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that nobody takes any more is
+    dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("PYTHON_COLORS", "0")  # from Python 3.13 on: SafeText would show colors as characters
     # the hub's client prints two lines for each request that it repeats, and tries a download that hangs six times:
     # sources.retry says within a minute what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -142,8 +138,14 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
     # pyarrow's own allocator reserves a gigabyte of addresses, half of what a cluster may allow (ulimit -v)
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
-    protect_console()
-    Console.output_is_product = output_is_product
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
+        elif stream is getattr(sys, f"__{name}__"):  # it is no Output yet, and nobody else's
+            setattr(sys, name, Output(stream))
+    if isinstance(sys.stdout, Output):
+        sys.stdout.is_product = output_is_product
     try:
         result = main(*args)
         sys.stdout.flush()  # the last line may have no newline
@@ -166,15 +168,10 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
 
 ADVICE = {  # what to do about the operating system's errors
     errno.ENOENT: "Check the path.",
-    errno.EACCES: "Check its permissions.",
-    errno.EPERM: "Check its permissions.",
-    errno.EROFS: "Choose a place that can be written to.",
-    errno.ENOSPC: "Make room on that disk and run the same command again.",
-    errno.EDQUOT: "Make room within your quota and run the same command again.",
-    errno.EMFILE: "Raise the limit on open files with ulimit -n.",
-    errno.EIO: "Check that disk.",
-    errno.ESTALE: "The file server has replaced the file: run the same command again.",
-    errno.ETIMEDOUT: "Check the network and the file server, and run the same command again.",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Check its permissions."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room there and run the same command again."),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "Check that disk or file server."),
+    **dict.fromkeys((errno.EMFILE, errno.EAGAIN), "Raise the limits on open files and processes with ulimit."),
 }
 
 
@@ -189,12 +186,6 @@ def explain(error: BaseException) -> str:
         return (
             f"There is not enough memory. {first_line(error)}. Close what else uses it and run the same command again; "
             "a run may take a lower --batch-size."
-        )
-    # Python says the first, and all else, pyarrow for one, the second
-    if "can't start new thread" in str(error) or os.strerror(errno.EAGAIN) in str(error):
-        return (
-            f"The system starts no more threads or processes. {first_line(error)}. Their number may be limited (ulimit "
-            "-u), or the memory (ulimit -v): raise the limit, or close other programs, and run the same command again."
         )
     if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
         advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
@@ -258,61 +249,34 @@ def fail(message):
         # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_GRACE_SECONDS)
-    line = f"error: {plain(message, limit=2000)}"
-    print(line, file=sys.stderr, flush=True)
-    told = json.dumps({"message": line, "timestamp": int(time.time())})
-    # torchrun's own report on the failed ranks then contains this line
-    with contextlib.suppress(KeyError, OSError):
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told, encoding="utf-8")
+    print(f"error: {plain(message, limit=2000)}", file=sys.stderr, flush=True)
     leave(2)
 
 
-class Console(io.RawIOBase):
-    """The raw stream under stdout or stderr: failed output is dropped or, if it is the program's product, an error."""
+class Output:
+    """stdout or stderr that a program outlives: once a disk is full or a reader gone, what is written is dropped."""
 
-    output_is_product = False
+    def __init__(self, stream):
+        self.stream, self.is_product = stream, False
+        stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
 
-    def __init__(self, stream, name):
-        self.stream, self.name = stream, name  # kept, because deleting the stream would close the file
-        self.raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
-        self.writable, self.fileno, self.isatty = self.raw.writable, self.raw.fileno, self.raw.isatty
-
-    def write(self, data):
-        try:
-            written = self.raw.write(data)
-        except OSError as error:
-            written = None
-            if Console.output_is_product and self.name == "stdout":
-                Console.output_is_product = False  # say so once, and drop what is still buffered
-                if isinstance(error, BrokenPipeError):
-                    sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
-                raise UserError(f"Could not write the output: {error.strerror}.") from None
-        return len(data) if written is None else written  # it is also None if writing would block
-
-
-# what a terminal obeys: all control characters but tabs and line ends, and those that turn the direction of writing
-CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-
-
-class SafeText(io.TextIOWrapper):
-    """The text stream on a Console: what a model or a file says is shown, never obeyed; secrets are left out."""
-
-    def __init__(self, stream, name):
-        buffer = io.BufferedWriter(Console(stream, name))
-        super().__init__(buffer, stream.encoding, "replace", line_buffering=True)
-        # progress bars return to the start of their line, and go up to the one above
-        self.control = re.compile(CONTROL if name == "stdout" else rf"(?!\r|\x1b\[A){CONTROL}")
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
     def write(self, text):
-        return super().write(self.control.sub(lambda match: repr(match[0])[1:-1], without_secrets(text)))
+        self.attempt(self.stream.write, text)
+        return len(text)
 
+    def flush(self):
+        self.attempt(self.stream.flush)
 
-def protect_console():
-    """Make sys.stdout and sys.stderr a SafeText each; characters that they cannot encode are replaced."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # it was closed before the program began
-            stream = open(os.devnull, "w", encoding="utf-8")
-        elif stream is not getattr(sys, f"__{name}__"):  # protected already, or a test captures it
-            continue
-        setattr(sys, name, SafeText(stream, name))
+    def attempt(self, function, *args):
+        try:
+            function(*args)
+        except OSError as error:
+            if not self.is_product:
+                return
+            self.is_product = False  # say so once: what is still buffered fails at the exit again
+            if isinstance(error, BrokenPipeError):
+                sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
+            raise UserError(f"Could not write the output: {error.strerror}.") from None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from plumbing.cli.console import UserError, without_secrets
+from plumbing.cli.console import UserError
 
 Config = TypeVar("Config")
 Number = TypeVar("Number")
@@ -194,7 +194,7 @@ def spell_as_argparse(actions, words):
 def read_text(word):
     if not word:
         raise argparse.ArgumentTypeError("its value is empty. Give one, or leave the flag out.")
-    return without_secrets(word)  # no program reads an address, but a run's files keep what was typed
+    return word
 
 
 def integer(word):

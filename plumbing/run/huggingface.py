@@ -5,20 +5,21 @@ but pads its vocabulary, and stores a block's four matrices as (out, in) where t
 converts only models with GPT-2's own tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from plumbing.cli.console import UserError, first_line
 from plumbing.data import tokenizers
-from plumbing.files import atomic_write, free_name, open_regular, read_json, remove_folder
+from plumbing.files import atomic_write, free_name, read_json, remove_folder
 from plumbing.system.devices import exact_matmuls
 
-# what defines a GPT-2: fields of GPTConfig, with GPT-2's values, which transformers assumes if config.json has none
-FIELDS = {"block_size": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
+FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # those of GPTConfig that define a GPT-2
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
 SUPPORTED = {
@@ -31,6 +32,12 @@ SUPPORTED = {
     "tie_word_embeddings": (True,),
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
+# how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and in 124M,
+# up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
+LOGITS_LIMIT = 2e-4
+LEAST_TOKENS = 1024  # of the text on which logits are compared
+CHECK_WORK = 2e11  # parameters times tokens of a longer text: a CPU takes some seconds for it
+SAMPLE_TEXT = "The 1st of 1,000 isn't easy:\n\tna\u00efve \u65e5\u672c\u8a9e {x == 42}"  # tells tokenizers apart
 COPY_AGAIN = "Copy or export the model again."
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
     "{{ '<|endoftext|>' }}"
@@ -52,45 +59,43 @@ def transposed(weights):
     }
 
 
-def read_settings(name_or_directory):
-    """GPTConfig's fields of a GPT-2 on the hub or in a folder, as its config.json has them; UserError if it is none."""
-    directory = find_folder(name_or_directory, "config.json")
+def load_huggingface(name_or_directory):
+    """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
+    directory = find_folder(name_or_directory)
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
             raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
-    config["block_size"] = config.get("n_positions", FIELDS["block_size"])
-    return {name: config.get(name, usual) for name, usual in FIELDS.items()}
-
-
-def load_huggingface(name_or_directory):
-    """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
-    directory = find_folder(name_or_directory, "config.json", "model.safetensors")
-    n_head = read_settings(directory)["n_head"]
-    try:
+    with reading("weights", directory):
         model, doubts = read_model(directory)
-        doubts = doubts or ambiguous_weights(directory / "model.safetensors")
-    except Exception as error:  # transformers and the readers below it raise errors of many kinds
-        reason = first_line(error).removesuffix(".")
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "they are a pickle of more than tensors, perhaps of code, which is never run"
-        raise UserError(f"Could not read the weights in {directory}: {reason}. {COPY_AGAIN}") from None
     if doubts:
         raise UserError(f"{directory} is not a GPT-2 that this program can use: it has {doubts}. {COPY_AGAIN}")
     weights = transposed(model.state_dict())
-    return shape_of(weights, n_head, directory), weights
+    return shape_of(weights, model.config.n_head, directory), weights
 
 
-def find_folder(name, *files):
-    """The folder of this name or, if there is none, that with files of a model of the hub, downloaded if need be."""
+@contextlib.contextmanager
+def reading(what: str, directory: Path) -> Iterator[None]:
+    """Context in which an error of transformers, or of the readers below it, becomes a UserError."""
+    try:
+        yield
+    except Exception as error:  # of many kinds
+        reason = first_line(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text says how to run the code
+            reason = "they are a pickle of more than tensors, perhaps of code, which is never run"
+        raise UserError(f"Could not read the {what} in {directory}: {reason}. {COPY_AGAIN}") from None
+
+
+def find_folder(name):
+    """The folder of this name or, if there is none, that of a model of the hub, downloaded if need be."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     try:  # where there is no network, transformers' own download would try again for 20 seconds
-        return Path(snapshot_download(str(name), allow_patterns=list(files)))
+        return Path(snapshot_download(str(name), allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
         raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
@@ -111,20 +116,6 @@ def read_model(directory: Path) -> tuple[Any, str]:
         f"{kind.replace('_', ' ')} such as {min(map(str, found))}" for kind, found in info.items() if found
     ]
     return model, "; ".join(doubts)
-
-
-def ambiguous_weights(path: Path) -> str:
-    """What in a file of weights transformers would choose or convert without a word; "" for nothing."""
-    from safetensors import safe_open
-
-    if not path.exists():
-        return ""
-    with safe_open(path, "pt") as file:
-        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys() if not name.endswith(MASKS)}
-    doubts = [f"{name} under two names" for name in dtypes if f"transformer.{name}" in dtypes]
-    # not F32, BF16 or the like
-    doubts += [f"integers ({dtype}) in {name}" for name, dtype in dtypes.items() if "F" not in dtype]
-    return next(iter(doubts), "")
 
 
 def from_peer(weights, n_head, path):
@@ -161,15 +152,13 @@ def load_tokenizer(name_or_directory, settings):
     directory, vocab_size = Path(name_or_directory), settings["vocab_size"]
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizers.read_encoding(directory / "tokenizer.tiktoken")
-    found = [path for name in ("tokenizer.json", "vocab.json") if (path := directory / name).exists()]
-    if found:
-        content = read_json(found[0], COPY_AGAIN)
-        model = content.get("model")  # of tokenizer.json; vocab.json has nothing but the vocabulary
-        vocab = model.get("vocab") if isinstance(model, dict) else content
-        enc = tokenizers.get_encoding("gpt2")
-        expected = json.loads(tokenizer_files(enc)["tokenizer.json"])["model"]["vocab"]
-        special = enc._special_tokens  # some files list them elsewhere
-        is_gpt2 = isinstance(vocab, dict) and vocab | special == expected | special
+    if any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        from transformers import AutoTokenizer
+
+        with reading("tokenizer", directory):
+            theirs: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        expected = tokenizers.get_encoding("gpt2").encode_ordinary(SAMPLE_TEXT)
+        is_gpt2 = theirs.encode(SAMPLE_TEXT, add_special_tokens=False) == expected
     else:  # GPT-2's size, or that padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
@@ -188,23 +177,26 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
     chat template, and stops after its turn. make_card(folder) returns a README.md, "" for none. UserError if the model
     is not a GPT-2: then nothing is written.
     """
+    from safetensors.torch import save
+
     part = directory.with_name(f".{directory.name}.part")
     weights, contents = model.state_dict(), export_files(vars(model.config), enc)
+    contents["model.safetensors"] = save(export_weights(weights, enc), describe(weights, step))
     remove_folder(part)  # left by a killed process
-    make_way(part)
     try:
         part.mkdir(parents=True)
         for name, content in contents.items():
             with atomic_write(part / name) as file:
                 file.write(content)
-        write_weights(export_weights(weights, enc), describe(weights, step), part / "model.safetensors")
         tokenizers.write_encoding(enc, part / "tokenizer.tiktoken")
-        check_export(model, part)
+        check_export(model, enc, part)
         card = make_card(part) if make_card else ""
         if card:
             with atomic_write(part / "README.md") as file:
                 file.write(card.encode())
-        make_way(directory)
+        if os.path.lexists(directory):
+            aside = directory.rename(free_name(directory))
+            print(f"Moved what was at {directory} to {aside}.", flush=True)
         part.rename(directory)
     finally:
         remove_folder(part)
@@ -219,33 +211,33 @@ def export_weights(weights, enc):
     return exported
 
 
-def write_weights(weights: dict[str, Any], metadata: dict[str, str], path: Path) -> None:
-    """Write a file in the safetensors format. The same weights give the same bytes."""
-    from safetensors.torch import save
+def check_export(model: Any, enc: Any, directory: Path) -> None:
+    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits.
 
-    content = memoryview(save(weights, metadata))
-    length = int.from_bytes(content[:8], "little")
-    # safetensors writes the entries of the metadata in any order
-    header = json.loads(bytes(content[8 : 8 + length])) | {"__metadata__": metadata}
-    with atomic_write(path) as file:
-        file.write(content[:8])
-        file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length))
-        file.write(content[8 + length :])
-
-
-def check_export(model: Any, directory: Path) -> None:
-    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits."""
+    They are compared on a text of the block size or, if a CPU would take long for that, of a part of it, of no fewer
+    tokens than the windows have to which people limit attention. Half of its ids are random; then comes each special
+    id, and random bytes, as what depends on numbers or line ends would hardly show among all ids.
+    """
     import torch
 
     theirs, doubts = read_model(directory)
     if doubts:
         raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
-    idx = torch.arange(min(64, model.config.block_size))[None]
+    T = min(model.config.block_size, max(LEAST_TOKENS, int(CHECK_WORK / theirs.num_parameters())))
+    generator = torch.Generator().manual_seed(0)
+    random_ids = torch.randint(enc.n_vocab, (T // 2,), generator=generator)
+    random_bytes = torch.randint(256, (T - T // 2,), generator=generator)
+    special_ids = torch.tensor(sorted(enc._special_tokens.values()))
+    idx = torch.cat([random_ids, special_ids, random_bytes])[None, :T]
     with torch.no_grad(), exact_matmuls():
         expected = theirs(idx).logits
-        ours = model(idx.to(next(model.parameters()).device))[0].cpu()[..., : theirs.config.vocab_size]
-    if not (ours - expected).abs().max() <= 1e-3 * expected.std():
-        raise UserError("The model is no GPT-2 any more: transformers computes other logits from its weights.")
+        ours = model(idx.to(next(model.parameters()).device))[0].cpu()[..., : enc.n_vocab]
+    is_same = (ours - expected).abs().amax(-1)[0] <= LOGITS_LIMIT * expected.std()
+    if not is_same.all():
+        place = f"token {int(is_same.int().argmin()):,} of {T:,}"
+        raise UserError(
+            f"The model is no GPT-2 any more: transformers computes other logits from its weights, first at {place}."
+        )
 
 
 def describe(weights: dict[str, Any], step: int) -> dict[str, str]:
@@ -261,12 +253,10 @@ def is_export_of(directory: Path, weights: dict[str, Any], step: int) -> bool:
     """Whether `directory` has the export of a model with this state dict after `step` updates."""
     from safetensors import SafetensorError, safe_open
 
-    path = directory / "model.safetensors"
     try:
-        # a pipe would block safe_open, which sees whether the file is whole
-        with open_regular(path), safe_open(path, "pt") as file:
+        with safe_open(directory / "model.safetensors", "pt") as file:  # an error if it is not whole
             return file.metadata() == describe(weights, step)
-    except (UserError, OSError, SafetensorError):
+    except (OSError, SafetensorError):
         return False
 
 
@@ -311,9 +301,3 @@ def tokenizer_files(enc, max_length=None):
     if tokenizers.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
     return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-
-
-def make_way(path):
-    if os.path.lexists(path):
-        aside = path.rename(free_name(path))
-        print(f"Moved what was at {path} to {aside}.", flush=True)

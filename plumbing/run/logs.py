@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plumbing.cli.console import plain, quote_group, without_secrets
+from plumbing.cli.console import plain, quote_group
 from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
@@ -142,7 +142,7 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
         "code": " ".join(source_code.describe(type(config)).values()),
         "branched": json.dumps(start.branched) if start.branched else "",
     }
-    entry = without_secrets("".join(f"{name}: {text}\n" for name, text in lines.items() if text)) + "\n"
+    entry = "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
     out_dir = Path(config.out_dir)
     history = read_history(out_dir)
     with atomic_write(out_dir / "run.txt") as file:

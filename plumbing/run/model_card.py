@@ -34,15 +34,18 @@ def make_card(directory: Path, run_folder: Path, sample: str = "") -> str:
 
 
 def card(directory: Path, run_folder: Path, sample: str) -> str:
+    from huggingface_hub import ModelCardData
+
     run, shape = read_run(run_folder), read_json(directory / "config.json", "")
     source, dataset = run.config["init_from"], run.fact("data", "").split(", ")[0]
-    header, origin = "", "trained from the weights of another model" if source else "trained from scratch"
-    if source in OPENAI_MODELS:
-        header += f"base_model: openai-community/{source}\n"
-        origin = f"fine-tuned from OpenAI's {source}"
     dataset = "HuggingFaceFW/fineweb-edu" if dataset == "fineweb-edu" else dataset
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # only those are on the hub
-        header += f"datasets:\n- {dataset}\n"
+    header = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2", "train_gpt2"],
+        base_model=f"openai-community/{source}" if source in OPENAI_MODELS else None,
+        datasets=[dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,  # only those are on the hub
+    )
     rows = ""
     for stream in [name for name in MEASURED if name in run.streams]:
         steps, values = run.streams[stream]
@@ -56,20 +59,16 @@ def card(directory: Path, run_folder: Path, sample: str) -> str:
     settings = {name: value for name, value in run.config.items() if name not in PRIVATE}
     return f"""\
 ---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- gpt2
-- train_gpt2
-{header}---
+{header}
+---
 
 <!-- Add a license to the lines above, one that the training data allow, and the language. -->
 
 # A GPT-2 with {shape["n_layer"]} layers
 
-A model of GPT-2's architecture, {origin} with train_gpt2. It has
-{shape["n_layer"]} layers, {shape["n_head"]} attention heads and {shape["n_embd"]} channels, a context of
-{shape["n_positions"]} tokens and a vocabulary of {shape["vocab_size"]}.
+A model of GPT-2's architecture, trained {"from the weights of another model" if source else "from scratch"} with
+train_gpt2. It has {shape["n_head"]} attention heads and {shape["n_embd"]} channels, a context of {shape["n_positions"]}
+tokens and a vocabulary of {shape["vocab_size"]}.
 
 | measured | value | in step |
 |---|---|---|

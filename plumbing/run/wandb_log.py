@@ -22,18 +22,16 @@ def start_wandb(config: Any) -> Any:
 
     # seconds: how long the start waits for the server, and the end for the last lines
     timeouts = dict(init_timeout=8, finish_timeout=20, finish_timeout_raises=True)
-    # print nothing, and do not stop the training if the run is stopped or deleted on their page
-    settings = wandb.Settings(silent=True, console="off", stop_fn=lambda: None, **timeouts)
-    wandb.setup(settings)  # so that the login prints nothing, either
+    wandb.setup(wandb.Settings(silent=True, console="off", **timeouts))
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     # wandb names its folders by the time and the run, such as run-20261124_180000-1a2b3c4d
     begun = [path.name.rpartition("-")[2] for path in Path(config.out_dir, "wandb").glob("*run-*-*")]
-    options = dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=begun[0] if begun else None)
-    # a resumed run may have another B
-    options |= dict(config=vars(config), resume="allow", allow_val_change=True, settings=settings)
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    run = wandb.init(mode=mode, **options)
-    upload = f"wandb sync {Path(run.dir).parent} uploads it later"
-    print(f"The log is mirrored {f'at {run.url}' if run.url else f'offline; {upload}'}.", flush=True)
+    run = wandb.init(
+        **dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=begun[0] if begun else None),
+        **dict(config=vars(config), resume="allow", allow_val_change=True, mode=mode),  # B may have changed
+    )
+    place = f"at {run.url}" if run.url else f"offline; wandb sync {Path(run.dir).parent} uploads it later"
+    print(f"The log is mirrored {place}.", flush=True)
     return run
 
 
@@ -52,15 +50,12 @@ class WandbLog:
             return function(*args, **options)
         except Exception as error:  # of whatever kind, in a large package that talks to a server
             self.run = None
-            print(
-                f"warning: Weights & Biases has failed ({type(error).__name__}: {first_line(error)}). Training does "
-                "without it; log.txt has everything. Without a network, set WANDB_MODE=offline.",
-                flush=True,
-            )
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            advice = "log.txt has everything. Without a network, set WANDB_MODE=offline."
+            print(f"warning: Weights & Biases has failed ({reason}). {advice}", flush=True)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        # After a resume the server may already have steps after the checkpoint, and it takes each step only once. An
-        # offline run gets the whole log: its upload replaces what the server has.
+        # the server may have later steps than the checkpoint, and takes each only once; an offline run has none
         if self.run and step >= self.run.starting_step:
             self.attempt(self.run.log, values, step=step)
 
