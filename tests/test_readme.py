@@ -192,7 +192,9 @@ def test_what_the_readme_says_of_the_code_is_in_it():
     table = README.partition("| | in |")[2].partition("\n\n")[0]
     names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", table)]
     assert len(names) > 20 and [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-    words = "torch.autocast( flash F.scaled_dot_product_attention F.cross_entropy( clip_grad_norm_( torch.compile( DDP("
+    words = (
+        "torch.autocast( flash F.scaled_dot_product_attention F.cross_entropy( clip_grad_norm_( torch.compile( DDP("
+    )
     words += " torch.manual_seed RANK torchrun MFU no_sync( 50,304 TF32"
     assert [word for word in words.split() if word not in source] == []
     assert [*changed_trainers()] == ["train_relu2", "train_rotary"]

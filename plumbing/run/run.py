@@ -178,7 +178,7 @@ def open_run(start: Any, parts: Any) -> Iterator["Run"]:
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
         stack.callback(
             gc.unfreeze
-        )  # triton's bindings would otherwise report at the exit that their objects still live
+        )  # else triton's bindings would report at the exit that their objects still live
         yield run
 
 
@@ -187,13 +187,8 @@ class Run:
 
     def __init__(self, start: Any, parts: Any, signals: Signals):
         config, saved = start.config, start.saved or {}
-        self.config, self.typed, self.world, self.parts, self.signals = (
-            config,
-            start.typed,
-            parts.world,
-            parts,
-            signals,
-        )
+        self.config, self.typed, self.parts, self.signals = config, start.typed, parts, signals
+        self.world = parts.world
         self.start_step, self.max_steps, self.out_dir = start.step, config.max_steps, Path(config.out_dir)
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
@@ -201,16 +196,15 @@ class Run:
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.sample = ""
         self.lr_before = None  # a new branch: that of its parent's last step
-        self.redone: dict[
-            int, float
-        ] = {}  # losses of steps that an earlier start has done after its last checkpoint
+        # losses of steps that an earlier start has done after its last checkpoint
+        self.redone: dict[int, float] = {}
         self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
         self.peak = devices.peak_flops(parts.world.device_name)
-        weights = config.data_weights or (parts.loader.shares if parts.loader else [1.0] * len(config.data))
         self.names = stream_names(config.data)
-        self.shares = [
-            weight / sum(weights) for weight in weights
-        ]  # of the folders, for the mean of their losses
+        # the folders' shares, for the mean of their losses; in an evaluation, by what they are validated on
+        sizes = [loader.num_windows for loader in parts.val_loaders]
+        weights = config.data_weights or (parts.loader.shares if parts.loader else sizes)
+        self.shares = [weight / sum(weights) for weight in weights]
         self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
         self.metadata |= {"has_cache": parts.raw_model.has_cache, "launch": logs.launch()}
         self.log: Any = None  # these three exist on rank 0 only
@@ -224,9 +218,8 @@ class Run:
         c, saved, path = self.config, start.saved or {}, self.out_dir / "log.txt"
         prepare_folder(start, self.parts)
         if start.saved and not start.branched and path.exists():
-            self.redone = {
-                at: value for at, stream, value in logs.read_log(path) if stream == "train" and at >= start.step
-            }
+            done = [(at, value) for at, stream, value in logs.read_log(path) if stream == "train"]
+            self.redone = {at: value for at, value in done if at >= start.step}
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         self.log = logs.open_log(self.out_dir, parent, self.start_step)
         stack.callback(self.close_log)
