@@ -58,8 +58,6 @@ from plumbing.files import atomic_write, lock_folder, open_regular
 # {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation or, of a
 # single one, its beginning
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
-# in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
-EDU_TOKENS = 9_953_989_344
 READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
 
 
@@ -76,10 +74,6 @@ def check_options(options):
         )
     if not options.input and options.dataset in DATASETS and {"config", "split"} & set(changed):
         complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
-    elif not options.input and options.dataset not in DATASETS and "/" not in options.dataset:
-        meant = flags.closest(options.dataset, {name: name for name in DATASETS})
-        if meant:
-            complaints.append(f"There is no data set {options.dataset!r}. {meant} Others are OWNER/NAME.")
     types = {sources.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
@@ -99,11 +93,6 @@ class Documents(preparation.Renderer):
 
     def encode(self, enc, entries):
         return [((ids, None), ()) for ids in encode_pieces(enc, entries)]
-
-    def explain(self, place, unusable):
-        if isinstance(unusable.values, dict):
-            return readers.describe(place, unusable.values, self.columns[0])
-        return f"{place} {unusable.reason}. Mend the file, or use another."
 
 
 def encode_pieces(enc, pieces):
@@ -133,9 +122,7 @@ def prepare(options):
         meta.validation_every = 0
     enc = tokenizers.get_encoding(options.tokenizer)
     renderer = Documents(options.text_column, options.separator)
-    expected = EDU_TOKENS if meta.dataset == "fineweb-edu" else 0
-    prefix = "" if options.input else prefix
-    preparation.make_shards(folder, meta, renderer, enc, found, options, prefix=prefix, expected=expected)
+    preparation.make_shards(folder, meta, renderer, enc, found, options, prefix="" if options.input else prefix)
     return folder
 
 

@@ -42,8 +42,6 @@ from plumbing.data.options import DataOptions
 class Options(DataOptions):
     dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
     config: str = ""  # which of the data set's configs, if it has several; of SmolTalk: all
-    # your own files, folders or globs: .jsonl, .json, .csv or .parquet, also .gz or .zst
-    input: tuple[str, ...] = ()
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
@@ -64,9 +62,8 @@ import numpy as np
 from plumbing.data import preparation, tokenizers
 from plumbing.data.readers import Unusable
 
-COLUMNS = (
-    "messages conversations instruction input output system system_prompt history".split()
-)  # read of a table
+# that are read of a table
+COLUMNS = "messages conversations instruction input output system system_prompt history".split()
 FORMATS = (
     "What is read: messages with role and content, conversations with from and value, or instruction with input and"
     " output; beside them system or system_prompt, and history."
@@ -183,7 +180,7 @@ def read_flags(message):
         learned.append(all(each.get(flag) not in (0, False) for flag in FLAGS))
     whole, *parts = learned
     if any(map(message.get, DETAILS)) or (whole and len(set(parts)) > 1):
-        return Unusable("has a message of which only a part is to be learned: make it a message of its own")
+        return Unusable("has a message of which only a part is to be learned")
     return whole and all(parts)
 
 
@@ -234,7 +231,7 @@ def pack(lengths, max_length):
 class Conversations(preparation.Renderer):
     """Whole conversations, packed into blocks, with a mask of what is to be learned."""
 
-    columns, noun, masks = COLUMNS, "conversation", True
+    columns, noun, masks, advice = COLUMNS, "conversation", True, FORMATS
     counted = [
         ("message", "to and from tools left out"),
         ("answer", "kept without the reasoning"),
@@ -268,6 +265,7 @@ class Conversations(preparation.Renderer):
     def arrange(self, tokens):
         """Blocks of the conversations in `tokens`, and behind the last one the target of its last position."""
         ids, mask = tokens
+        assert mask is not None
         bounds = [*np.flatnonzero(ids == self.eot).tolist(), len(ids)]
         blocks = list(pack(np.diff(bounds).tolist(), self.max_length))
         packed_ids = np.full(len(blocks) * self.max_length + 1, self.end, np.uint16)
@@ -280,13 +278,6 @@ class Conversations(preparation.Renderer):
                 packed_ids[position:stop], packed_mask[position:stop] = ids[begin:end], mask[begin:end]
                 position = stop
         return packed_ids, packed_mask
-
-    def explain(self, place, unusable):
-        held = unusable.values
-        columns = (
-            f" Its columns are {', '.join(held)}: {console.plain(held, 200)}." if isinstance(held, dict) else ""
-        )
-        return f"{place} {unusable.reason}.{columns} {FORMATS}"
 
 
 def prepare(options):

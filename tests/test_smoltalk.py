@@ -130,9 +130,7 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert "note: 1 row left out. Line 101 of" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
-    answers = []
-    for tokens, mask in shards.values():
-        answers += [a for a in ENC.decode(tokens[mask == 1].tolist()).split("<|end|>") if a]
+    answers = "".join(learned_in(folder)).removesuffix("<|end|>").split("<|end|>")
     assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25 + ["b"])
     tokens, mask = shards["train"]
     x, y = DataLoaderLite(folder, "train", B=train // 64, T=64).next_batch()  # one epoch
@@ -316,17 +314,6 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
     assert read_conversations(tmp_path / name, records) == list(expected)
 
 
-def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
-    result = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
-    [question, answer] = talk("U", "A")
-    weather = [question, call, older, result, {"from": "observation"}, answer | {"tool_calls": []}]
-    assert read_conversations(tmp_path / "a.jsonl", [{"messages": weather}] * 20) == [talk("U", "A")] * 20
-    prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),), max_length=16))
-    assert "note: 80 messages to and from tools left out.\n" in capsys.readouterr().out
-
-
 def write_chats(path, chats):
     """A file of these lists of messages."""
     if path.suffix == ".parquet":
@@ -337,65 +324,54 @@ def write_chats(path, chats):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_reasoning_is_left_out_with_a_count(tmp_path, name, capsys):
-    """It was gone without a word."""
-    chats = [talk(f"Q{i}", f"A{i}") for i in range(30)]
-    for i, key in enumerate(["reasoning_content", "reasoning", "thinking"]):
-        chats[i][1] |= {key: "because"}
+def test_what_is_left_out_of_a_conversation_is_counted(tmp_path, name, capsys):
+    """Reasoning was gone without a word, and what was to be learned in part was learned."""
+    chats = [talk(f"Q{i}", f"A{i}") for i in range(40)]
+    for chat, key in zip(chats, ["reasoning_content", "reasoning", "thinking"]):
+        chat[1][key] = "because"
+    call = {"role": "assistant", "content": None}
+    chats[5][1:1] = [call | {"tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "21 degrees"}]
+    chats[6][1:1] = [call | {"function_call": {"name": "f"}}, {"role": "function", "content": "21 degrees"}]
+    chats[9][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 2, "train": False}]
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
-    assert "note: 3 answers kept without the reasoning.\n" in capsys.readouterr().out
-    assert sorted(sum(read_chats(folder).values(), [])) == sorted(as_text(f"Q{i}", f"A{i}") for i in range(30))
+    said = capsys.readouterr().out
+    assert "note: 4 messages to and from tools left out.\nnote: 3 answers kept without the reasoning.\n" in said
+    place = "Row" if "parquet" in name else "Line"
+    reason = "has a message of which only a part is to be learned."
+    assert f"note: 1 row left out. {place} 10 of {tmp_path / name} {reason}" in said
+    expected = [as_text(f"Q{i}", f"A{i}") for i in range(40) if i != 9]
+    assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}])
-def test_parts_that_are_not_to_be_learned_are_no_targets(tmp_path, name, flag, capsys):
-    """They were: all of a content was learned unless its message had the flag."""
+@pytest.mark.parametrize("of", ["message", "part"])
+@pytest.mark.parametrize("flag, other", [({"weight": 0}, 1), ({"train": False}, True), ({"loss": 0}, 1)])
+def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, of, flag, other, capsys):
+    """Flags of the parts of a content were not looked at."""
     [key] = flag
-    bad, good = {"type": "text", "text": "WRONG "} | flag, {"type": "text", "text": "good", key: 1 - flag[key]}
-    if isinstance(flag[key], bool):
-        good[key] = True
-    chats = [talk("Q", "right") for _ in range(30)]
-    chats[3] = [*talk("Q", [bad, good]), *talk("and?", "right")]  # in part: left out
-    chats[4] = [*talk("Q", [bad, bad]), *talk("and?", "right")]  # all of it: no target
-    chats[5] = talk("Q", [good, good])
-    for chat in chats:
-        for message in chat:  # of one type in all rows, as a table needs it
-            if isinstance(message["content"], str):
-                message["content"] = [{"type": "text", "text": message["content"]}]
+
+    def answer(text, flag):
+        return {"role": "assistant", "content": [{"type": "text", "text": text} | (flag if of == "part" else {})]} | (
+            flag if of == "message" else {}
+        )
+
+    question = {"role": "user", "content": [{"type": "text", "text": "Q"}]}
+    chats = [[question, answer("wrong", flag), question, answer("right", {key: other})] for _ in range(40)]
+    if of == "part":
+        chats[3][1]["content"] += [{"type": "text", "text": "right", key: other}]
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
-    said = capsys.readouterr().out
-    place = "Row 4" if name.endswith("parquet") else "Line 4"
-    assert f"note: 1 row left out. {place} of {tmp_path / name} has a message of which only a part is to be" in said
-    learned = [
-        ENC.decode(np.load(path)[np.load(path.with_suffix(".mask")) == 1].tolist())
-        for path in Path(folder).glob("*.npy")
-    ]
-    words = "".join(learned).split("<|end|>")
-    assert sorted(words) == sorted(["", ""][: len(words) - 29] + ["right"] * 28 + ["goodgood"])
+    said, count = capsys.readouterr().out, 39 if of == "part" else 40
+    assert f"note: {count} answers not to be learned, as weight or train says." in said
+    place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message of which only a part"
+    assert (f"1 row left out. {place} is to be learned." in said) == (of == "part")
+    assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == count
+    assert "".join(learned_in(folder)) == "right<|end|>" * count
 
 
-def test_a_detail_of_what_is_to_be_learned_is_not_taken_for_all_of_it(tmp_path, capsys):
-    chats = [talk("Q", "right") for _ in range(30)]
-    chats[3][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 2, "train": False}]
-    prepare(options_for(tmp_path, input=write_chats(tmp_path / "a.jsonl", chats)))
-    assert "Line 4 of " in (said := capsys.readouterr().out) and "only a part is to be learned" in said
-
-
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
-def test_an_answer_that_is_not_to_be_learned_has_mask_0(tmp_path, flag, capsys):
-    chats = [{"messages": talk("Q", "wrong", "Check.", "right")} for _ in range(40)]
-    for chat in chats:
-        chat["messages"][1] |= flag
-        chat["messages"][3] |= {key: not value for key, value in flag.items()}
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
-    assert "note: 40 answers not to be learned, as weight or train says." in capsys.readouterr().out
-    for path in Path(folder).glob("*.npy"):
-        tokens, mask = np.load(path), np.load(path.with_suffix(".mask"))
-        text = ENC.decode(tokens.tolist())
-        assert text.count("wrong") == text.count("right") > 0
-        assert ENC.decode(tokens[mask == 1].tolist()) == "right<|end|>" * text.count("right")
+def learned_in(folder):
+    """The text that counts in each shard of a folder."""
+    shards = [(np.load(path), np.load(path.with_suffix(".mask"))) for path in Path(folder).glob("*.npy")]
+    return [ENC.decode(tokens[mask == 1].tolist()) for tokens, mask in shards]
 
 
 def test_an_answer_that_is_not_to_be_learned_may_stand_behind_the_cut(tmp_path):
@@ -403,11 +379,7 @@ def test_an_answer_that_is_not_to_be_learned_may_stand_behind_the_cut(tmp_path):
     chat["messages"][3]["weight"] = 0
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(chat)] * 40), encoding="utf-8")
     folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
-    learned = [
-        ENC.decode(np.load(path)[np.load(path.with_suffix(".mask")) == 1].tolist())
-        for path in Path(folder).glob("*.npy")
-    ]
-    assert "".join(learned) == "right<|end|>" * 40
+    assert "".join(learned_in(folder)) == "right<|end|>" * 40
 
 
 def test_tables_of_conversations_are_read_too(tmp_path, capsys):

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.data import shards, sources, tokenizers
 from plumbing.data.options import DataOptions
-from plumbing.data.readers import Counts, Row, Unusable, read_rows
+from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
 from plumbing.data.shards import Meta, read_meta, split_of
 from plumbing.files import atomic_write, lock_folder
 from plumbing.system.limits import num_cores
@@ -45,11 +46,9 @@ VALIDATE_EVERY = 11  # of so many rows one is for validation, of a large text of
 # flags that change no token, or are recorded by the names that they stand for
 UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokenized", "init_from")
 
-Tokens = tuple[
-    np.ndarray, np.ndarray | None
-]  # ids (n,) of uint16, and their mask (n,) of uint8 if there are masks
+# ids (n,) of uint16, and their mask (n,) of uint8, or None where all are targets
+Tokens = tuple[np.ndarray, np.ndarray | None]
 Place = tuple[int, int]  # the number of a file, and of a row in it
-Counted = tuple[int, ...]  # of what a Renderer counts in a row
 
 
 class Renderer:
@@ -61,10 +60,12 @@ class Renderer:
     counted: Sequence[tuple[str, str]] = ()  # what is counted besides the rows left out: ("message", "left out")
     noun = "document"
     masks = False
+    advice = COLUMN_ADVICE  # if no row can be used
 
     read: Callable[[Row], tuple[Any, int]]  # (what `encode` takes, or Unusable; its size in bytes)
-    encode: Callable[[tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, Counted]]]
-    explain: Callable[[str, Unusable], str]  # where a row is and what is wrong with it, if none can be used
+    encode: Callable[
+        [tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, tuple[int, ...]]]
+    ]  # with `counted`
 
     def arrange(self, tokens: Tokens) -> Tokens:
         """What is written of the rows of a shard."""
@@ -111,10 +112,10 @@ def plan(
     return folder, found.sources, meta
 
 
-def continued(folder: str, meta: Meta) -> Meta:
-    """The meta.json of `folder` if it continues `meta`, else `meta` itself; UserError if it is of a different data set.
+def continued(folder: str, new: Meta) -> Meta:
+    """The meta.json of `folder` if it continues `new`, else `new` itself; UserError if it is of a different data set.
 
-    A file that is being read may have been mended behind its beginning, and those behind it may be others.
+    Files that were not read to their end may have been mended, but not at their beginning.
     """
     old, names = read_meta(folder), os.listdir(folder) if os.path.isdir(folder) else []
     has_shards = any(map(split_of, names))
@@ -123,23 +124,25 @@ def continued(folder: str, meta: Meta) -> Meta:
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )
     if not (old.shards or has_shards):
-        return meta
-    then, now = ({"dataset": each.dataset, "tokenizer": each.tokenizer} | each.made_from for each in (old, meta))
-    num_read = max((end[0] for end in old.ends.values()), default=-1)
-    files = itertools.zip_longest(then.pop("sources"), now.pop("sources"), fillvalue=["", 0, ""])
-    for number, (before, after) in enumerate(files, 1):
-        is_mended = number == num_read + 1 and before[1] != after[1]
-        if not old.complete and (number > num_read + 1 or is_mended):
-            before, after = ([name, digest[: 8 * is_mended]] for name, _, digest in (before, after))
-        key = f"file {number} of the input (name, bytes, hash)"
-        then[key], now[key] = before, after
+        return new
+    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=0)
+
+    def recorded(meta):
+        record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
+        for number, (name, size, digest) in enumerate(record.pop("sources")):
+            key = f"file {number + 1} of the input (name, bytes, hash)"
+            record[key] = [name, size, digest] if number < num_read else [name, digest[:8]]
+        return record
+
+    then, now = recorded(old), recorded(new)
     for key in then | now:
-        if then.get(key) != now.get(key):
+        before, after = (console.plain(repr(record.get(key, ""))) for record in (then, now))
+        if before != after:
             raise UserError(
-                f"{folder} has shards of other data: {key} was {console.plain(repr(then.get(key, '')))} and is now "
-                f"{console.plain(repr(now.get(key, '')))}. Move it away, or make the new ones elsewhere."
+                f"{folder} has shards of other data: {key} was {before} and is now {after}. Move it away, or make the"
+                " new ones elsewhere."
             )
-    return dataclasses.replace(old, made_from=meta.made_from)  # with the present sizes of mended files
+    return dataclasses.replace(old, made_from=new.made_from)  # with the present sizes of mended files
 
 
 def make_shards(
@@ -151,53 +154,56 @@ def make_shards(
     options: DataOptions,
     *,
     prefix: str = "",
-    expected: int = 0,
 ) -> Meta:
-    """Make the shards of `new` in a folder, from where an earlier run ended; the meta.json that describes them all.
+    """Make the shards of `new` in a folder, or those that are missing. Returns the meta.json that describes them all.
 
-    prefix: of the shards' names; expected: about how many tokens there will be, 0 if that is not known.
+    prefix: of the shards' names, by default the folder's.
     """
     if enc.n_vocab > 2**16:
         raise UserError(
             f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
         )
     new = dataclasses.replace(new, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=renderer.masks)
-    meta, title = continued(folder, new), console.plain(folder)
-    with contextlib.ExitStack() as stack:
-        if not is_complete(folder, meta):  # several processes may use complete shards at once
-            stack.enter_context(lock_folder(folder))
+    meta = continued(folder, new)
+    if not is_complete(folder, meta):  # several processes may use complete shards at once
+        with lock_folder(folder):
             meta = continued(folder, new)  # another process may have worked on it until now
-        if is_complete(folder, meta):
-            print(f"{title} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
-            return meta
-        *begin, meta.documents, counts = keep_whole(folder, meta, renderer.counted)
-        most, sizes = getattr(options, "max_tokens", 0), [source.size for source in found]
-        total = most or expected or None
-        if found[0].repo:
-            # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files
-            # may be on disk: one is finished, one is being read, one is being downloaded
-            check_disk_space(folder, (2 * (total - meta.tokens) if total else sum(sizes)) + 3 * max(sizes))
-            save(folder, meta)  # so that the files that are on disk can be found again without a network
-        ahead = not most  # with a limit, the next file may not be needed
-        downloads = sources.Downloads(found, os.path.join(folder, ".download"), begin[0], ahead)
-        num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-        encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
-        bar = tqdm(total=total, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
-        with bar, contextlib.closing(encoded):
-            rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, sizes)
-            for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
-                if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
-                    parts = in_two(parts, enc.eot_token, renderer, counts)
-                write(folder, meta, parts, renderer, enc, prefix)
-                meta.rows_left_out, meta.left_out = counts.numbers[0], counts.sentences
-                if place:
-                    meta.ends[[*meta.shards][-1]] = [*place, meta.documents, *counts.numbers]
-                    save(folder, meta)
-                    downloads.remove_before(place[0])  # not earlier: what is not in a shard will be read again
-        downloads.close()  # before the end is recorded: what is complete is not looked at again
-        finish(folder, meta, renderer.noun)
-        counts.note()
+            if not is_complete(folder, meta):
+                write_shards(folder, meta, renderer, enc, found, options, prefix)
+                return meta
+    print(f"{console.plain(folder)} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
     return meta
+
+
+def write_shards(folder, meta, renderer, enc, found, options, prefix):
+    """Write shards from where those that are there end."""
+    *begin, meta.documents, counts = keep_whole(folder, meta, renderer.counted)
+    most, sizes = meta.made_from.get("max_tokens", 0), [source.size for source in found]
+    if found[0].repo:
+        # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
+        # be on disk: one is finished, one is being read, one is being downloaded
+        check_disk_space(folder, (2 * (most - meta.tokens) if most else sum(sizes)) + 3 * max(sizes))
+        save(folder, meta)  # so that the files that are on disk can be found again without a network
+    ahead = not most  # with a limit, the next file may not be needed
+    downloads = sources.Downloads(found, os.path.join(folder, ".download"), begin[0], ahead)
+    num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
+    encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
+    title, total = console.plain(folder), most or None
+    bar = tqdm(total=total, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
+    with bar, contextlib.closing(encoded):
+        rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, sizes)
+        for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
+            if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
+                parts = in_two(parts, enc.eot_token, renderer, counts)
+            write(folder, meta, parts, renderer, enc, prefix)
+            meta.rows_left_out, meta.left_out = counts.numbers[0], counts.sentences
+            if place:
+                meta.ends[[*meta.shards][-1]] = [*place, meta.documents, *counts.numbers]
+                save(folder, meta)
+                downloads.remove_before(place[0])  # not earlier: what is not in a shard will be read again
+    downloads.close()  # before the end is recorded: what is complete is not looked at again
+    finish(folder, meta, renderer.noun)
+    counts.note()
 
 
 def check_disk_space(folder: str, size: int) -> None:
@@ -348,8 +354,9 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, counts: Count
     """
     ids, mask = max(parts.values(), key=lambda tokens: len(tokens[0]))
     if not len(ids):
-        reason = "The input contains no text. Check --input and --text-column."
-        raise UserError(f"No row can be used. {renderer.explain(*counts.first)}" if counts.first else reason)
+        if counts.first:
+            raise UserError(f"No row can be used. {explain(*counts.first, renderer.advice)}")
+        raise UserError("The input contains no text. Check --input and --text-column.")
     tenth = math.ceil(len(ids) / 10)
     starts = np.flatnonzero(ids == eot)[1:]
     if not len(starts) and renderer.masks:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, example, file_type, suffix_of
+from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, file_type, suffix_of
 from plumbing.files import open_regular
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
@@ -169,23 +169,6 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     return text or Unusable(f"has no text under {','.join(columns)!r}", values)
 
 
-def text_columns(fields, prefix=""):
-    """The names of all strings in a row: ["title", "doc.text"]; not those of images, which are objects with bytes."""
-    names = []
-    for key, value in fields.items():
-        if isinstance(value, dict) and "bytes" not in value:
-            names += text_columns(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            names.append(prefix + key)
-    return names
-
-
-def may_have_text(fields, column):
-    """Whether there is a text in a row, or null under this name."""
-    value = find(fields, column)
-    return isinstance(value, str) or (value is None and root_of(column, fields) in fields)
-
-
 def check_needed(rows, name, needed, most=MAX_SEARCHED):
     """Yield rows; UserError unless each of the `needed` columns is in one of the first, with a text or null."""
     missing, first = list(needed), None
@@ -197,35 +180,28 @@ def check_needed(rows, name, needed, most=MAX_SEARCHED):
             break
         yield row
     if missing and first:
-        raise UserError(describe(f"{first.place} of {name}", first.values, missing[0]))
+        unusable = Unusable(f"has no text under {missing[0]!r}", first.values)
+        raise UserError(explain(f"{first.place} of {name}", unusable, COLUMN_ADVICE))
 
 
-def describe(place: str, row: dict[str, Any], column: str) -> str:
-    """Why there is no text in a column of a row, and what there is instead."""
-    found, others = find(row, column), text_columns(row)
-    held = "" if found is None or isinstance(found, str) else f", but {console.plain(found, 60)}"
-    if not others:
-        kinds = ", ".join(f"{key}: {console.plain(value, 60)}" for key, value in row.items()) or "none"
-        return (
-            f"{place} has no column of strings, so there is no text in it. Its columns are {kinds}. Rows under a key "
-            "become lines by jq -c '.KEY[]' FILE > NEW.jsonl, and bytes that are text must be stored as strings."
-        )
-    examples = "; ".join(
-        f"{other}: {console.plain(find(row, other), 40)}" for other in others if find(row, other)
+def may_have_text(row, column):
+    value = find(row, column)
+    return isinstance(value, str) or (value is None and root_of(column, row) in row)
+
+
+def explain(place: str, unusable: Unusable, advice: str) -> str:
+    """What is wrong with a row, what it holds, and what to do."""
+    held = unusable.values
+    columns = (
+        f" Its columns are {', '.join(held)}: {console.plain(held, 300)}." if isinstance(held, dict) else ""
     )
-    longest = max(others, key=lambda other: len(find(row, other)))
-    return (
-        f"{place} has no text under {column!r}{held}. Choose text with --text-column: {', '.join(others)}. A row has "
-        f"{examples or 'none'}. {example('--text-column', longest)}"
-    )
+    return f"{place} {unusable.reason}.{columns} {advice}"
 
 
-def check_doubled(name, names, columns):
-    """Raise UserError if a table has two columns of the same name, and it is one of those that are read."""
-    roots = {root_of(column, names) for column in columns}
-    for column in names:
-        if column in roots and names.count(column) > 1:
-            raise UserError(f"{name} has {names.count(column)} columns called {column!r}. Rename all but one.")
+COLUMN_ADVICE = (
+    "Name the column of the text with --text-column (doc.text is the text in an object doc). If the rows are a list in"
+    " a larger object, write them one a line: jq -c '.KEY[]' FILE > NEW.jsonl"
+)
 
 
 # ----- Tables -------------------------------------------------------------------------------------------
@@ -241,7 +217,11 @@ def read_csv(source, columns):
             delimiter = max([delimiter, *",;\t|"], key=header.count)
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
         names = next(rows, [])
-        check_doubled(source.name, names, columns)
+        for column in columns:
+            if names.count(column) > 1:
+                raise UserError(
+                    f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
+                )
         while True:
             begin, fields, fault = rows.line_num + 1, None, ""
             try:
@@ -271,7 +251,6 @@ def read_parquet(source, columns, needed):
 
     with pyarrow.parquet.ParquetFile(source.path) as table:
         fields, types = table.schema_arrow.names, dict(zip(table.schema_arrow.names, table.schema_arrow.types))
-        check_doubled(source.name, fields, columns)
         names = list(dict.fromkeys(root_of(column, fields) for column in columns))
         names = [name for name in names if name in fields]
         kinds = [str(types.get(root_of(column, fields))) for column in needed]

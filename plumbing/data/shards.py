@@ -21,7 +21,6 @@ import numpy as np
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data import sources
 from plumbing.files import Name, file_sample, named_errors, open_regular, read_json
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
@@ -141,16 +140,11 @@ OWN_FOLDERS = {
 
 
 def command_for(folder):
-    """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
-    files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
-    types = {sources.file_type(file.name) for file in files if not sources.NO_DATA.search(file.name)} - {""}
-    if not types and str(folder) in OWN_FOLDERS:
-        return OWN_FOLDERS[str(folder)]
-    flags = [("--input", folder)] if types else [("--input", "FILES"), ("--out-dir", folder)]
+    """The command that makes shards of the documents at `folder` or, if there is nothing, shards in it."""
+    flags = [("--input", folder)] if os.path.exists(folder) else [("--input", "FILES"), ("--out-dir", folder)]
     made_from = " ".join(map(console.quote_group, flags))
-    may_be_chats = not types or ".jsonl" in types
-    conversations = f" (for conversations: python smoltalk.py {made_from})" if may_be_chats else ""
-    return f"python fineweb.py {made_from}{conversations}"
+    own = f"python fineweb.py {made_from} (for conversations: python smoltalk.py {made_from})"
+    return OWN_FOLDERS.get(str(folder), own)
 
 
 def split_of(name):
