@@ -155,6 +155,28 @@ def test_what_comes_next_knows_the_presets_of_the_trainer():
         assert 0.9 * preset.max_steps < most or name == "quickstart"
 
 
+def test_the_first_shard_of_fineweb_edu_is_for_validation(tmp_path, monkeypatch):
+    """As build-nanogpt has it; each holds whole documents."""
+    monkeypatch.chdir(tmp_path)
+    texts, server = random_texts(60), Server()
+    server.configure(monkeypatch, tmp_path / ".hf")
+    files = {"README.md": '---\nconfigs: [{"config_name": "sample-10BT", "data_files": "sample/10BT/*"}]\n---\n'}
+    for i in range(3):
+        path = write_parquet(tmp_path / "a.parquet", texts[20 * i : 20 * i + 20])
+        files[f"sample/10BT/{i:03d}_00000.parquet"] = Path(path).read_bytes()
+    server.add("HuggingFaceFW/fineweb-edu", files)
+    fineweb.main(["--tokenizer", "bytes", "--shard-size", "7000"])
+    server.stop()
+    expected = [[]]
+    for text in texts:
+        if len(expected[-1]) + len(as_bytes([text])) > 7000:
+            expected.append([])
+        expected[-1] += as_bytes([text]).tolist()
+    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
+    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES]) and len(names) > 3
+    assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
+
+
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
