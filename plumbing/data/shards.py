@@ -1,7 +1,7 @@
 """Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
 
-A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
-is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
+A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers
+begin with 0 for validation and with 1 for training. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
 counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
 version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
 """
@@ -249,9 +249,10 @@ class Meta:
     left_out: list[str] = field(default_factory=list)  # a sentence about each of the first three of them
     # the settings that were given, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
-    ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
+    # by the last shard of a run of rows: the file and the row behind it, and the documents and what else was counted
+    ends: dict[str, list[int]] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
-    validation_every: int = 0  # as in preparation.ValidationSample
+    validation_every: int = 0  # as in preparation.is_validation
 
     def lengths(self, split: str) -> list[int]:
         return [length for name, length in self.shards.items() if split_of(name) == split]
