@@ -390,6 +390,7 @@ QUOTED = "It\u2019s \u201cquoted\u201d caf\u00e9.\n"
         (pa.compress(GERMAN.encode(), codec="zstd", asbytes=True), "is a file of zstd", None),
         (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff", "is a file of zip", None),
     ],
+    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark UTF-32 gzip zstd zip".split(),
 )
 def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, words, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
