@@ -214,6 +214,14 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
     assert ".mask is missing or damaged" in line and not (tmp_path / "log").exists()
 
 
+def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eighth_of_them_at_most():
+    """A power of two: 64 blocks a step. Of many more blocks, the preset's steps are taken."""
+    words = preparation.training_command("chat", "talks", [600 * 1024 + 1, 400 * 1024 + 1], 1024, passes=3)
+    assert {("--total-batch-size", 64 * 1024), ("--passes", 3)} <= set(words)
+    words = preparation.training_command("chat", "talks", [200_000 * 1024], 1024, passes=3)
+    assert words[2:] == [("--preset", "chat"), ("--data", "talks"), ("--out-dir", "log/talks")]
+
+
 @pytest.mark.gpt2
 def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
