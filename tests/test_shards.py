@@ -86,7 +86,7 @@ def test_a_disk_that_fails_while_a_shard_is_read_is_one_line_with_its_name(tmp_p
         readinto = seek
 
     shard = shards.open_shard(path, lambda path: Failing(io.FileIO(path)))
-    assert f"{path}: {os.strerror(errno.EIO)}. Check that disk." in refused(lambda args: shard.read())
+    assert f"{path}: {os.strerror(errno.EIO)}. Check that disk" in refused(lambda args: shard.read())
 
 
 def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_path):
