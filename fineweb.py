@@ -7,10 +7,10 @@
     python fineweb.py --input books/*.txt --out-dir books
 
 A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
-as text). The tokens of all documents, in input order, are cut into shards of `--shard-size` tokens,
-`<name>_<split>_<6 digits>.npy` of uint16; the last one has the rest. Shard 0 is the validation split.
-It takes every 11th document (or every 11th piece of a long one; fewer of a large text), at most a tenth
-of the text and one shard; of FineWeb-Edu and Python's documentation it is the first shard.
+as text). A shard, `<name>_<split>_<6 digits>.npy` of uint16, holds whole documents in the order of the
+input, about `--shard-size` tokens of them; the last one has the rest. One document in 11 is for validation
+(one piece in 11 of a long one; fewer of a large text); of FineWeb-Edu it is the first shard. The two
+splits of a short text are parts of it.
 
 A row without a text is left out and counted. Memory use depends neither on the size of the corpus nor on
 the number of cores: a few shards, and up to 64 MB of text with the threads that tokenize it. The same
@@ -38,7 +38,7 @@ class Options(DataOptions):
     # what stands between a text file's documents, such as <|endoftext|>; by default a file is one document
     separator: Annotated[str, "may be empty"] = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
-    max_tokens: int = 0  # stop after this many tokens, such as 1e9, validation shard included; 0: all
+    max_tokens: int = 0  # stop after about this many tokens, such as 1e9, for validation included; 0: all
 
 
 if __name__ == "__main__":
@@ -46,20 +46,18 @@ if __name__ == "__main__":
 
 import contextlib
 import shutil
-import types
 
 import numpy as np
 from tqdm import tqdm
 
 from plumbing.cli.console import UserError
 from plumbing.data import preparation, readers, shards, sources, tokenizers
-from plumbing.data.preparation import Rendered, ShardWriter
+from plumbing.data.readers import Unusable
 from plumbing.files import atomic_write, lock_folder, open_regular
 
-# {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation
+# {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation or, of a
+# single one, its beginning
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
-# in GPT-2's tokens with <|endoftext|>, for the progress bar and the check of the free disk space
-EDU_TOKENS = 9_953_989_344
 READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
 
 
@@ -76,10 +74,6 @@ def check_options(options):
         )
     if not options.input and options.dataset in DATASETS and {"config", "split"} & set(changed):
         complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
-    elif not options.input and options.dataset not in DATASETS and "/" not in options.dataset:
-        meant = flags.closest(options.dataset, {name: name for name in DATASETS})
-        if meant:
-            complaints.append(f"There is no data set {options.dataset!r}. {meant} Others are OWNER/NAME.")
     types = {sources.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
@@ -95,15 +89,10 @@ class Documents(preparation.Renderer):
 
     def read(self, row):
         text = readers.text_of(row.values, self.columns)
-        return (text, row.starts), sys.getsizeof(text)
+        return (text, 0) if isinstance(text, Unusable) else ((text, row.starts), sys.getsizeof(text))
 
     def encode(self, enc, entries):
-        return list(map(Rendered, encode_pieces(enc, entries)))
-
-    def explain(self, place, reason):
-        if isinstance(reason.values, dict):
-            return readers.describe(place, reason.values, self.columns[0])
-        return f"{place} {reason}. Mend the file, or use another."
+        return [((ids, None), ()) for ids in encode_pieces(enc, entries)]
 
 
 def encode_pieces(enc, pieces):
@@ -128,17 +117,12 @@ def prepare(options):
     if options.pretokenized:
         return fetch_pretokenized(options)
     default, prefix = DATASETS.get(options.dataset, ("", ""))
-    settings = {
-        name: getattr(options, name) for name in ("text_column", "shard_size", "max_tokens", "separator")
-    }
-    folder, found, meta = preparation.plan(options, settings, default=default)
+    folder, found, meta = preparation.plan(options, default=default)
     if meta.dataset in DATASETS:
         meta.validation_every = 0
     enc = tokenizers.get_encoding(options.tokenizer)
     renderer = Documents(options.text_column, options.separator)
-    writer = ShardWriter(folder, meta, enc, renderer=renderer, prefix="" if options.input else prefix)
-    expected = EDU_TOKENS if meta.dataset == "fineweb-edu" else 0
-    preparation.make_shards(writer, found, options, max_tokens=options.max_tokens, expected=expected)
+    preparation.make_shards(folder, meta, renderer, enc, found, options, prefix="" if options.input else prefix)
     return folder
 
 
@@ -153,31 +137,32 @@ def fetch_pretokenized(options):
     """Download FineWeb-Edu's validation shard and its first `--pretokenized` training shards, as published."""
     folder = options.out_dir or DATASETS["fineweb-edu"][0]
     files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
-    enc = types.SimpleNamespace(name="gpt2", n_vocab=50257, eot_token=50256)  # its tables are not needed
     with lock_folder(folder):
-        meta = shards.Meta(READY_REPO, complete=False, made_from={"sources": []})
-        writer = ShardWriter(folder, meta, enc, renderer=preparation.Renderer())
-        writer.meta.complete = False  # which fewer shards may have been
+        new = shards.Meta(READY_REPO, "gpt2", vocab_size=50257, made_from={"sources": []})
+        meta = preparation.continued(folder, new)
+        meta.complete = False  # which fewer shards may have been
         missing = [
-            sources.Source(file, repo=READY_REPO, commit="main") for file in files if not writer.is_whole(file)
+            sources.Source(file, repo=READY_REPO, commit="main")
+            for file in files
+            if not preparation.is_whole(folder, meta, file)
         ]
         preparation.check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = sources.Downloads(missing, writer.path(".download"))
-        for number, source in tqdm(downloads, total=len(missing), unit="shard", desc=writer.title, delay=0.5):
+        downloads = sources.Downloads(missing, os.path.join(folder, ".download"))
+        for number, source in tqdm(downloads, total=len(missing), unit="shard", desc=folder, delay=0.5):
             downloads.remove_before(number)
             tokens = shards.open_shard(source.path).read()
-            if source.name not in writer.meta.shards:  # a damaged one that is fetched again was counted before
-                writer.meta.documents += writer.count_documents(tokens)
-            writer.meta.shards[source.name] = len(tokens)
-            writer.save()  # first: if this is killed in between, the shard is known to be missing
-            with open_regular(source.path) as fetched, atomic_write(writer.path(source.name)) as file:
+            if source.name not in meta.shards:  # a damaged one that is fetched again was counted before
+                meta.documents += preparation.count_documents(tokens, 50256)
+            meta.shards[source.name] = len(tokens)
+            preparation.save(folder, meta)  # first: if this is killed in between, it is known to be missing
+            with open_regular(source.path) as fetched, atomic_write(os.path.join(folder, source.name)) as file:
                 shutil.copyfileobj(fetched, file)  # and not moved: it may lie in the user's cache of the hub
         downloads.close()
         try:  # so that a machine without a network can train on them
             tokenizers.save_for_folder(tokenizers.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
             print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
-        writer.finish()
+        preparation.finish(folder, meta, "document")
     return folder
 
 
@@ -195,22 +180,12 @@ def training_command(folder, train, val):
 
     With a GPU and 100M tokens or more, it trains a GPT-2; otherwise the quickstart's small model.
     """
-    command = ["python", "train_gpt2.py", ("--data", folder)]
-    steps = sum(train) // 2**19
     has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))  # it seems; asking torch would take seconds
-    if has_gpu and steps >= 190:  # 100M tokens are enough to be worth training GPT-2 on
-        if steps > 18_000:  # the preset's 10B tokens
-            return command
-        # one pass over the data, with the preset's share of warmup
-        return [*command, ("--max-steps", steps), ("--warmup-steps", steps // 27)]
+    if has_gpu and sum(train) >= 10**8:  # enough to be worth training GPT-2 on
+        # one pass over the data, unless they are the preset's 10B tokens
+        return preparation.training_command("gpt2", folder, train, 1024, passes=1)
     T = min(128, *(max(split, default=0) - 1 for split in (train, val)))
-    if T < 1:
-        return None
-    command += [("--preset", "quickstart"), ("--out-dir", "log/" + os.path.basename(os.path.abspath(folder)))]
-    windows = sum((length - 1) // T for length in train)
-    if T < 128 or windows < 16:  # shorter than the preset's 16 sequences of 128 tokens
-        command += [("--sequence-length", T), ("--total-batch-size", T * min(16, windows))]
-    return command
+    return preparation.training_command("quickstart", folder, train, T) if T > 0 else None
 
 
 if __name__ == "__main__":

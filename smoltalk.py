@@ -10,8 +10,8 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too, and so are columns of these names in Parquet and CSV files, a clone of a data set, or a folder
-of save_to_disk. `system` and `history` beside them come first. Messages to and from tools, and rows that are no
+these are read, too, and so are columns of these names in Parquet and CSV files. `system` or `system_prompt`, and
+`history`, beside them come first. Messages to and from tools, answers' reasoning, and rows that are no
 conversation, are left out and counted. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
@@ -42,12 +42,10 @@ from plumbing.data.options import DataOptions
 class Options(DataOptions):
     dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
     config: str = ""  # which of the data set's configs, if it has several; of SmolTalk: all
-    # your own files, folders or globs: .jsonl, .json, .csv or .parquet, also .gz or .zst; or a clone of a data set
-    input: tuple[str, ...] = ()
     # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
-    shard_size: flags.Positive[int] = 20_000_000  # tokens per shard
+    shard_size: flags.Positive[int] = 20_000_000  # about how many tokens are in a shard
     # tokens per block: the sequence length to train with; 0: the model's longest, or 1024 without --init-from
     max_length: int = 0
 
@@ -58,18 +56,17 @@ if __name__ == "__main__":
 import contextlib
 import json
 import random
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from plumbing.data import preparation, tokenizers
-from plumbing.data.preparation import Rendered, ShardWriter
 from plumbing.data.readers import Unusable
 
-COLUMNS = ["messages", "conversations", "instruction", "input", "output", "system", "history"]  # read of a table
+# that are read of a table
+COLUMNS = "messages conversations instruction input output system system_prompt history".split()
 FORMATS = (
     "What is read: messages with role and content, conversations with from and value, or instruction with input and"
-    " output; beside them system and history."
+    " output; beside them system or system_prompt, and history."
 )
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
@@ -78,42 +75,50 @@ ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard", "model", "bot", "
 TOOLS = "function observation function_call function_response tool_call tool_response ipython"
 ROLE_NAMES |= dict.fromkeys(TOOLS.split(), "tool")
 FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that an answer is not to be learned
+DETAILS = ("train_detail", "training_detail")  # which of its characters are to be learned
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
-class Conversation(NamedTuple):
-    messages: list[dict[str, Any]]  # with "weight": 0 in the answers that are not to be learned
-    num_tools: int  # messages to and from tools that were left out
+def read_conversation(values):
+    """(messages, (messages of tools, answers' reasonings) that were left out) of a row's values, or Unusable.
 
-
-def read_conversation(record):
-    """The Conversation in a row, in one of the formats that are read. Raises Unusable."""
-    messages, num_tools = [], 0
-    for number, message in enumerate(messages_of(record), 1):
-        role, content, is_learned = read_message(message)
+    A message is {"role", "content"}, with "weight": 0 in the answers that are not to be learned.
+    """
+    found = messages_of(values)
+    if isinstance(found, Unusable):
+        return found
+    messages, num_tools, num_reasonings = [], 0, 0
+    for number, given in enumerate(found, 1):
+        role, content = read_message(given)
         num_tools += role == "tool"
         if role == "tool" or (role == "system" and (content is None or content == "")):
             continue
         message = {"role": role, "content": content}
         if role not in tokenizers.ROLES or not isinstance(content, str) or not content.strip():
-            raise Unusable(
+            return Unusable(
                 f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, "
                 f"but is {console.plain(message, 60)}"
             )
-        if role == "assistant" and not is_learned:
-            message["weight"] = 0
+        is_learned = read_flags(given)
+        if isinstance(is_learned, Unusable):
+            return is_learned
+        if role == "assistant":
+            num_reasonings += any(map(given.get, REASONING))
+            if not is_learned:
+                message["weight"] = 0
         messages.append(message)
     if all(message["role"] != "assistant" for message in messages):
-        raise Unusable("has no answer of an assistant")
-    return Conversation(messages, num_tools)
+        return Unusable("has no answer of an assistant")
+    return messages, (num_tools, num_reasonings)
 
 
-def messages_of(record):
-    """The messages of a conversation as they stand in a row, behind those of its system and history."""
-    if isinstance(record, Unusable):
-        raise record
-    row = record if isinstance(record, dict) else {"messages": record}
+def messages_of(values):
+    """The messages of a conversation as they stand in a row, behind those of its system and history; or Unusable."""
+    if isinstance(values, Unusable):
+        return values
+    row = values if isinstance(values, dict) else {"messages": values}
     lists = [parsed(row.get(key)) for key in ("messages", "conversations")]
     messages = next((each for each in lists if each and isinstance(each, list)), [])
     if not messages and row.get("instruction") is not None:  # Alpaca's
@@ -121,7 +126,7 @@ def messages_of(record):
         request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
         messages = turn(request, row.get("output"))
     if not messages:
-        raise Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
+        return Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
     history, earlier = parsed(row.get("history")) or [], []
     for entry in history if isinstance(history, list) else [history]:
         if isinstance(entry, list) and len(entry) == 2:
@@ -129,9 +134,10 @@ def messages_of(record):
         elif isinstance(entry, dict):
             earlier.append(entry)
         else:
-            raise Unusable(f"has a history that is not of pairs: {console.plain(entry, 60)}")
-    if row.get("system") and read_message(messages[0])[:2] != ("system", row["system"]):
-        earlier.insert(0, {"role": "system", "content": row["system"]})
+            return Unusable(f"has a history that is not of pairs: {console.plain(entry, 60)}")
+    system = row.get("system") or row.get("system_prompt")
+    if system and read_message(messages[0]) != ("system", system):
+        earlier.insert(0, {"role": "system", "content": system})
     return earlier + messages
 
 
@@ -148,22 +154,40 @@ def turn(request, answer):
 
 
 def read_message(message):
-    """(role, content, whether it is to be learned) of a message of OpenAI's or ShareGPT's; tool is what tools say."""
+    """(role, content) of a message of OpenAI's or ShareGPT's; the role is tool if it is to or from one."""
     if not isinstance(message, dict):
-        return "", message, True
+        return "", message
     role = str(message.get("role") or message.get("from") or "").lower()
     if message.get("tool_calls") or message.get("function_call"):
         role = "tool"
     content = message.get("content")
     if content is None:
         content = message.get("value")
-    if isinstance(content, list) and all(map(is_text, content)):
-        content = "".join(part["text"] for part in content)
-    for flag in FLAGS:
-        if message.get(flag) not in (None, 0, 1):
-            found = console.plain(repr(message[flag]), 60)
-            raise Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
-    return ROLE_NAMES.get(role, role), content, all(message.get(flag) not in (0, False) for flag in FLAGS)
+    parts = parts_of(message)
+    if parts:
+        content = "".join(part["text"] for part in parts)
+    return ROLE_NAMES.get(role, role), content
+
+
+def read_flags(message):
+    """Whether a message is to be learned, all of it or nothing; Unusable if its flags say something else."""
+    learned = []
+    for each in (message, *parts_of(message)):
+        for flag in FLAGS:
+            if each.get(flag) not in (None, 0, 1):
+                found = console.plain(repr(each[flag]), 60)
+                return Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
+        learned.append(all(each.get(flag) not in (0, False) for flag in FLAGS))
+    whole, *parts = learned
+    if any(map(message.get, DETAILS)) or (whole and len(set(parts)) > 1):
+        return Unusable("has a message of which only a part is to be learned")
+    return whole and all(parts)
+
+
+def parts_of(message):
+    """The parts of OpenAI's content if all are text, and none is an image or a sound."""
+    content = message.get("content")
+    return content if isinstance(content, list) and all(map(is_text, content)) else []
 
 
 def is_text(part):
@@ -174,8 +198,8 @@ def is_text(part):
 # ----- Blocks and shards --------------------------------------------------------------------------------
 
 
-def pack(conversations, max_length, pad):
-    """Pack conversations, arrays (2, n) of ids and mask, into blocks (2, max_length), filled up with `pad` (2, 1).
+def pack(lengths, max_length):
+    """Pack conversations of these lengths into blocks of `max_length` tokens. Yields the numbers of those in a block.
 
     Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3, shuffled so that short ones begin blocks, too.
     """
@@ -185,11 +209,10 @@ def pack(conversations, max_length, pad):
     def close(number):
         block = blocks.pop(number)
         rng.shuffle(block)
-        padding = np.repeat(pad, free.pop(number), axis=1)
-        return np.hstack([*block, padding])
+        free.pop(number)
+        return block
 
-    for conversation in conversations:
-        length = conversation.shape[1]
+    for conversation, length in enumerate(lengths):
         fitting = [number for number in range(len(blocks)) if free[number] >= length]
         if fitting:
             number = min(fitting, key=free.__getitem__)
@@ -205,85 +228,56 @@ def pack(conversations, max_length, pad):
         yield close(0)
 
 
-def take_tokens(units, count):
-    """The next ones of the units, up to that with which they have `count` tokens."""
-    for unit in units:
-        yield unit
-        count -= unit.tokens.shape[1]
-        if count <= 0:
-            break
-
-
 class Conversations(preparation.Renderer):
     """Whole conversations, packed into blocks, with a mask of what is to be learned."""
 
-    columns, noun = COLUMNS, "conversation"
+    columns, noun, masks, advice = COLUMNS, "conversation", True, FORMATS
+    counted = [
+        ("message", "to and from tools left out"),
+        ("answer", "kept without the reasoning"),
+        ("answer", "not to be learned, as weight or train says"),
+        ("conversation", "cut after the last answer that fits"),
+    ]
 
-    def __init__(self, enc, max_length, shard_size):
-        self.block, self.shard_size = max_length, shard_size
-        self.pad = np.array([[enc.encode_single_token("<|end|>")], [0]], dtype=np.uint16)
-        self.counted = [
-            ("message", "to and from tools left out"),
-            ("answer", "not to be learned, as weight or train says"),
-            ("conversation", f"cut after the last answer within {max_length} tokens"),
-        ]
+    def __init__(self, enc, max_length):
+        self.max_length, self.eot, self.end = max_length, enc.eot_token, enc.encode_single_token("<|end|>")
 
     def read(self, row):
-        conversation = read_conversation(row.values)
-        return conversation, sum(sys.getsizeof(message["content"]) for message in conversation.messages)
+        found = read_conversation(row.values)
+        if isinstance(found, Unusable):
+            return found._replace(values=row.values), 0
+        return found, sum(sys.getsizeof(message["content"]) for message in found[0])
 
     def encode(self, enc, entries):
-        return [self.render(enc, conversation) for conversation in entries]
+        return [self.render(enc, *entry) for entry in entries]
 
-    def render(self, enc, conversation):
-        """Its ids and mask, up to the last answer that fits into a block."""
-        ids, mask, stop = tokenizers.render_conversation(conversation.messages, enc, self.block)
+    def render(self, enc, messages, left_out):
+        """Its tokens up to the last answer that fits into a block, and what is counted."""
+        ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            return Rendered(Unusable(f"has no answer within {self.block} tokens, the --max-length"))
-        tokens = np.array([ids[:stop], mask[:stop]], dtype=np.uint16)
-        if not tokens[1].any():
-            return Rendered(Unusable("has no answer that is to be learned"))
-        num_unlearned = sum("weight" in message for message in conversation.messages)
-        return Rendered(tokens, (conversation.num_tools, num_unlearned, int(stop < len(ids))))
+            return Unusable(f"has no answer within {self.max_length} tokens, the --max-length"), ()
+        if not any(mask[:stop]):
+            return Unusable("has no answer that is to be learned"), ()
+        num_unlearned = sum("weight" in message for message in messages)
+        tokens = np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8)
+        return tokens, (*left_out, num_unlearned, int(stop < len(ids)))
 
-    def pack(self, units):
-        """Blocks of conversations; those that are packed together are as many as fill a shard."""
-        while together := list(take_tokens(units, self.shard_size)):
-            for part, block in enumerate(pack([unit.tokens for unit in together], self.block, self.pad)):
-                yield together[0]._replace(part=part, tokens=block)
-
-    def explain(self, place, reason):
-        held = reason.values
-        columns = (
-            f" Its columns are {', '.join(held)}: {console.plain(held, 200)}." if isinstance(held, dict) else ""
-        )
-        return f"{place} {reason}.{columns} {FORMATS}"
-
-
-def training_command(init_from, folder, is_large, max_length, lengths):
-    """The command that fine-tunes a model, at least as large as GPT-2 or smaller, on shards of these lengths."""
-    from train_gpt2 import PRESETS  # imports torch
-
-    # a model smaller than GPT-2 learns little in three epochs at the chat preset's rate of 1e-4
-    name, least = ("chat", 1) if is_large else ("quickstart", 400)
-    preset = PRESETS[name]
-    blocks = sum(length // max_length for length in lengths)
-    batch = max(1, min(preset.total_batch_size // max_length, blocks // 8))  # 8 steps or more over the data
-    batch = 2 ** (batch.bit_length() - 1)
-    steps = max(least, min(3000, 3 * blocks // batch))
-    out_dir = "chat" if folder == "smoltalk" else os.path.basename(os.path.abspath(folder))
-    return [
-        "python",
-        "train_gpt2.py",
-        ("--preset", name),
-        ("--init-from", init_from or "log"),
-        ("--data", folder),
-        ("--out-dir", f"log/{out_dir}"),
-        ("--sequence-length", max_length),
-        ("--total-batch-size", batch * max_length),
-        ("--max-steps", steps),
-        ("--warmup-steps", min(preset.warmup_steps, steps // 10)),
-    ]
+    def arrange(self, tokens):
+        """Blocks of the conversations in `tokens`, and behind the last one the target of its last position."""
+        ids, mask = tokens
+        assert mask is not None
+        bounds = [*np.flatnonzero(ids == self.eot).tolist(), len(ids)]
+        blocks = list(pack(np.diff(bounds).tolist(), self.max_length))
+        packed_ids = np.full(len(blocks) * self.max_length + 1, self.end, np.uint16)
+        packed_mask = np.zeros(len(packed_ids), np.uint8)
+        for number, block in enumerate(blocks):
+            position = number * self.max_length
+            for conversation in block:
+                begin, end = bounds[conversation : conversation + 2]
+                stop = position + end - begin
+                packed_ids[position:stop], packed_mask[position:stop] = ids[begin:end], mask[begin:end]
+                position = stop
+        return packed_ids, packed_mask
 
 
 def prepare(options):
@@ -294,7 +288,7 @@ def prepare(options):
     flags.check(options, complaints)
     if options.dataset == Options.dataset and not (options.config or options.input):
         options = dataclasses.replace(options, config="all")
-    folder, found, meta = preparation.plan(options, {}, types=(".jsonl", ".parquet", ".csv"))
+    folder, found, meta = preparation.plan(options, types=(".jsonl", ".parquet", ".csv"))
     if options.init_from:
         from plumbing.run.models import load_saved_model  # imports torch
 
@@ -307,14 +301,14 @@ def prepare(options):
     if not tokenizers.has_chat_tokens(enc):
         enc = tokenizers.with_chat(enc)
     max_length = options.max_length or longest
-    meta.made_from |= {"shard_size": options.shard_size, "max_length": max_length}
+    meta.made_from["max_length"] = max_length
     if options.input:
         meta.dataset = "conversations"
-    renderer = Conversations(enc, max_length, options.shard_size)
-    writer = ShardWriter(folder, meta, enc, renderer=renderer)
-    preparation.make_shards(writer, found, options)
-    lengths = writer.meta.lengths("train")
-    console.print_next(training_command(options.init_from, folder, is_large, max_length, lengths))
+    meta = preparation.make_shards(folder, meta, Conversations(enc, max_length), enc, found, options)
+    preset = "chat" if is_large else "quickstart"  # whose rate is too low for a smaller model
+    start, lengths = options.init_from or "log", meta.lengths("train")
+    command = preparation.training_command(preset, folder, lengths, max_length, passes=3, start=start)
+    console.print_next(command)
     return folder
 
 

@@ -82,11 +82,12 @@ def read_texts(patterns, text_column):
     columns, is_empty, counts = text_column.split(","), True, readers.Counts()
     for number, source in enumerate(sources.list_inputs(patterns)):
         for row in readers.read_rows(source, columns, needed=columns if number == 0 else ()):
-            try:
-                yield tokenizers.whole_characters(readers.text_of(row.values, columns))
+            text = readers.text_of(row.values, columns)
+            if isinstance(text, readers.Unusable):
+                counts.leave_out(row.place, source.name, text)
+            else:
+                yield tokenizers.whole_characters(text)
                 is_empty = False
-            except readers.Unusable as reason:
-                counts.leave_out(row.place, source.name, reason)
     if is_empty:
         raise UserError(f"There is no text in {', '.join(patterns)}. Check the files and --text-column.")
     counts.note()

@@ -3,9 +3,11 @@
 import functools
 import gzip
 import json
+import math
 import os
 import pydoc_data.topics
 import random
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -65,34 +67,46 @@ def as_bytes(texts):
     return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
 
 
-def split_texts(files, num_bytes, shard_size=100_000_000, limit=10**9):
-    """(validation tokens, training tokens) of own text: `files` are lists of documents, of so many bytes on disk."""
-    every = max(11, -(-num_bytes // shard_size))
-    validation, training, seen = [], [], 0
-    for i, texts in enumerate(files):
-        for j, text in enumerate(texts):
-            tokens = [256, *text.encode()][: limit - seen]
-            seen += len(tokens)
-            fits = len(validation) + len(tokens) <= min(seen // 10, shard_size)
-            (validation if fits and (i + j) % every == every - 1 else training).extend(tokens)
-    share = max(1, min(shard_size, seen // every))
-    if len(validation) < share / 2:
-        last_shard = (len(training) - 1) // shard_size * shard_size
-        cut = max(last_shard, len(training) - (share - len(validation)))
-        validation, training = validation + training[cut:], training[:cut]
-    return np.array(validation, np.uint16), np.array(training, np.uint16)
+def plan_runs(files, num_bytes, shard_size=100_000_000, limit=math.inf):
+    """[{split: its tokens}] for each run of whole rows, by a plain loop: `files` are lists of rows."""
+    every = max(11, math.ceil(min(num_bytes, limit) / shard_size))
+    runs, seen = [{"val": [], "train": []}], 0
+    for number, row, text in ((i, j, text) for i, texts in enumerate(files) for j, text in enumerate(texts)):
+        tokens = [256, *text.encode()]
+        group, place = divmod(number + row, every)
+        split = "val" if place == zlib.crc32(str(group).encode()) % 11 else "train"
+        if runs[-1][split] and len(runs[-1][split]) + len(tokens) > shard_size:
+            runs.append({"val": [], "train": []})
+        runs[-1][split] += tokens
+        seen += len(tokens)
+        if seen >= limit:
+            break
+    if not all(any(run[split] for run in runs) for split in ("val", "train")):
+        # about a tenth of the last ones, up to where a document starts if there are several
+        tokens = runs[-1]["val"] + runs[-1]["train"]
+        starts = [i for i, token in enumerate(tokens) if token == 256 and i]
+        at = min(starts or [math.ceil(len(tokens) / 10)], key=lambda start: abs(start - math.ceil(len(tokens) / 10)))
+        val, train = sorted([tokens[:at], tokens[at:]], key=len)
+        runs[-1] = {"val": val, "train": train}
+    return runs
 
 
 def is_split(folder, files, paths, **options):
-    """Whether the shards in `folder` are what `split_texts` makes of the documents."""
-    validation, training = split_texts(files, sum(map(os.path.getsize, paths)), **options)
-    same = np.array_equal(read(folder, "*_val_*"), validation) and np.array_equal(read(folder, "*_train_*"), training)
-    return same and 0 < len(validation) <= max(1, (len(training) + len(validation)) // 10)
+    """Whether the shards in `folder` are what `plan_runs` makes of the documents."""
+    runs = plan_runs(files, sum(map(os.path.getsize, paths)), **options)
+    for split, first in (("val", 0), ("train", 1)):
+        expected = [run[split] for run in runs if run[split]]
+        found = sorted(Path(folder).glob(f"*_{split}_*.npy"))
+        if [path.stem[-6:] for path in found] != [f"{i:06d}" for i in range(first, first + len(expected))]:
+            return False
+        if not all(np.load(path).tolist() == tokens for path, tokens in zip(found, expected)):
+            return False
+    return True
 
 
 def read(folder, pattern="*.npy"):
-    """All tokens of a folder in the order of the shards' numbers, read with numpy and nothing of ours."""
-    files = sorted(Path(folder).glob(pattern), key=lambda path: path.stem[-6:])
+    """All tokens of a folder, validation last, read with numpy and nothing of ours."""
+    files = sorted(Path(folder).glob(pattern))
     shards = [np.load(file, allow_pickle=False) for file in files]
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 for shard in shards)
     return np.concatenate(shards)

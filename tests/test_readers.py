@@ -7,6 +7,10 @@ import itertools
 import json
 import os
 import random
+import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +34,20 @@ from corpora import (
     write_parquet,
 )
 
-KINDS = ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "json", "json.gz", "csv", "tsv.gz"]
-KINDS += ["md", "html", "PY", "utf16.txt", "utf16.txt.gz", "utf16.csv", "utf16.jsonl.zst"]
+KINDS = [
+    "parquet",
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "json",
+    "json.gz",
+    "csv",
+    "tsv.gz",
+    "txt",
+    "txt.zst",
+    "md",
+    "PY",
+]
 
 
 def written(kind, texts):
@@ -57,16 +73,43 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
     else:
         content, texts = written(kind, texts)
         # a byte order mark, as some Windows programs write it, is no text
-        mark = "" if kind.endswith(("gz", "zst")) else "-sig"
-        data = content.encode("utf-16" if "utf16" in kind else f"utf-8{mark}")
+        data = content.encode("utf-8" if kind.endswith(("gz", "zst")) else "utf-8-sig")
         if kind.endswith("gz"):
             # of two members, as pigz and cat make them
             data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
         elif kind.endswith("zst"):
             data = pa.compress(data, codec="zstd", asbytes=True)
         path.write_bytes(data)
-    folder = make(tmp_path, str(path), shard_size=5000, text_column=column)
-    assert is_split(folder, [texts], [path], shard_size=5000)
+    options = {} if len(texts) == 1 else {"shard_size": 5000}
+    folder = make(tmp_path, str(path), text_column=column, **options)
+    assert is_split(folder, [texts], [path], **options)
+
+
+@pytest.mark.parametrize("size", [3000, 100_000])
+def test_a_long_text_is_divided_piece_by_piece(tmp_path, size, monkeypatch):
+    """Each is in one of the splits, in the order of the text."""
+    monkeypatch.setattr(readers, "BLOCK_CHARS", 500)
+    text = "\n".join(random_texts(40))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    folder = make(tmp_path, str(tmp_path / "a.txt"), shard_size=size)
+    parts = {split: read(folder, f"*_{split}_*").tolist() for split in ("val", "train")}
+    pieces = readers.split_text(text[i : i + 500] for i in range(0, len(text), 500))
+    for piece, starts in (pieces := list(pieces)):
+        ids = [256] * starts + list(piece.encode())
+        split = next(split for split in parts if parts[split][: len(ids)] == ids)
+        del parts[split][: len(ids)]
+    assert len(pieces) > 40 and parts == {"val": [], "train": []}
+
+
+def test_a_text_of_a_csv_file_may_be_as_long_as_one_of_json(tmp_path):
+    texts = random_texts(20)
+    texts[7] = "long, " * 100_000
+    for kind in ("csv", "jsonl"):
+        (tmp_path / f"a.{kind}").write_text(written(kind, texts)[0], encoding="utf-8", newline="")
+        make(tmp_path, str(tmp_path / f"a.{kind}"), name=kind)
+    for split in ("val", "train"):
+        assert np.array_equal(read(tmp_path / "csv", f"*_{split}_*"), read(tmp_path / "jsonl", f"*_{split}_*"))
+    assert len(read(tmp_path / "csv")) == len(as_bytes(texts))
 
 
 def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
@@ -75,7 +118,7 @@ def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
     texts = ["<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, tokenizer=str(tmp_path / "small.tiktoken"), shard_size=100)
-    tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of few readers, the last tokens validate
+    tokens = [*read(folder, "*_train_*"), *read(folder, "*_val_*")]  # of so few, the last one is for validation
     assert tokens == [i for text in texts for i in [enc.eot_token, *enc.encode_ordinary(text)]]
 
 
@@ -236,21 +279,20 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
         # the rows between two stray quotes would be one text
         ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Lines 2 to 4 of .*a.csv is damaged"),
         ("a.csv", b"text,id,text\na,b,c", "has 2 columns called 'text'. Rename"),
-        ("a.csv", b"id;body\n1;a, b\n", "--text-column: id, body.* --text-column body$"),
-        ("a.txt", b"caf\xe9", "not UTF-8 text: .*Latin-1, convert it.*: iconv -f LATIN1 -t UTF-8 FILE > NEW.txt"),
-        ("a.txt", "caf\xe9s".encode("utf-16-le"), "not UTF-8 text: it is UTF-16 .*: iconv -f UTF-16LE -t UTF-8 FILE"),
+        (
+            "a.csv",
+            b"id;body\n1;a, b\n",
+            "Line 2 of .* has no text under 'text'. Its columns are id, body: .*--text-column",
+        ),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "Entry 2 of .*a.json is not a valid JSON object"),
-        ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows under several keys: train, test"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}', "Line 1 of .*a.jsonl has an object with two 'text'"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}",
             "Line 2 of .*a.jsonl is not a .*4300 digits",
         ),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
-        ("a.jsonl", b'{"id": 3}\n{"id": 4}', "Line 1 of .* has no column of strings.* Its columns are id: 3"),
         # a frame of zstd with a window of 2 GB
         ("a.txt.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "longer window .* zstd -d --long=31"),
     ],
@@ -313,19 +355,53 @@ def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
     "name, text",
     [
         ("a.csv", 'id;text\n1;"a; b"\n2;c, d\n'),
-        ("a.csv", "sep=|\nid|text\n1|a; b\n2|c, d\n"),
+        ("a.csv", "id|text\n1|a; b\n\n2|c, d\n"),
         ("a.tsv", 'id,text\n1,a; b\n2,"c, d"\n'),
-        ("a.json", '{"version": "1", "data": [{"text": "a; b"}, {"text": "c, d"}], "tags": ["x"]}'),
-        ("a.json", '{\n "data": [\n  {\n   "text": "a; b"\n  },\n  {"text": "c, d"}\n ]\n}\n'),
         ("a.json", '{\n "text": "a; b"\n}\n{\n "text": "c, d"\n}\n'),
         ("a.jsonl", '[\n {"text": "a; b"},\n {"text": "c, d"}\n]\n'),
+        ("a.jsonl", '\ufeff{"text": "a; b"}\n\ufeff{"text": "c, d"}\n'),  # of files that were joined
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
-def test_other_separators_keys_lines_and_encodings(tmp_path, name, text, encoding):
-    (tmp_path / name).write_text(text, encoding=encoding)
+def test_other_delimiters_lines_and_marks(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
     rows = readers.read_rows(sources.local_source(str(tmp_path / name)), ["text"])
     assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
+
+
+GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
+QUOTED = "It\u2019s \u201cquoted\u201d caf\u00e9.\n"
+
+
+@pytest.mark.parametrize(
+    "content, words, converted",
+    [
+        (
+            QUOTED.encode("cp1252") * 400,
+            "a byte 0x92, .*: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW.txt",
+            QUOTED * 400,
+        ),
+        (b"plain, " * 900 + b"it\x92s", "iconv -f WINDOWS-1252 -t UTF-8 FILE", "plain, " * 900 + "it\u2019s"),
+        (GERMAN.encode("latin-1"), "a byte 0xf6, .*: iconv -f WINDOWS-1252 -t UTF-8 FILE", GERMAN),
+        (GERMAN.encode() + b"\xf6" + GERMAN.encode(), "a byte 0xf6, .*: iconv -f UTF-8 -t UTF-8 -c FILE", GERMAN * 2),
+        (GERMAN.encode("utf-16"), "is UTF-16. .*: iconv -f UTF-16 -t UTF-8 FILE > NEW.txt", GERMAN),
+        (GERMAN.encode("utf-16-le"), "is UTF-16. .*: iconv -f UTF-16 -t UTF-8 FILE > NEW.txt", None),
+        (GERMAN.encode("utf-32"), "is UTF-32. .*: iconv -f UTF-32 -t UTF-8 FILE > NEW.txt", GERMAN),
+        (gzip.compress(GERMAN.encode()), "is a file of gzip, and its name does not say so. Unpack it first.", None),
+        (pa.compress(GERMAN.encode(), codec="zstd", asbytes=True), "is a file of zstd", None),
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff", "is a file of zip", None),
+    ],
+    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark UTF-32 gzip zstd zip".split(),
+)
+def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, words, converted):
+    """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        make(tmp_path, str(path))
+    if converted and shutil.which("iconv"):
+        command = re.search("(iconv .*) FILE", str(caught.value))[1]
+        # with -c, it says by its status that it left something out
+        assert subprocess.run([*shlex.split(command), path], capture_output=True).stdout.decode() == converted
 
 
 @pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])

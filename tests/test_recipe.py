@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import smoltalk
 import torch
 import train_gpt2
 from plumbing.cli.console import UserError
@@ -209,12 +208,6 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
         muon.step()
     for p, value in zip(weights, expected):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
-
-
-def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eighth_of_them_at_most():
-    """A power of two: 64 blocks a step, 46 steps are 2.9 epochs."""
-    words = smoltalk.training_command("log", "talks", True, 1024, [600 * 1024 + 1, 400 * 1024 + 1])
-    assert {("--total-batch-size", 64 * 1024), ("--max-steps", 46), ("--warmup-steps", 4)} <= set(words)
 
 
 def test_passes_count_the_steps(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -61,51 +62,75 @@ def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
     assert stops == [13, 13, 7, 7, 0]
 
 
-def pack_numbers(lengths, max_length):
-    """The numbers of the conversations in each block, whose tokens are the numbers, and the tokens of the blocks."""
-    conversations = (np.full((2, length), number) for number, length in enumerate(lengths))
-    blocks = [block[0].tolist() for block in pack(conversations, max_length, np.array([[-1], [0]]))]
-    return [[number for number, _ in itertools.groupby(block) if number != -1] for block in blocks], blocks
-
-
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
-    assert [sorted(block) for block in pack_numbers([5, 6, 3, 4], 9)[0]] == [[0, 3], [1, 2]]
+    assert [sorted(block) for block in pack([5, 6, 3, 4], 9)] == [[0, 3], [1, 2]]
     lengths = np.random.default_rng(0).integers(1, 101, 2000).tolist()
-    found, blocks = pack_numbers(lengths, 100)
-    assert sorted(sum(found, [])) == list(range(2000)) and all(len(block) == 100 for block in blocks)
-    assert all(block.count(number) == lengths[number] for block in blocks for number in set(block) - {-1})
+    blocks = list(pack(lengths, 100))
+    assert sorted(sum(blocks, [])) == list(range(2000))
+    assert all(sum(lengths[number] for number in block) <= 100 for block in blocks)
     assert len(blocks) < 1.05 * sum(lengths) / 100  # little is filled up
 
 
 def test_short_conversations_begin_blocks_too():
     """They come last to a block that is nearly full, and a chat begins with nothing before it."""
     lengths = np.random.default_rng(0).choice([10, 90], 1000).tolist()
-    first = [lengths[block[0]] for block in pack_numbers(lengths, 100)[0] if len(block) == 2]
+    first = [lengths[block[0]] for block in pack(lengths, 100) if len(block) == 2]
     assert 0.4 < first.count(10) / len(first) < 0.6
+
+
+def read_chats(folder, max_length=64):
+    """{split: [its conversations, as texts]} of a folder, whose every window of `max_length` begins with one."""
+    chats = {"val": [], "train": []}
+    for split, found in chats.items():
+        for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
+            tokens, mask = np.load(path), np.load(path.with_suffix(".mask"))
+            assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and tokens.shape == mask.shape
+            assert len(tokens) % max_length == 1  # whole blocks, and the last one's last target
+            assert (tokens[:-1:max_length] == ENC.eot_token).all()
+            text = ENC.decode(tokens.tolist())
+            found += [re.sub(r"(<\|end\|>)+$", "<|end|>", chat) for chat in text.split("<|endoftext|>")[1:]]
+    return chats
+
+
+def as_text(*contents):
+    """A conversation as `read_chats` returns it."""
+    return "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in talk(*contents))
+
+
+@pytest.mark.parametrize("count", [2, 10, 11, 90, 1200])
+@pytest.mark.parametrize("shard_size", [1000, 20_000_000])
+def test_every_conversation_is_in_one_split_and_every_window_begins_with_one(tmp_path, count, shard_size):
+    """The validation split is drawn from all of a corpus, which may be ordered by source."""
+    pairs = [(f"Q{i:04}", f"A{i:04}") for i in range(count)]
+    folder = prepare(options_for(tmp_path, pairs, shard_size=shard_size))
+    chats = read_chats(folder)
+    assert sorted(sum(chats.values(), [])) == sorted(as_text(*pair) for pair in pairs)
+    most = 1 if count < 11 else math.ceil(count / 11)
+    assert (most - 1 if shard_size > 1000 and count > 22 else 1) <= len(chats["val"]) <= most
+    if count == 1200:
+        numbers = [int(re.search(r"Q(\d+)", chat)[1]) for chat in chats["val"]]
+        assert np.histogram(numbers, 6, (0, 1200))[0].all()
+    assert read_meta(folder)["documents"] == count
 
 
 def test_shards_masks_and_meta(tmp_path, capsys):
     pairs = [*PAIRS * 25, ("a", "b" * 64), ("a", "b", "c", "d" * 64)]
     folder = prepare(options_for(tmp_path, pairs))
+    chats, meta = read_chats(folder), read_meta(folder)
+    expected = [as_text(*pair) for pair in PAIRS * 25] + [as_text("a", "b")]
+    assert sorted(sum(chats.values(), [])) == sorted(expected)
     masks = {split: next(Path(folder).glob(f"*_{split}_*.mask")) for split in ("val", "train")}
     shards = {split: (read(folder, f"*_{split}_*.npy"), np.load(path)) for split, path in masks.items()}
-    meta = read_meta(folder)
     assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
-    assert meta["documents"] == 101
+    assert meta["documents"] == 101 and tokenizers.folder_encoding(folder).name == "bytes+chat"
     said = capsys.readouterr().out
     num_targets = sum(int(mask.sum()) for _, mask in shards.values())
     assert f"{num_targets:,} tokens are targets" in said
-    assert "note: 1 conversation cut after the last answer within 64 tokens" in said
+    assert "note: 1 conversation cut after the last answer that fits." in said
     assert "note: 1 row left out. Line 101 of" in said
     val, train = len(shards["val"][0]), len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
-    assert tokenizers.folder_encoding(folder).name == "bytes+chat"
-    answers = []
-    for tokens, mask in shards.values():
-        assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and tokens.shape == mask.shape
-        assert len(tokens) % 64 == 1  # whole blocks, and the last one's last target
-        assert (tokens[:-1:64] == ENC.eot_token).all()  # a conversation begins with each block
-        answers += [a for a in ENC.decode(tokens[mask == 1].tolist()).split("<|end|>") if a]
+    answers = "".join(learned_in(folder)).removesuffix("<|end|>").split("<|end|>")
     assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25 + ["b"])
     tokens, mask = shards["train"]
     x, y = DataLoaderLite(folder, "train", B=train // 64, T=64).next_batch()  # one epoch
@@ -146,11 +171,10 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes_and_note
     whole, said = listing(tmp_path / "whole"), capsys.readouterr().out
     assert "messages to and from tools left out" in said and "answers not to be learned" in said
     assert "conversations cut after the last answer" in said and "rows left out. Line 1 of" in said
-    shards = read_meta(tmp_path / "whole" / "out")["shards"]
-    *full, last = [length for name, length in shards.items() if "train" in name]
-    assert len(full) > 5 and set(full) == {641} and last <= 641
-    # meta.json and the tokenizer's two files; for a training shard, it and the sample, with their masks, and meta.json
-    renames = 3 + 5 * (len(full) + 1)
+    num_runs = len(list((tmp_path / "whole" / "out").glob("*_train_*.npy")))
+    # every file gets its name once, but for meta.json, which does after each run of rows, too
+    renames = len(whole) - 1 + num_runs  # one is the folder
+    assert num_runs > 5
     for count in [*range(1, 9), *range(10, renames + 1, 9)]:
         run(make_and_die, tmp_path, f"{count}", count, count % 2 == 0 and count < renames, ends=[KILLED])
         capsys.readouterr()
@@ -190,6 +214,14 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
     assert ".mask is missing or damaged" in line and not (tmp_path / "log").exists()
 
 
+def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eighth_of_them_at_most():
+    """A power of two: 64 blocks a step. Of many more blocks, the preset's steps are taken."""
+    words = preparation.training_command("chat", "talks", [600 * 1024 + 1, 400 * 1024 + 1], 1024, passes=3)
+    assert {("--total-batch-size", 64 * 1024), ("--passes", 3)} <= set(words)
+    words = preparation.training_command("chat", "talks", [200_000 * 1024], 1024, passes=3)
+    assert words[2:] == [("--preset", "chat"), ("--data", "talks"), ("--out-dir", "log/talks")]
+
+
 @pytest.mark.gpt2
 def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -199,7 +231,7 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
     [words] = printed_commands(capsys.readouterr().out)
     assert Path(words[1]).name == "train_gpt2.py"
-    assert words[2:6] == ["--preset", "quickstart", "--init-from", "start"]
+    assert words[2:4] == ["--preset", "quickstart"] and words[8:10] == ["--init-from", "start"]
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert (tmp_path / "log" / "chats" / "hf").exists()
 
@@ -248,7 +280,7 @@ def read_conversations(path, records):
     lines = "\n".join(map(json.dumps, records))
     path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
     rows = readers.read_rows(sources.local_source(str(path)), smoltalk.COLUMNS)
-    return [smoltalk.read_conversation(row.values).messages for row in rows]
+    return [smoltalk.read_conversation(row.values)[0] for row in rows]
 
 
 SHAREGPT = [{"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
@@ -276,6 +308,8 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
         (alpaca | {"history": '[["1", "2"]]'}, talk("1", "2", "U", "A")),
         ([entry | {"role": None, "content": None} for entry in SHAREGPT], talk("U", "A")),  # as tables merge them
         ({"conversations": SHAREGPT, "system": "S", "history": None}, [system, *talk("U", "A")]),
+        ({"conversations": SHAREGPT, "system_prompt": "S"}, [system, *talk("U", "A")]),
+        (alpaca | {"system_prompt": "S"}, [system, *talk("U", "A")]),
         ({"conversations": SHAREGPT, "history": talk("1", "2")}, talk("1", "2", "U", "A")),
         ({"messages": [system, *talk("U", "A")], "system": "S"}, [system, *talk("U", "A")]),
         ({"messages": [{"role": "system", "content": ""}, *talk("U", "A")]}, talk("U", "A")),
@@ -288,31 +322,64 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
     assert read_conversations(tmp_path / name, records) == list(expected)
 
 
-def test_messages_to_and_from_tools_are_left_out_with_a_count(tmp_path, capsys):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
-    result = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
-    [question, answer] = talk("U", "A")
-    weather = [question, call, older, result, {"from": "observation"}, answer | {"tool_calls": []}]
-    assert read_conversations(tmp_path / "a.jsonl", [{"messages": weather}] * 20) == [talk("U", "A")] * 20
-    prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),), max_length=16))
-    assert "note: 80 messages to and from tools left out.\n" in capsys.readouterr().out
+def write_chats(path, chats):
+    """A file of these lists of messages."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([{"messages": chat} for chat in chats]), path)
+    else:
+        path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    return (str(path),)
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
-def test_an_answer_that_is_not_to_be_learned_has_mask_0(tmp_path, flag, capsys):
-    chats = [{"messages": talk("Q", "wrong", "Check.", "right")} for _ in range(40)]
-    for chat in chats:
-        chat["messages"][1] |= flag
-        chat["messages"][3] |= {key: not value for key, value in flag.items()}
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
-    assert "note: 40 answers not to be learned, as weight or train says." in capsys.readouterr().out
-    for path in Path(folder).glob("*.npy"):
-        tokens, mask = np.load(path), np.load(path.with_suffix(".mask"))
-        text = ENC.decode(tokens.tolist())
-        assert text.count("wrong") == text.count("right") > 0
-        assert ENC.decode(tokens[mask == 1].tolist()) == "right<|end|>" * text.count("right")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_what_is_left_out_of_a_conversation_is_counted(tmp_path, name, capsys):
+    """Reasoning was gone without a word, and what was to be learned in part was learned."""
+    chats = [talk(f"Q{i}", f"A{i}") for i in range(40)]
+    for chat, key in zip(chats, ["reasoning_content", "reasoning", "thinking"]):
+        chat[1][key] = "because"
+    call = {"role": "assistant", "content": None}
+    chats[5][1:1] = [call | {"tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "21 degrees"}]
+    chats[6][1:1] = [call | {"function_call": {"name": "f"}}, {"role": "function", "content": "21 degrees"}]
+    chats[9][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 2, "train": False}]
+    folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
+    said = capsys.readouterr().out
+    assert "note: 4 messages to and from tools left out.\nnote: 3 answers kept without the reasoning.\n" in said
+    place = "Row" if "parquet" in name else "Line"
+    reason = "has a message of which only a part is to be learned."
+    assert f"note: 1 row left out. {place} 10 of {tmp_path / name} {reason}" in said
+    expected = [as_text(f"Q{i}", f"A{i}") for i in range(40) if i != 9]
+    assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("of", ["message", "part"])
+@pytest.mark.parametrize("flag, other", [({"weight": 0}, 1), ({"train": False}, True), ({"loss": 0}, 1)])
+def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, of, flag, other, capsys):
+    """Flags of the parts of a content were not looked at."""
+    [key] = flag
+
+    def answer(text, flag):
+        return {"role": "assistant", "content": [{"type": "text", "text": text} | (flag if of == "part" else {})]} | (
+            flag if of == "message" else {}
+        )
+
+    question = {"role": "user", "content": [{"type": "text", "text": "Q"}]}
+    chats = [[question, answer("wrong", flag), question, answer("right", {key: other})] for _ in range(40)]
+    if of == "part":
+        chats[3][1]["content"] += [{"type": "text", "text": "right", key: other}]
+    folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
+    said, count = capsys.readouterr().out, 39 if of == "part" else 40
+    assert f"note: {count} answers not to be learned, as weight or train says." in said
+    place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message of which only a part"
+    assert (f"1 row left out. {place} is to be learned." in said) == (of == "part")
+    assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == count
+    assert "".join(learned_in(folder)) == "right<|end|>" * count
+
+
+def learned_in(folder):
+    """The text that counts in each shard of a folder."""
+    shards = [(np.load(path), np.load(path.with_suffix(".mask"))) for path in Path(folder).glob("*.npy")]
+    return [ENC.decode(tokens[mask == 1].tolist()) for tokens, mask in shards]
 
 
 def test_an_answer_that_is_not_to_be_learned_may_stand_behind_the_cut(tmp_path):
@@ -320,11 +387,7 @@ def test_an_answer_that_is_not_to_be_learned_may_stand_behind_the_cut(tmp_path):
     chat["messages"][3]["weight"] = 0
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(chat)] * 40), encoding="utf-8")
     folder = prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
-    learned = [
-        ENC.decode(np.load(path)[np.load(path.with_suffix(".mask")) == 1].tolist())
-        for path in Path(folder).glob("*.npy")
-    ]
-    assert "".join(learned) == "right<|end|>" * 40
+    assert "".join(learned_in(folder)) == "right<|end|>" * 40
 
 
 def test_tables_of_conversations_are_read_too(tmp_path, capsys):
@@ -345,28 +408,13 @@ def test_tables_of_conversations_are_read_too(tmp_path, capsys):
         prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),), out_dir=str(tmp_path / "texts")))
 
 
-def test_all_of_a_corpus_is_sampled_for_validation(tmp_path):
-    """It may be ordered by source, and the first shard would be of the first one."""
-    options = options_for(tmp_path, [(f"{i:04}", f"{i:04}") for i in range(1200)], shard_size=64 * 100)
-    prepare(options)
-    files = sorted(Path(options.out_dir).glob("*.npy"), key=lambda path: path.stem[-6:])
-    lengths = read_meta(options.out_dir)["shards"]
-    assert lengths == {path.name: len(np.load(path)) for path in files} and len(files) > 3
-    asked = [re.findall(r"<\|user\|>(\d{4})", ENC.decode(np.load(path).tolist())) for path in files]
-    assert np.histogram(list(map(int, asked[0])), 6, (0, 1200))[0].all() and len(asked[0]) < 240
-    assert sorted(sum(asked, [])) == [f"{i:04}" for i in range(1200)]
-    assert read_meta(options.out_dir)["documents"] == 1200
-    masks = [np.load(path.with_suffix(".mask")) for path in files]
-    assert [len(mask) for mask in masks] == list(lengths.values())
-
-
 def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x", encoding="utf-8")
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
         ("a.txt", "Give files that end in .jsonl"),
-        ("one.jsonl", "1 conversation fill 1 of the two blocks of 1024 tokens"),
+        ("one.jsonl", "A single conversation is too few, as one is needed to validate on. Add more."),
         ("one.jsonl --init-from x", "leave --tokenizer out"),
         ("one.jsonl --out-dir", "--out-dir: its value is empty"),
     ]

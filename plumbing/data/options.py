@@ -11,10 +11,9 @@ class DataOptions:
     config: str = ""  # which of the data set's configs, if it has several
     split: str = "train"  # which of its splits
     revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
-    # your own files, folders or globs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz or
-    # .zst; a clone of a data set, or a folder of save_to_disk
+    # your own files, folders or globs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz or .zst
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder of the shards; by default named after the data set or the first file
     tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
-    shard_size: flags.Positive[int] = 100_000_000  # tokens per shard, 200 MB; also the largest validation split
+    shard_size: flags.Positive[int] = 100_000_000  # about how many tokens are in a shard: 200 MB
     num_proc: int = 0  # cores to tokenize on; 0: all; affects only the speed

@@ -1,37 +1,39 @@
 """From the files of a data set to token shards: rows, what a script makes of each, two splits, shards and meta.json.
 
-A script's Renderer says what becomes of a row; all else is the same for documents and conversations. Their tokens, in
-input order, are cut into shards. Shard 0 is the validation split: it takes every 11th piece of the input, or fewer of a
-large one, at most a tenth of the tokens and one shard.
+A script's Renderer says what becomes of a row; all else is the same for documents and conversations. A row here is also
+a piece of a long text. A shard holds whole rows, so a place in the input is the number of a file and of a row in it,
+and whether a row is for validation is computed from these two numbers.
 
-meta.json says after each shard where in the input the next one begins, so the same command continues, and makes the
-same bytes, whenever it was killed and on any number of cores.
+meta.json says after each run of rows where the next one begins, so the same command continues, and makes the same
+bytes, whenever it was killed and on any number of cores.
 """
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
-import operator
 import os
 import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tiktoken
 from tqdm import tqdm
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.data import shards, sources, tokenizers
 from plumbing.data.options import DataOptions
-from plumbing.data.readers import Counts, Row, Unusable, read_rows
+from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
 from plumbing.data.shards import Meta, read_meta, split_of
 from plumbing.files import atomic_write, lock_folder
 from plumbing.system.limits import num_cores
@@ -40,14 +42,13 @@ BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so th
 QUEUE_BYTES = 2**26  # of text that waits or is done
 MAX_THREADS = 32  # the one that reads keeps fewer busy; each has a tokenizer of its own, of 4 MB
 QUEUE = 16  # batches per thread, at most: enough to keep all cores busy while a shard is written
-SAMPLE_EVERY = 11  # every 11th piece is for validation, fewer of a large text: under a tenth
+VALIDATE_EVERY = 11  # of so many rows one is for validation, of a large text of more
+# flags that change no token, or are recorded by the names that they stand for
+UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokenized", "init_from")
 
-
-class Rendered(NamedTuple):
-    """What becomes of a row."""
-
-    tokens: Any  # an array of ids (n,), or of ids and mask (2, n); Unusable if nothing does
-    counts: tuple[int, ...] = ()  # as the renderer's `counted`
+# ids (n,) of uint16, and their mask (n,) of uint8, or None where all are targets
+Tokens = tuple[np.ndarray, np.ndarray | None]
+Place = tuple[int, int]  # the number of a file, and of a row in it
 
 
 class Renderer:
@@ -58,38 +59,17 @@ class Renderer:
     separator = ""  # between the documents of a text file
     counted: Sequence[tuple[str, str]] = ()  # what is counted besides the rows left out: ("message", "left out")
     noun = "document"
-    block = 1  # tokens that stay together
-    pad: np.ndarray | None = None  # (2, 1), the id and mask behind the last block of a shard, if there are masks
+    masks = False
+    advice = COLUMN_ADVICE  # if no row can be used
 
-    # {row: (what `encode` takes, its size in bytes)}; or Unusable is raised
-    read: Callable[[Row], tuple[Any, int]]
-    encode: Callable[[Any, list[Any]], list[Rendered]]  # with a tokenizer
-    explain: Callable[[str, Unusable], str]  # where a row is and what is wrong with it, if none can be used
+    read: Callable[[Row], tuple[Any, int]]  # (what `encode` takes, or Unusable; its size in bytes)
+    encode: Callable[
+        [tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, tuple[int, ...]]]
+    ]  # with `counted`
 
-    def pack(self, units: Iterator["Unit"]) -> Iterator["Unit"]:
-        return units
-
-
-class Unit(NamedTuple):
-    """Tokens that are in one split: a piece of a document, or a block of conversations."""
-
-    source: int  # where reading begins again to make it: the number of the file
-    row: int  # of the row
-    part: int  # and how many blocks from there on are to be skipped
-    tokens: np.ndarray
-    counts: tuple[int, ...]  # up to that row: rows left out, and what else is counted
-
-
-class Position(NamedTuple):
-    """A place in the input, where a shard ends; meta.json has it as a list."""
-
-    source: int = 0  # as in Unit
-    row: int = 0
-    part: int = 0
-    token: int = 0  # tokens of that unit that stand in the shard and those before
-    sampled: int = 0  # tokens of the validation split so far, if it is sampled from all of the input
-    documents: int = 0  # so far
-    counts: tuple[int, ...] = (0,)
+    def arrange(self, tokens: Tokens) -> Tokens:
+        """What is written of the rows of a shard."""
+        return tokens
 
 
 # ----- What a command makes -----------------------------------------------------------------------------
@@ -106,12 +86,11 @@ def complaints_of(options: DataOptions) -> list[str]:
 
 
 def plan(
-    options: DataOptions, settings: dict[str, Any], *, types=tuple(sources.TYPES), default: str = ""
+    options: DataOptions, *, types=tuple(sources.TYPES), default: str = ""
 ) -> tuple[str, list[sources.Source], Meta]:
     """(folder, files, Meta at first) of the shards that a script's options describe.
 
-    settings: what must be the same in all shards of a folder; default: the folder of a data set, if not named after it.
-    An earlier run's files are found again without asking the hub.
+    default: the folder, if it is not named after the data set. The hub is asked once for the files of a folder.
     """
     found = None
     if options.input:
@@ -122,17 +101,22 @@ def plan(
     folder = options.out_dir or default or os.path.basename(options.dataset)
     found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
     meta = Meta(found.dataset, complete=False)
-    meta.made_from = settings | {"config": found.config, "split": found.split, "revision": found.commit}
+    meta.made_from = {name: value for name, value in vars(options).items() if name not in UNRECORDED}
+    meta.made_from |= {"config": found.config, "split": found.split, "revision": found.commit}
     meta.made_from["sources"] = [source.recorded() for source in found.sources]
     num_bytes = sum(source.size for source in found.sources)
-    meta.validation_every = max(SAMPLE_EVERY, math.ceil(num_bytes / options.shard_size))
+    num_bytes = min(num_bytes, meta.made_from.get("max_tokens") or num_bytes)  # a token has one byte or more
+    meta.validation_every = max(VALIDATE_EVERY, math.ceil(num_bytes / options.shard_size))
     if found.commit:
         meta.asked = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
     return folder, found.sources, meta
 
 
-def continue_meta(folder, meta):
-    """The meta.json of `folder` if it continues `meta`, else `meta` itself; refuses one of a different data set."""
+def continued(folder: str, new: Meta) -> Meta:
+    """The meta.json of `folder` if it continues `new`, else `new` itself; UserError if it is of a different data set.
+
+    Files that were not read to their end may have been mended, but not at their beginning.
+    """
     old, names = read_meta(folder), os.listdir(folder) if os.path.isdir(folder) else []
     has_shards = any(map(split_of, names))
     if "sources" not in old.made_from and ("meta.json" in names or has_shards):
@@ -140,257 +124,86 @@ def continue_meta(folder, meta):
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )
     if not (old.shards or has_shards):
-        return meta
-    for key, before, after in pairs_of(old, meta):
+        return new
+    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=0)
+
+    def recorded(meta):
+        record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
+        for number, (name, size, digest) in enumerate(record.pop("sources")):
+            key = f"file {number + 1} of the input (name, bytes, hash)"
+            record[key] = [name, size, digest] if number < num_read else [name, digest[:8]]
+        return record
+
+    then, now = recorded(old), recorded(new)
+    for key in then | now:
+        before, after = (console.plain(repr(record.get(key, ""))) for record in (then, now))
         if before != after:
             raise UserError(
-                f"{folder} has shards of other data: {key} was {console.plain(repr(before))} and is now "
-                f"{console.plain(repr(after))}. Move it away, or make the new ones elsewhere."
+                f"{folder} has shards of other data: {key} was {before} and is now {after}. Move it away, or make the"
+                " new ones elsewhere."
             )
-    return replace(old, made_from=meta.made_from)  # with the present sizes of mended files
-
-
-def pairs_of(old, new):
-    """(its name, then, now) of all that must be the same; while there is more to read, the last file may be mended."""
-    was, now = ({"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from for meta in (old, new))
-    for key in was | now:
-        if key != "sources":
-            yield key, was.get(key, ""), now.get(key, "")
-    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=-1)
-    files = itertools.zip_longest(was["sources"], now["sources"], fillvalue=["", 0, ""])
-    for number, (before, after) in enumerate(files):
-        if number > num_read:
-            before, after = before[:1], after[:1]
-        elif number == num_read and before[1] != after[1]:
-            # behind its start, as nothing else is known of its contents
-            before, after = ([name, digest[:8]] for name, _, digest in (before, after))
-        yield "the input (name, bytes, hash)", before, after
-
-
-# ----- Rows to tokens -----------------------------------------------------------------------------------
-
-
-class Batch(NamedTuple):
-    """Rows that a core renders at a time."""
-
-    source: int
-    # (number of the row, its place in words, what `Renderer.read` made of it, or Unusable)
-    rows: Sequence[tuple[int, str, Any]]
-    num_bytes: int
-
-
-def read_batches(renderer, downloads, begin):
-    """The rows of the files of `downloads` in batches; of the first file, from the row at which this run begins."""
-    for number, source in downloads:
-        needed = renderer.needed if number == 0 else ()
-        rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
-        first = begin.row if number == begin.source else 0
-        batch, batch_bytes = [], 0
-        for row_number, row in itertools.islice(enumerate(rows), first, None):
-            try:
-                entry, num_bytes = renderer.read(row)
-            except Unusable as error:
-                entry, num_bytes = error, 0
-                error.values = row.values
-            batch.append((row_number, row.place, entry))
-            batch_bytes += num_bytes
-            if batch_bytes >= BATCH_BYTES:
-                yield Batch(number, batch, batch_bytes)
-                batch, batch_bytes = [], 0
-        yield Batch(number, batch, batch_bytes)
-
-
-def encode_all(renderer, enc, batches, num_threads):
-    """Yield (batch, what becomes of each row that can be used) of the batches in order, in `num_threads` threads.
-
-    This thread reads, and the others tokenize, as tiktoken releases Python's lock meanwhile.
-    """
-    worker = threading.local()
-
-    def start():
-        # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
-        worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
-
-    def encode(batch):
-        usable = [entry for _, _, entry in batch.rows if not isinstance(entry, Unusable)]
-        return renderer.encode(worker.enc, usable)
-
-    executor = ThreadPoolExecutor(num_threads, initializer=start)
-    pending, most, num_bytes, failure = collections.deque(), QUEUE * num_threads, 0, None
-    try:
-        while True:
-            try:
-                while num_bytes < QUEUE_BYTES and len(pending) < most and (batch := next(batches, None)):
-                    pending.append((batch, executor.submit(encode, batch)))
-                    num_bytes += batch.num_bytes
-            except (UserError, OSError) as error:  # of a file: what is before it goes into the shards
-                failure = error
-            if not pending:
-                break
-            batch, future = pending.popleft()
-            num_bytes -= batch.num_bytes
-            yield batch, future.result()
-        if failure:
-            raise failure
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-def number_units(encoded, names, counts):
-    """The Units of batches of files with these `names`; rows that cannot be used are only counted."""
-    for batch, rendered in encoded:
-        coming = iter(rendered)
-        for row, place, entry in batch.rows:
-            tokens, more = Rendered(entry) if isinstance(entry, Unusable) else next(coming)
-            if isinstance(tokens, Unusable):
-                counts.leave_out(place, names[batch.source], tokens)
-                continue
-            yield Unit(batch.source, row, 0, tokens, counts.numbers)
-            if more:
-                counts.numbers = (counts.numbers[0], *map(operator.add, counts.numbers[1:], more))
-
-
-def limit_tokens(units, limit, bar, sizes):
-    """The first `limit` tokens of units, counted on a progress bar.
-
-    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
-    """
-    is_known, current, before = bar.total is not None, None, [0, *itertools.accumulate(sizes)]
-    for unit in units:
-        if unit.source != current and len(sizes) > 1:
-            current = unit.source
-            bar.set_postfix_str(f"file {current + 1} of {len(sizes)}", refresh=False)
-            if before[current] and not is_known:
-                bar.total = bar.n * before[-1] // before[current]
-        length = unit.tokens.shape[-1]
-        if length > limit:
-            unit = unit._replace(tokens=unit.tokens[..., :limit])
-        yield unit
-        bar.update(min(length, limit))
-        limit -= length
-        if limit <= 0:
-            break
-
-
-# ----- Two splits, and shards ---------------------------------------------------------------------------
-
-
-class ValidationSample:
-    """Takes every `every`-th unit of the input (0: none) that still fits in a tenth of the input and in one shard."""
-
-    def __init__(self, every, shape, num_seen):
-        self.every, self.num_seen = every, num_seen  # tokens of both splits so far
-        self.buffer, self.num_tokens = np.empty(shape, np.uint16), 0
-
-    def add(self, tokens):
-        self.buffer[..., self.num_tokens : self.num_tokens + tokens.shape[-1]] = tokens
-        self.num_tokens += tokens.shape[-1]
-
-    def tokens(self):
-        return self.buffer[..., : self.num_tokens]
-
-    def remove_from(self, units):
-        """Keep the chosen ones of the units, and yield the others."""
-        for unit in units:
-            length = unit.tokens.shape[-1]
-            self.num_seen += length
-            # the choice depends only on a unit's place in the input and the lengths of those up to it
-            largest = min(self.buffer.shape[-1], self.num_seen // 10)
-            fits = self.num_tokens + length <= largest
-            if fits and self.every and (unit.source + unit.row + unit.part + 1) % self.every == 0:
-                self.add(unit.tokens)
-            else:
-                yield unit
-
-    def top_up(self, last, block):
-        """If the input had few units, take what is missing from the end of the last shard. Returns the rest of it."""
-        wanted = min(self.buffer.shape[-1], self.num_seen // self.every)
-        missing = max(1, wanted) - self.num_tokens
-        if missing <= self.num_tokens:  # half of what is wanted is enough
-            return last
-        cut = max(0, last.shape[-1] - math.ceil(missing / block) * block)
-        self.add(last[..., cut:])
-        return last[..., :cut]
-
-
-def cut_into_shards(units, shape, skip=0):
-    """Cut units into shards of this shape, skipping the first `skip` tokens.
-
-    Yields (tokens, end): `end` is the Position in the input at which the next shard starts, None after the last. The
-    next shard overwrites `tokens`. Documents of 3, 5 and 1 tokens in shards of 4:
-
-        aaab | bbbb | c     ending at row 1, token 1; row 2, token 0; None
-    """
-    shard, filled = np.empty(shape, np.uint16), 0
-    size = shard.shape[-1]
-    for source, row, part, tokens, counts in units:
-        position, skip = skip, 0
-        length = tokens.shape[-1]
-        while position < length:
-            if filled == size:  # as another token follows, this is not the last shard
-                yield shard, Position(source, row, part, position, counts=counts)
-                filled = 0
-            end = min(length, position + size - filled)
-            shard[..., filled : filled + end - position] = tokens[..., position:end]
-            filled += end - position
-            position = end
-    yield shard[..., :filled], None
+    return dataclasses.replace(old, made_from=new.made_from)  # with the present sizes of mended files
 
 
 def make_shards(
-    writer: "ShardWriter",
+    folder: str,
+    new: Meta,
+    renderer: Renderer,
+    enc: tiktoken.Encoding,
     found: list[sources.Source],
     options: DataOptions,
     *,
-    max_tokens: int = 0,
-    expected: int = 0,
-) -> None:
-    """Read, render, cut and write, from where an earlier run ended to the end of the input or to `max_tokens`.
+    prefix: str = "",
+) -> Meta:
+    """Make the shards of `new` in a folder, or those that are missing. Returns the meta.json that describes them all.
 
-    expected: about how many tokens there will be; 0 if that is not known.
+    prefix: of the shards' names, by default the folder's.
     """
-    with contextlib.ExitStack() as stack:
-        is_complete = writer.is_complete()
-        if not is_complete:  # several processes may use complete shards at once
-            stack.enter_context(lock_folder(writer.folder))
-            writer.load()  # another process may have worked on it until now
-            is_complete = writer.is_complete()
-        meta, renderer = writer.meta, writer.renderer
-        if is_complete:
-            print(f"{writer.title} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
-            return
-        begin, size = writer.resume(), max(1, options.shard_size // renderer.block) * renderer.block
-        shape = (size,) if renderer.pad is None else (2, size)
-        # before the unit at which this run begins, and without what is behind the last blocks of the shards
-        num_seen = meta.tokens - len(meta.shards) * writer.padding - begin.token
-        sample = ValidationSample(meta.validation_every, shape, num_seen)
-        if begin.sampled:
-            sample.add(writer.read(writer.validation_file, begin.sampled))
-        total, sizes = max_tokens or expected or None, [source.size for source in found]
-        if found[0].repo:
-            # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files
-            # may be on disk: one is finished, one is being read, one is being downloaded
-            check_disk_space(writer.folder, (2 * (total - num_seen) if total else sum(sizes)) + 3 * max(sizes))
-            writer.save()  # so that the files that are on disk can be found again without a network
-        ahead = not max_tokens  # with a limit, the next file may not be needed
-        downloads = sources.Downloads(found, writer.path(".download"), begin.source, ahead)
-        num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-        encoded = encode_all(renderer, writer.enc, read_batches(renderer, downloads, begin), num_threads)
-        counts = Counts(begin.counts, meta.left_out, others=renderer.counted)
-        bar = tqdm(total=total, initial=num_seen, unit="tok", unit_scale=True, desc=writer.title, delay=0.5)
-        tokens = None
-        with bar, contextlib.closing(encoded):
-            units = renderer.pack(number_units(encoded, [source.name for source in found], counts))
-            units = itertools.dropwhile(lambda unit: unit[:3] < begin[:3], units)
-            units = sample.remove_from(limit_tokens(units, (max_tokens or sys.maxsize) - num_seen, bar, sizes))
-            for tokens, end in cut_into_shards(units, shape, begin.token):
-                if end:
-                    writer.write_both(tokens, sample, end, counts)
-                    downloads.remove_before(end.source)  # not earlier: what is not in a shard will be read again
-        writer.write_rest(tokens, sample, counts)
-        downloads.close()  # before the end is recorded: what is complete is not looked at again
-        writer.finish()
-        counts.note()
+    if enc.n_vocab > 2**16:
+        raise UserError(
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
+        )
+    new = dataclasses.replace(new, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=renderer.masks)
+    meta = continued(folder, new)
+    if not is_complete(folder, meta):  # several processes may use complete shards at once
+        with lock_folder(folder):
+            meta = continued(folder, new)  # another process may have worked on it until now
+            if not is_complete(folder, meta):
+                write_shards(folder, meta, renderer, enc, found, options, prefix)
+                return meta
+    print(f"{console.plain(folder)} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
+    return meta
+
+
+def write_shards(folder, meta, renderer, enc, found, options, prefix):
+    """Write shards from where those that are there end."""
+    *begin, meta.documents, counts = keep_whole(folder, meta, renderer.counted)
+    most, sizes = meta.made_from.get("max_tokens", 0), [source.size for source in found]
+    if found[0].repo:
+        # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
+        # be on disk: one is finished, one is being read, one is being downloaded
+        check_disk_space(folder, (2 * (most - meta.tokens) if most else sum(sizes)) + 3 * max(sizes))
+        save(folder, meta)  # so that the files that are on disk can be found again without a network
+    ahead = not most  # with a limit, the next file may not be needed
+    downloads = sources.Downloads(found, os.path.join(folder, ".download"), begin[0], ahead)
+    num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
+    encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
+    title, total = console.plain(folder), most or None
+    bar = tqdm(total=total, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
+    with bar, contextlib.closing(encoded):
+        rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, sizes)
+        for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
+            if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
+                parts = in_two(parts, enc.eot_token, renderer, counts)
+            write(folder, meta, parts, renderer, enc, prefix)
+            meta.rows_left_out, meta.left_out = counts.numbers[0], counts.sentences
+            if place:
+                meta.ends[[*meta.shards][-1]] = [*place, meta.documents, *counts.numbers]
+                save(folder, meta)
+                downloads.remove_before(place[0])  # not earlier: what is not in a shard will be read again
+    downloads.close()  # before the end is recorded: what is complete is not looked at again
+    finish(folder, meta, renderer.noun)
+    counts.note()
 
 
 def check_disk_space(folder: str, size: int) -> None:
@@ -403,12 +216,186 @@ def check_disk_space(folder: str, size: int) -> None:
         )
 
 
+# ----- Rows to tokens -----------------------------------------------------------------------------------
+
+
+def read_batches(renderer, downloads, begin):
+    """The rows of the files of `downloads` from a place on, in batches: ([(place, in words, what was read)], bytes)."""
+    for number, source in downloads:
+        needed = renderer.needed if number == 0 else ()
+        rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
+        first = begin[1] if number == begin[0] else 0
+        batch, batch_bytes = [], 0
+        for row_number, row in itertools.islice(enumerate(rows), first, None):
+            entry, num_bytes = renderer.read(row)
+            batch.append(((number, row_number), row.place, entry))
+            batch_bytes += num_bytes
+            if batch_bytes >= BATCH_BYTES:
+                yield batch, batch_bytes
+                batch, batch_bytes = [], 0
+        yield batch, batch_bytes
+
+
+def encode_all(renderer, enc, batches, num_threads):
+    """Yield the batches in order, each with what becomes of its rows that can be used, in `num_threads` threads.
+
+    This thread reads, and the others tokenize, as tiktoken releases Python's lock meanwhile.
+    """
+    worker = threading.local()
+
+    def start():
+        # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
+        worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
+
+    def encode(batch):
+        return renderer.encode(worker.enc, [entry for *_, entry in batch if not isinstance(entry, Unusable)])
+
+    executor = ThreadPoolExecutor(num_threads, initializer=start)
+    pending, most, waiting, failure = collections.deque(), QUEUE * num_threads, 0, None
+    try:
+        while True:
+            try:
+                while waiting < QUEUE_BYTES and len(pending) < most and (read := next(batches, None)):
+                    batch, num_bytes = read
+                    pending.append((batch, num_bytes, executor.submit(encode, batch)))
+                    waiting += num_bytes
+            except (UserError, OSError) as error:  # of a file: what is before it goes into the shards
+                failure = error
+            if not pending:
+                break
+            batch, num_bytes, future = pending.popleft()
+            waiting -= num_bytes
+            yield batch, future.result()
+        if failure:
+            raise failure
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def usable(encoded, names: list[str], counts: Counts) -> Iterator[tuple[Place, Tokens]]:
+    """The rows of batches that can be used; `counts` is of all rows before the one that is yielded."""
+    for batch, rendered in encoded:
+        coming = iter(rendered)
+        for place, where, entry in batch:
+            tokens, more = (entry, ()) if isinstance(entry, Unusable) else next(coming)
+            if isinstance(tokens, Unusable):
+                counts.leave_out(where, names[place[0]], tokens)
+            else:
+                yield place, tokens
+                counts.add(more)
+
+
+def limit(rows, most, bar, sizes):
+    """Rows up to that with which there are `most` tokens (0: all), counted on a progress bar.
+
+    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
+    """
+    is_known, current, before = bar.total is not None, None, [0, *itertools.accumulate(sizes)]
+    num_tokens = bar.n
+    for place, tokens in rows:
+        if place[0] != current and len(sizes) > 1:
+            current = place[0]
+            bar.set_postfix_str(f"file {current + 1} of {len(sizes)}", refresh=False)
+            if before[current] and not is_known:
+                bar.total = num_tokens * before[-1] // before[current]
+        yield place, tokens
+        bar.update(len(tokens[0]))
+        num_tokens += len(tokens[0])
+        if most and num_tokens >= most:
+            break
+
+
+# ----- Two splits, and shards ---------------------------------------------------------------------------
+
+
+def is_validation(place: Place, every: int) -> bool:
+    """Whether a row is for validation: of `every` rows one, at random among the first eleven."""
+    group, number = divmod(sum(place), every)
+    return number == zlib.crc32(b"%d" % group) % VALIDATE_EVERY
+
+
+def cut(
+    rows: Iterable[tuple[Place, Tokens]], size: int, every: int, is_first: bool
+) -> Iterator[tuple[dict[str, Tokens], Place | None]]:
+    """Cut rows into runs with at most `size` tokens in a split, but for a longer row.
+
+    Yields ({split: tokens}, place): where in the input the next run begins, None after the last.
+    every: as in `is_validation`; with 0, the first run is for validation and no other one. Rows of 3, 5 and 1 tokens in
+    runs of 4: aaa | bbbbb | c
+    """
+    parts = empty_parts()
+    for place, (ids, mask) in rows:
+        split = "val" if (is_validation(place, every) if every else is_first) else "train"
+        if parts[split][0] and len(parts[split][0]) // 2 + len(ids) > size:
+            yield as_tokens(parts), place
+            parts, is_first = empty_parts(), False
+            split = split if every else "train"
+        parts[split][0].extend(ids.data)
+        if mask is not None:
+            parts[split][1].extend(mask.data)
+    yield as_tokens(parts), None
+
+
+def empty_parts():
+    return {split: (bytearray(), bytearray()) for split in ("val", "train")}
+
+
+def as_tokens(parts) -> dict[str, Tokens]:
+    return {
+        split: (np.frombuffer(ids, np.uint16), np.frombuffer(mask, np.uint8) if mask else None)
+        for split, (ids, mask) in parts.items()
+    }
+
+
+def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, counts: Counts) -> dict[str, Tokens]:
+    """The last rows of an input of which all were for one split: about a tenth of them is for the other one.
+
+    A single document is cut, a single conversation refused, and so is an input without a text.
+    """
+    ids, mask = max(parts.values(), key=lambda tokens: len(tokens[0]))
+    if not len(ids):
+        if counts.first:
+            raise UserError(f"No row can be used. {explain(*counts.first, renderer.advice)}")
+        raise UserError("The input contains no text. Check --input and --text-column.")
+    tenth = math.ceil(len(ids) / 10)
+    starts = np.flatnonzero(ids == eot)[1:]
+    if not len(starts) and renderer.masks:
+        raise UserError(f"A single {renderer.noun} is too few, as one is needed to validate on. Add more.")
+    at = int(min(starts, key=lambda start: abs(start - tenth), default=tenth))
+    halves = [(ids[:at], mask if mask is None else mask[:at]), (ids[at:], mask if mask is None else mask[at:])]
+    val, train = sorted(halves, key=lambda tokens: len(tokens[0]))
+    return {"val": val, "train": train}
+
+
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
-def shard_name(prefix, number):
-    """("books", 12) -> "books_train_000012.npy"; number 0 is the validation split."""
-    return f"{prefix}_{'train' if number else 'val'}_{number:06d}.npy"
+def write(
+    folder: str, meta: Meta, parts: dict[str, Tokens], renderer: Renderer, enc: tiktoken.Encoding, prefix: str
+):
+    """Write a shard of each split that has tokens; before the first ones, what tells of them.
+
+    Only meta.json makes them shards: if this is killed before it is saved, they are written again.
+    """
+    if not meta.shards:
+        tokenizers.save_for_folder(enc, folder)
+        save(folder, meta)
+    for file in meta.shards:  # the folder may have had another name when they were begun
+        prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
+    prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    for split, tokens in parts.items():
+        if len(tokens[0]):
+            meta.documents += count_documents(tokens[0], enc.eot_token)
+            ids, mask = renderer.arrange(tokens)
+            path = Path(folder, f"{prefix}_{split}_{len(meta.lengths(split)) + (split == 'train'):06d}.npy")
+            if mask is not None:  # first: without a mask, every token would count as a target
+                write_array(path.with_suffix(".mask"), mask)
+            write_array(path, ids)
+            meta.shards[path.name] = len(ids)
+
+
+def count_documents(ids: np.ndarray, eot: int) -> int:
+    return int(np.count_nonzero(ids == eot))
 
 
 def write_array(path, array):
@@ -418,146 +405,87 @@ def write_array(path, array):
         file.write(array.data)
 
 
-class ShardWriter:
-    """Writes the shards of a folder and their meta.json; continues or refuses those that are there."""
+def is_whole(folder: str, meta: Meta, file: str) -> bool:
+    """Whether a shard, and its mask, can be read and have as many entries as meta.json says."""
+    path, length = Path(folder, file), meta.shards.get(file, -1)
+    try:
+        shards.open_shard(path, length=length)
+        if meta.masks:
+            shards.open_shard(path.with_suffix(".mask"), dtype=np.uint8, length=length)
+        return True
+    except (UserError, OSError):
+        return False
 
-    def __init__(self, folder: str, meta: Meta, enc: Any, *, renderer: Renderer, prefix: str = ""):
-        if enc.n_vocab > 2**16:
-            raise UserError(
-                f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
-            )
-        self.folder, self.enc, self.renderer = folder, enc, renderer
-        has_masks = renderer.pad is not None
-        self.padding = int(has_masks)  # tokens behind the last block of a shard: the target of its last position
-        self.new_meta = replace(meta, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=has_masks)
-        self.title = console.plain(folder)  # to be printed
-        name = os.path.basename(os.path.abspath(folder))
-        self.prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", name)
-        self.load()
 
-    def load(self):
-        self.meta = continue_meta(self.folder, self.new_meta)
-        for file in self.meta.shards:  # the folder may have had another name when they were begun
-            self.prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
-        # sampled from all of the input, it grows with every training shard
-        self.validation_file = shard_name(self.prefix, 0) if self.meta.validation_every else None
+def is_complete(folder: str, meta: Meta) -> bool:
+    return meta.complete and bool(meta.shards) and all(is_whole(folder, meta, file) for file in meta.shards)
 
-    def is_complete(self):
-        shards = self.meta.shards
-        return self.meta.complete and shards and all(self.is_whole(file) for file in shards)
 
-    def is_whole(self, file):
-        """Whether a shard, and its mask, can be read and have as many entries as meta.json says."""
-        return set(self.lengths(file)) == {self.meta.shards.get(file)}
+def keep_whole(folder: str, meta: Meta, counted: Sequence[tuple[str, str]]) -> tuple[int, int, int, Counts]:
+    """Keep the runs of rows before the first damaged shard.
 
-    def lengths(self, file):
-        """Those of a shard and of its mask, if there are masks; [0] if one of them is missing or damaged."""
-        try:
-            return list(map(len, self.open(file)))
-        except (UserError, OSError):
-            return [0]
+    Returns the numbers of the file and the row at which the next run begins, and how many documents there are and what
+    was counted up to there.
+    """
+    whole, kept, (file, row, documents, *numbers) = {}, {}, [0, 0, 0]
+    for name, length in meta.shards.items():
+        if not is_whole(folder, meta, name):
+            break
+        whole[name] = length
+        if name in meta.ends:
+            kept, (file, row, documents, *numbers) = dict(whole), meta.ends[name]
+    meta.shards, meta.tokens, meta.complete = kept, sum(kept.values()), False
+    meta.ends = {name: recorded for name, recorded in meta.ends.items() if name in kept}
+    return file, row, documents, Counts(numbers, meta.left_out, others=counted)
 
-    def open(self, file):
-        """A shard and, if there are masks, its mask; of other lengths if this was killed while both were replaced."""
-        opened = [shards.open_shard(self.path(file))]
-        if self.meta.masks:
-            opened.append(shards.open_shard(self.path(file.replace(".npy", ".mask")), dtype=np.uint8))
-        return opened
 
-    def resume(self) -> Position:
-        """Keep the shards before the first damaged one; return the position in the input at which they end."""
-        meta, kept, end = self.meta, {}, Position()
-        for file, recorded in meta.ends.items():
-            if not self.is_whole(file):
-                break
-            kept[file] = meta.shards[file]
-            end = Position(*recorded[:6], counts=tuple(recorded[6:]))
-        if self.validation_file in meta.shards:
-            if min(self.lengths(self.validation_file)) < end.sampled:  # damaged: nothing can be kept
-                kept, end = {}, Position()
-            kept = {self.validation_file: end.sampled + self.padding} | kept
-        meta.shards, meta.tokens, meta.documents = kept, sum(kept.values()), end.documents
-        meta.complete = False
-        return end
+def save(folder: str, meta: Meta) -> None:
+    meta.tokens = sum(meta.shards.values())
+    with atomic_write(Path(folder, "meta.json"), "w", encoding="utf-8") as file:
+        json.dump(vars(meta), file, indent=1)
 
-    def path(self, file):
-        return os.path.join(self.folder, file)
 
-    def read(self, file, count):
-        """The first `count` tokens of a shard, with their mask if there are masks."""
-        arrays = [each.read(0, count) for each in self.open(file)]
-        return np.stack(arrays) if self.meta.masks else arrays[0]
+def finish(folder: str, meta: Meta, noun: str) -> None:
+    """Record that the shards are complete, and say what they hold."""
+    meta.complete = True
+    save(folder, meta)
+    train, val = (sum(meta.lengths(split)) for split in ("train", "val"))
+    print(f"{console.plain(folder)}: {train:,} tokens to train on, {val:,} to validate on")
+    print(f"in {console.count(len(meta.shards), 'shard')}, from {console.count(meta.documents, noun)}")
+    if meta.masks:
+        masks = [Path(folder, file).with_suffix(".mask") for file in meta.shards]
+        num_targets = sum(int(shards.open_shard(mask, dtype=np.uint8).read().sum()) for mask in masks)
+        print(f"{num_targets:,} tokens are targets")
 
-    def write(self, file: str, tokens: np.ndarray) -> None:
-        """Write a shard, and before it its mask: without one, every token would count as a target."""
-        if self.renderer.pad is not None:
-            tokens, mask = np.hstack([tokens, self.renderer.pad])
-            write_array(self.path(file.replace(".npy", ".mask")), mask.astype(np.uint8))
-        write_array(self.path(file), tokens)
-        self.meta.shards[file] = len(tokens)
 
-    def write_both(self, tokens, sample, end, counts):
-        """Write the sample and then the next shard, if it has tokens, then meta.json, which says where the next begins.
+# ----- What comes next ----------------------------------------------------------------------------------
 
-        The first call writes the tokenizer before them. If killed in between, the shard is written again.
-        """
-        meta = self.meta
-        if not meta.shards:
-            tokenizers.save_for_folder(self.enc, self.folder)
-            self.save()
-        if self.validation_file:
-            self.write(self.validation_file, sample.tokens())
-        if tokens.shape[-1]:
-            file = shard_name(self.prefix, len(meta.shards))
-            self.write(file, tokens)
-            meta.documents += self.count_documents(tokens)
-            if end:
-                end = end._replace(sampled=sample.num_tokens, documents=meta.documents)
-                meta.ends[file] = [*end[:-1], *end.counts]
-                meta.left_out = counts.sentences
-                self.save()
+# {preset of train_gpt2.py: (its sequence length, tokens of a step, and between how many steps passes are counted)}
+PRESETS = {
+    "gpt2": (1024, 2**19, 0, 18_000),
+    "quickstart": (128, 2**11, 400, 3000),
+    "chat": (1024, 2**17, 0, 3000),
+}
 
-    def write_rest(self, rest, sample, counts):
-        """Write what is left at the end, so that there is something to train on and to validate on."""
-        is_first, size, block = not self.meta.shards, rest.shape[-1], self.renderer.block
-        if is_first and counts.first and not size + sample.num_tokens:
-            raise UserError(f"No row can be used. {self.renderer.explain(*counts.first)}")
-        if is_first and not self.has_text(rest) and not self.has_text(sample.tokens()):
-            raise UserError("The input contains no text. Check --input and --text-column.")
-        if self.validation_file:
-            rest = sample.top_up(rest, block)
-        elif is_first:  # the first shard would be all validation: cut it into tenths
-            size = math.ceil(size / 10)
-        if is_first and not rest.shape[-1]:
-            documents = console.count(self.count_documents(sample.tokens()), self.renderer.noun)
-            raise UserError(
-                f"{documents} fill {sample.num_tokens // block} of the two blocks of {block} tokens needed. Add more,"
-                " or lower --max-length."
-            )
-        for start in range(0, max(1, rest.shape[-1]), max(1, size)):
-            self.write_both(rest[..., start : start + size], sample, None, counts)
-        self.meta.documents += self.count_documents(sample.tokens())
-        self.meta.rows_left_out, self.meta.left_out = counts.numbers[0], counts.sentences
 
-    def has_text(self, tokens):
-        return self.count_documents(tokens) < tokens.size
+def training_command(
+    preset: str, folder: str, lengths: list[int], T: int, *, passes: int = 0, start=""
+) -> list[Any]:
+    """The command that trains on shards of these lengths, in sequences of T tokens, from the model `start`.
 
-    def count_documents(self, tokens):
-        ids = tokens if tokens.ndim == 1 else tokens[0]
-        return int(np.count_nonzero(ids == self.enc.eot_token))
-
-    def save(self):
-        self.meta.tokens = sum(self.meta.shards.values())
-        with atomic_write(self.path("meta.json"), "w", encoding="utf-8") as file:
-            json.dump(vars(self.meta), file, indent=1)
-
-    def finish(self):
-        self.meta.complete = True
-        self.save()
-        train, val = (sum(self.meta.lengths(split)) for split in ("train", "val"))
-        print(f"{self.title}: {train:,} tokens to train on, {val:,} to validate on")
-        num_shards = console.count(len(self.meta.shards), "shard")
-        print(f"in {num_shards}, from {console.count(self.meta.documents, self.renderer.noun)}")
-        if self.meta.masks:
-            num_targets = sum(int(self.open(file)[1].read().sum()) for file in self.meta.shards)
-            print(f"{num_targets:,} tokens are targets")
+    It makes so many `passes` unless they take too few or too many steps: then it makes the preset's. A step may have
+    fewer tokens than the preset's, so that a pass takes 8 steps or more.
+    """
+    own_T, own_batch, least, most = PRESETS[preset]
+    windows = sum((length - 1) // T for length in lengths)
+    batch = max(1, min(own_batch // T, windows // 8))
+    batch = 2 ** (batch.bit_length() - 1)
+    command = ["python", "train_gpt2.py", ("--preset", preset), ("--data", folder)]
+    command.append(("--out-dir", f"log/{os.path.basename(os.path.abspath(folder))}"))
+    if start:
+        command.append(("--init-from", start))
+    if (T, batch * T) != (own_T, own_batch):
+        command += [("--sequence-length", T), ("--total-batch-size", batch * T)]
+    if least < passes * windows // batch < most:
+        command.append(("--passes", passes))
+    return command

@@ -1,7 +1,6 @@
 """What is in the files of a data set: the rows of tables and of JSON, and texts in pieces."""
 
 import ast
-import codecs
 import contextlib
 import csv
 import hashlib
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, example, file_type, suffix_of
+from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, file_type, suffix_of
 from plumbing.files import open_regular
 
 BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
@@ -28,9 +27,10 @@ MAX_SEARCHED = 10_000  # rows of the first file, of which one must have the colu
 LONGEST_WORD = 10  # of JSON, such as -Infinity, which a block may end in
 
 
-class Unusable(Exception):
+class Unusable(NamedTuple):
     """Why a row is left out: "has no text under 'text'"."""
 
+    reason: str
     values: Any = None  # of the row
 
 
@@ -50,14 +50,19 @@ class Counts:
         others: Sequence[tuple[str, str]] = (),
     ):
         self.nouns = [("row", "left out"), *others]
-        self.numbers = (*numbers, *[0] * (len(self.nouns) - len(numbers)))
+        self.numbers = [*numbers] or [0] * len(self.nouns)
         self.sentences, self.first = [*sentences][: self.numbers[0]], None
 
-    def leave_out(self, place: str, name: str, reason: Unusable) -> None:
-        self.numbers = (self.numbers[0] + 1, *self.numbers[1:])
+    def leave_out(self, place: str, name: str, unusable: Unusable) -> None:
+        self.numbers[0] += 1
         if len(self.sentences) < 3:
-            self.sentences.append(f"{place} of {console.plain(name)} {console.plain(reason)}.")
-            self.first = self.first or (f"{place} of {name}", reason)
+            self.sentences.append(f"{place} of {console.plain(name)} {console.plain(unusable.reason)}.")
+            self.first = self.first or (f"{place} of {name}", unusable)
+
+    def add(self, more: Sequence[int]) -> None:
+        """Count what happened to the others in a row that is used."""
+        for i, number in enumerate(more, 1):
+            self.numbers[i] += number
 
     def note(self) -> None:
         examples = " ".join(self.sentences)  # of the first, the rows left out
@@ -85,11 +90,11 @@ def read_rows(
         elif kind == ".txt":
             yield from read_txt(source, separator)
         elif kind == ".jsonl":
-            yield from check_needed(read_json(source, columns), source.name, needed)
+            yield from check_needed(read_json(source), source.name, needed)
         elif kind == ".csv":
             yield from check_needed(read_csv(source, columns), source.name, needed)
         else:
-            yield from read_table(source, columns, needed)
+            yield from read_parquet(source, columns, needed)
 
 
 @contextlib.contextmanager
@@ -100,19 +105,37 @@ def explain_errors(name):
     except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
+        if isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{name} {explain_bytes(error, suffix_of(name))}") from None
         reason = console.first_line(error)
         wrong = f"is damaged, or not what its name says: {reason}"
         advice = "Replace it, and run this command again."
-        if isinstance(error, UnicodeError):
-            wrong = f"is not UTF-8 text: {reason}"
-            new = f"NEW{suffix_of(name)}"
-            advice = f"If it is Latin-1, convert it, unpacked: iconv -f LATIN1 -t UTF-8 FILE > {new}"
-            if "UTF-16" in reason:
-                advice = f"Convert it, unpacked: iconv -f UTF-16LE -t UTF-8 FILE > {new}"
-        elif "too much memory" in reason:
+        if "too much memory" in reason:
             wrong = f"was packed by zstd with a longer window than is read here: {reason}"
             advice = "Unpack it: zstd -d --long=31 FILE"
         raise UserError(f"{name} {wrong}. {advice}") from None
+
+
+def explain_bytes(error, suffix):
+    """What the bytes around one that is no UTF-8 seem to be, and the command that makes UTF-8 of them."""
+    block = error.object  # a few kilobytes; of a packed file the first ones, as its second byte is no UTF-8
+    packed = next((kind for start, kind in PACKED.items() if block.startswith(start)), "")
+    if packed:
+        return f"is a file of {packed}, and its name does not say so. Unpack it first."
+    if error.encoding.startswith("UTF-"):
+        wrong, encoding, option = f"is {error.encoding}", error.encoding, ""
+    else:
+        wrong = f"is not UTF-8 text: it has a byte 0x{block[error.start]:02x}, which grep -naxv '.*' FILE shows"
+        text = block.decode("utf-8", "replace")
+        num_wrong = text.count("\ufffd")
+        # beside bytes that are wrong there are letters that are right only where all others are UTF-8
+        is_utf8 = sum(char > "\x7f" for char in text) > 2 * num_wrong
+        encoding, option = ("UTF-8", " -c") if is_utf8 else ("WINDOWS-1252", "")
+        wrong += ". The rest is" if is_utf8 else ". It may be Windows' or Latin-1"
+    return f"{wrong}. Convert it, unpacked: iconv -f {encoding} -t UTF-8{option} FILE > NEW{suffix}"
+
+
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
@@ -132,79 +155,53 @@ def root_of(column, fields):
     return column if column in fields else column.split(".")[0]
 
 
-def text_of(values: Any, columns: Sequence[str]) -> str:
+def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     """One text of the columns of a row, of which some may be null; a blank line stands between two of them."""
-    if isinstance(values, str):
+    if isinstance(values, (str, Unusable)):
         return values
-    if isinstance(values, Unusable):
-        raise values
     if not isinstance(values, dict):
-        raise Unusable(f"is no object with columns, but {console.plain(values, 60)}")
+        return Unusable(f"is no object with columns, but {console.plain(values, 60)}")
     texts: list[Any] = [find(values, column) for column in columns]
     for column, text in zip(columns, texts):
         if not (text is None or isinstance(text, str)):
-            raise Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
+            return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}", values)
     text = "\n\n".join(filter(None, texts))
-    if not text:
-        raise Unusable(f"has no text under {','.join(columns)!r}")
-    return text
+    return text or Unusable(f"has no text under {','.join(columns)!r}", values)
 
 
-def text_columns(fields, prefix=""):
-    """The names of all strings in a row: ["title", "doc.text"]; not those of images, which are objects with bytes."""
-    names = []
-    for key, value in fields.items():
-        if isinstance(value, dict) and "bytes" not in value:
-            names += text_columns(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            names.append(prefix + key)
-    return names
-
-
-def may_have_text(fields, column):
-    """Whether there is a text in a row, or null under this name."""
-    value = find(fields, column)
-    return isinstance(value, str) or (value is None and root_of(column, fields) in fields)
-
-
-def check_needed(rows, name, needed):
+def check_needed(rows, name, needed, most=MAX_SEARCHED):
     """Yield rows; UserError unless each of the `needed` columns is in one of the first, with a text or null."""
     missing, first = list(needed), None
     for number, row in enumerate(rows):
         if missing and isinstance(row.values, dict):
             first = first or row
             missing = [column for column in missing if not may_have_text(row.values, column)]
-        if missing and number == MAX_SEARCHED:
+        if missing and number == most:
             break
         yield row
     if missing and first:
-        raise UserError(describe(f"{first.place} of {name}", first.values, missing[0]))
+        unusable = Unusable(f"has no text under {missing[0]!r}", first.values)
+        raise UserError(explain(f"{first.place} of {name}", unusable, COLUMN_ADVICE))
 
 
-def describe(place: str, row: dict[str, Any], column: str, fields: dict[str, Any] | None = None) -> str:
-    """Why there is no text in a column, and what there is instead. fields: of a table, the types by column."""
-    fields = row if fields is None else fields
-    found, others = find(fields, column), text_columns(fields)
-    held = "" if found is None or isinstance(found, str) else f", but {console.plain(found, 60)}"
-    if not others:
-        kinds = ", ".join(f"{key}: {console.plain(value, 60)}" for key, value in fields.items()) or "none"
-        advice = "Bytes that are text must be stored as strings." if "binary" in kinds else "Use another file."
-        return f"{place} has no column of strings, so there is no text in it. Its columns are {kinds}. {advice}"
-    texts = {other: find(row, other) or "" for other in others}
-    examples = "; ".join(f"{other}: {console.plain(text, 40)}" for other, text in texts.items() if text)
-    advice = f"Choose text with --text-column: {', '.join(others)}."
-    if examples:
-        advice += f" A row has {examples}."
-    longest = max(others, key=lambda other: len(texts[other]))
-    return f"{place} has no text under {column!r}{held}. {advice} {example('--text-column', longest)}"
+def may_have_text(row, column):
+    value = find(row, column)
+    return isinstance(value, str) or (value is None and root_of(column, row) in row)
 
 
-def check_doubled(name, names, columns):
-    """Raise UserError if a table has two columns of the same name, and it is one of those that are read."""
-    roots = {root_of(column, names) for column in columns}
-    for column in names:
-        if column in roots and names.count(column) > 1:
-            raise UserError(f"{name} has {names.count(column)} columns called {column!r}. Rename all but one.")
+def explain(place: str, unusable: Unusable, advice: str) -> str:
+    """What is wrong with a row, what it holds, and what to do."""
+    held = unusable.values
+    columns = (
+        f" Its columns are {', '.join(held)}: {console.plain(held, 300)}." if isinstance(held, dict) else ""
+    )
+    return f"{place} {unusable.reason}.{columns} {advice}"
+
+
+COLUMN_ADVICE = (
+    "Name the column of the text with --text-column (doc.text is the text in an object doc). If the rows are a list in"
+    " a larger object, write them one a line: jq -c '.KEY[]' FILE > NEW.jsonl"
+)
 
 
 # ----- Tables -------------------------------------------------------------------------------------------
@@ -213,27 +210,25 @@ def check_doubled(name, names, columns):
 def read_csv(source, columns):
     """The rows of a file whose first line names its columns. A row with more or fewer fields would be read wrongly."""
     csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
-    usual = "\t" if suffix_of(source.name) == ".tsv" else ","
+    delimiter = "\t" if suffix_of(source.name) == ".tsv" else ","
     with open_text(source.path) as file:
-        header, above = next(file, ""), 0
-        while header.isspace() or header.startswith("sep="):  # as Excel writes it
-            usual = header[4:5] or usual if header.startswith("sep=") else usual
-            header, above = next(file, ""), above + 1
-        delimiter = find_delimiter(header, usual, columns)
-        if delimiter != usual:
-            print(f"note: the columns of {source.name} are separated by {delimiter!r}.")
+        header = next(file, "")
+        if delimiter not in header:  # a program may write semicolons where numbers have commas
+            delimiter = max([delimiter, *",;\t|"], key=header.count)
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
         names = next(rows, [])
-        check_doubled(source.name, names, columns)
+        for column in columns:
+            if names.count(column) > 1:
+                raise UserError(
+                    f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
+                )
         while True:
             begin, fields, fault = rows.line_num + 1, None, ""
             try:
                 fields = next(rows, None)
             except csv.Error as error:
                 fault = str(error)
-            place = f"Line {above + begin}"
-            if rows.line_num > begin:
-                place = f"Lines {above + begin} to {above + rows.line_num}"
+            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
             if fault and (rows.line_num > begin or "end of data" in fault):  # an open quote swallows rows
                 raise UserError(
                     f"{place} of {source.name} is damaged, or not what its name says: {fault}. Close its quotes, and "
@@ -250,93 +245,37 @@ def read_csv(source, columns):
                 yield Row(place, dict(zip(names, fields)))
 
 
-def find_delimiter(header, usual, columns):
-    """What separates the columns: what is usual, unless only another one gives the `columns`, or more than one."""
-
-    def score(delimiter):
-        names = next(csv.reader([header], delimiter=delimiter), [])
-        return sum(root_of(column, names) in names for column in columns), len(names) > 1
-
-    return max(dict.fromkeys([usual, *",;\t|"]), key=score)
-
-
-def read_table(source, columns, needed):
-    """The rows of a Parquet file, or of one of Arrow's."""
+def read_parquet(source, columns, needed):
+    """The rows of a Parquet file, with those of the columns that it has."""
     import pyarrow.parquet  # slow to import
 
-    table: Any
-    if source.name.endswith(".arrow"):
-        table = pyarrow.ipc.open_stream(pyarrow.memory_map(source.path))
-        schema, read_batches = table.schema, lambda names: table
-    else:
-        table = pyarrow.parquet.ParquetFile(source.path)
-        schema, read_batches = table.schema_arrow, lambda names: table.iter_batches(256, columns=names)
-
-    def rows_with(names):
-        # a.b may be a column, or a field of a: Parquet has one name for both
-        return (row for batch in read_batches(names) for row in batch.select(names).to_pylist())
-
-    with table:
-        check_doubled(source.name, schema.names, columns)
-        fields = {field.name: shape_of(field.type) for field in schema}
-        for column in needed:
-            if not may_have_text(fields, column):
-                rows = rows_with([root_of(other, fields) for other in text_columns(fields)])
-                raise UserError(describe(source.name, next(rows, {}), column, fields))
+    with pyarrow.parquet.ParquetFile(source.path) as table:
+        fields, types = table.schema_arrow.names, dict(zip(table.schema_arrow.names, table.schema_arrow.types))
         names = list(dict.fromkeys(root_of(column, fields) for column in columns))
         names = [name for name in names if name in fields]
+        kinds = [str(types.get(root_of(column, fields))) for column in needed]
+        if not all(re.match("string|large_string|dictionary|struct|null", kind) for kind in kinds):
+            names = fields  # the first row will say what there is
         if not names:
-            found = ", ".join(fields) or "none"
             raise UserError(
-                f"{source.name} has no column called {columns[0]}, but {found}. Use another data set."
+                f"{source.name} has no column called {columns[0]}, but {', '.join(fields) or 'none'}. Use another data"
+                " set."
             )
-        for number, row in enumerate(rows_with(names), 1):
-            yield Row(f"Row {number}", row)
-
-
-def shape_of(kind):
-    """A type as it stands in the fields of a table: "" for text, a dict for an object, None where all rows are null."""
-    if str(kind).startswith("struct<"):
-        return {field.name: shape_of(field.type) for field in kind}
-    if str(kind) == "null":
-        return None
-    # of lists or maps of strings the name begins otherwise
-    return "" if re.match("(dictionary<values=)?(large_)?string", str(kind)) else kind
+        # a.b may be a column, or a field of a: Parquet has one name for both
+        batches = (batch.select(names) for batch in table.iter_batches(256, columns=names))
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        rows = (Row(f"Row {number}", row) for number, row in enumerate(rows, 1))
+        yield from check_needed(rows, source.name, needed, most=0)  # all rows have the types of the first
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
 
 
-def read_json(source, columns):
-    """The rows of a file of JSON lines, of an array, of values over several lines, or of one object that holds rows."""
-    usable = (dict, list, Unusable)
-    rows = (
-        Row(place, value if isinstance(value, usable) else Unusable(f"is no object, but {value!r}"))
-        for place, value in read_values(source.path, source.name)
-    )
-    first = list(itertools.islice(rows, 2))
-    if len(first) == 1 and isinstance(first[0].values, dict):
-        first = rows_under_a_key(source.name, first[0], columns)
-    return itertools.chain(first, rows)
-
-
-def rows_under_a_key(name, row, columns):
-    """The rows in the only list of objects in a row that is a whole file and has none of the columns; else the row."""
-    if any(find(row.values, column) is not None for column in columns):
-        return [row]
-    lists = {
-        key: value
-        for key, value in row.values.items()
-        if isinstance(value, list) and value and all(isinstance(entry, (dict, list)) for entry in value)
-    }
-    if len(lists) > 1:
-        raise UserError(
-            f"{name} is one object with rows under several keys: {', '.join(lists)}. Save those to be read in a file of"
-            " their own, one object a line."
-        )
-    return [
-        Row(f"Entry {n} under {key!r}", entry) for key in lists for n, entry in enumerate(lists[key], 1)
-    ] or [row]
+def read_json(source):
+    """The rows of a file of JSON lines, of an array, or of values over several lines."""
+    for place, value in read_values(source.path, source.name):
+        is_row = isinstance(value, (dict, list))
+        yield Row(place, value if is_row else Unusable(f"is no object, but {console.plain(repr(value), 60)}"))
 
 
 def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -350,27 +289,18 @@ def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
             yield int(place.split()[-1]), f"{place} of {path}", record
 
 
-def object_of(pairs):
-    """An object of JSON, of these (key, value); Unusable if a key is there twice, as one value would be dropped."""
-    values = dict(pairs)
-    if len(values) == len(pairs):
-        return values
-    keys = [key for key, _ in pairs]
-    return Unusable(f"has an object with two {console.plain(max(keys, key=keys.count), 60)!r}")
-
-
 def read_values(path, name):
     """Yield (place, value) for each value in a file, one on each line or several, or for each entry of its array.
 
     Only a few blocks are in memory. As a conversation in JSON lines may be a list, an array there is on several lines.
     """
-    decoder, number, line, start = json.JSONDecoder(object_pairs_hook=object_of), 0, 1, 0
+    decoder, number, line, start = json.JSONDecoder(), 0, 1, 0
     with open_text(path) as file:
         held = file.read(JSON_BLOCK)
         array = re.match(r"\s*\[" if suffix_of(path) == ".json" else r"\s*\[\s*[\r\n]", held)
         start = array.end() if array else 0
         while True:
-            gap: Any = re.compile(r"[\s,]*").match(held, start)
+            gap: Any = re.compile(r"[\s,\ufeff]*").match(held, start)
             line, start = line + held.count("\n", start, gap.end()), gap.end()
             place = f"Entry {number + 1}" if array else f"Line {line}"
             try:
@@ -394,7 +324,7 @@ def read_values(path, name):
 
 
 def open_text(path):
-    """Open a plain, .gz or .zst file as text: UTF-8, or what the byte-order mark says that it begins with."""
+    """Open a plain, .gz or .zst file as UTF-8 text; UnicodeDecodeError at once if it is UTF-16 or UTF-32."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
@@ -402,15 +332,12 @@ def open_text(path):
 
         stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
     start = stream.peek(4)[:4]
-    encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
-    if encoding == "utf-8-sig" and any(start) and (start[1::2] == b"\0\0" or start[::2] == b"\0\0"):
-        raise UnicodeError("it is UTF-16 or UTF-32 without a byte-order mark")
-    return io.TextIOWrapper(stream, encoding=encoding, newline="")
-
-
-# the first two bytes of UTF-32's mark may be those of UTF-16's
-MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
-MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}
+    # without a mark of the byte order, every other byte of ASCII is 0, which is UTF-8, too
+    has_zeros = any(start) and b"\0\0" in (start[::2], start[1::2])
+    if has_zeros or start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        is_longer = start.count(0) == 3 or start in (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
+        raise UnicodeDecodeError("UTF-32" if is_longer else "UTF-16", start, 0, 1, "it is no UTF-8")
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
 # ----- Texts --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
 
-A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. Shard 0
-is the validation split. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
+A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers begin
+with 0 for validation and with 1 for training. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
 counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
 version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
 """
@@ -21,7 +21,6 @@ import numpy as np
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data import sources
 from plumbing.files import Name, file_sample, named_errors, open_regular, read_json
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
@@ -141,16 +140,11 @@ OWN_FOLDERS = {
 
 
 def command_for(folder):
-    """The command that makes shards of the documents at `folder` or, if there are none, for a folder of that name."""
-    files = [Path(folder)] if os.path.isfile(folder) else Path(folder).glob("*")
-    types = {sources.file_type(file.name) for file in files if not sources.NO_DATA.search(file.name)} - {""}
-    if not types and str(folder) in OWN_FOLDERS:
-        return OWN_FOLDERS[str(folder)]
-    flags = [("--input", folder)] if types else [("--input", "FILES"), ("--out-dir", folder)]
+    """The command that makes shards of the documents at `folder` or, if there is nothing, shards in it."""
+    flags = [("--input", folder)] if os.path.exists(folder) else [("--input", "FILES"), ("--out-dir", folder)]
     made_from = " ".join(map(console.quote_group, flags))
-    may_be_chats = not types or ".jsonl" in types
-    conversations = f" (for conversations: python smoltalk.py {made_from})" if may_be_chats else ""
-    return f"python fineweb.py {made_from}{conversations}"
+    own = f"python fineweb.py {made_from} (for conversations: python smoltalk.py {made_from})"
+    return OWN_FOLDERS.get(str(folder), own)
 
 
 def split_of(name):
@@ -255,9 +249,10 @@ class Meta:
     left_out: list[str] = field(default_factory=list)  # a sentence about each of the first three of them
     # the settings that were given, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
-    ends: dict[str, list[int]] = field(default_factory=dict)  # the Position at the end of each shard
+    # by the last shard of a run of rows: the file and the row behind it, and the documents and what else was counted
+    ends: dict[str, list[int]] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
-    validation_every: int = 0  # as in preparation.ValidationSample
+    validation_every: int = 0  # as in preparation.is_validation
 
     def lengths(self, split: str) -> list[int]:
         return [length for name, length in self.shards.items() if split_of(name) == split]
@@ -272,7 +267,7 @@ def read_meta(folder: Name) -> Meta:
     found: dict[str, Any] = {"tokenizer": None} | {key: read[key] for key in kinds if key in read}
     for key, value in found.items():
         entries = value.values() if key in ("shards", "ends") and isinstance(value, dict) else []
-        numbers = [entry if key == "ends" else [entry] for entry in entries]  # an end is a Position
+        numbers = [entry if key == "ends" else [entry] for entry in entries]
         is_whole = all(isinstance(each, list) and {int} >= set(map(type, each)) for each in numbers)
         if type(value) is not type(kinds[key]) or not is_whole:
             raise UserError(f"{path} is damaged: its {key} cannot be {console.plain(repr(value), 60)}. {remedy}")
