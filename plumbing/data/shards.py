@@ -1,8 +1,8 @@
 """Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers begin
-with 0 for validation and with 1 for training. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a token
-counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
+with 0 for validation and with 1 for training. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a
+token counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
 version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
 """
 
