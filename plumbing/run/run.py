@@ -265,7 +265,8 @@ class Run:
         """
         loss, bpb = (sum(share * each[i] for share, each in zip(self.shares, losses)) for i in (0, 1))
         self.val_loss = loss
-        streams, text = {"val": loss, "val_bpb": bpb}, f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
+        streams: dict[str, float] = {"val": loss, "val_bpb": bpb}
+        text = f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
         if len(losses) > 1:
             text = f"val loss {loss:.4f} | " + ", ".join(
                 f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
