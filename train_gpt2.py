@@ -72,7 +72,8 @@ class Recipe(GPTConfig):
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples
     # auto: bfloat16 where the device is fast at it, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with the
-    # output layer in float8. Runs on different numbers of ranks differ by rounding, least in float32
+    # output layer in float8, in validation, too. Runs on different numbers of ranks differ by rounding, least in
+    # float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     # the data: total_batch_size = batch_size * sequence_length * ranks * micro-steps
     sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size

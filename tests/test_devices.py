@@ -216,10 +216,39 @@ def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_
     assert said == (order if has_cudnn else order[1:])
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no C++ compiler found")])
+def test_a_missing_compiler_costs_torch_compile_alone(as_on_cuda, error, capsys):
+    """Whatever fails inside of torch.compile says nothing about cuDNN's attention, which stays enabled."""
+
+    def fail(graph, inputs):
+        raise error
+
+    def wrap(model, compiled, world):
+        return torch.compile(model, backend=fail) if compiled else model
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    options = dict(compile=True, sequence_length=128, total_batch_size=512)
+    found = find_what_fits(wrap, as_on_cuda, **options)
+    assert not found.compiled and found.given_up == ["torch.compile"] and found.attention[0] == "cudnn"
+    assert capsys.readouterr().out.count("warning") == 1
+
+
 def test_cudnns_attention_which_has_given_nan_at_some_lengths_is_not_used_for_them(as_on_cuda):
     for T in (128, 192):
         autofit.prepare_gpu(T, World())
         assert kernels_enabled() == [T == 128, True, True]
+
+
+def test_the_screens_part_of_a_gpu_is_left_alone_on_windows(as_on_cuda, monkeypatch):
+    """There a full GPU is no error but slow. Others have 4 of its 10 GiB, this process 1, and 5 are free: 6 are its."""
+    parts = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", parts.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * 2**30, 10 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
+    for platform in ("linux", "win32"):
+        monkeypatch.setattr(autofit.sys, "platform", platform)
+        autofit.prepare_gpu(128, as_on_cuda)
+    assert parts == pytest.approx([0.95, 0.95 * 0.6])
 
 
 @pytest.mark.gpt2

@@ -2,15 +2,18 @@
 
 import json
 import re
+import types
 
 import hellaswag
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import train_gpt2
 from hellaswag import Counts, evaluate, harness_text, read_examples, render_example, score
 from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
+from plumbing.system.distributed import World
 from train_gpt2 import GPTConfig
 
 from harness import four_rows, listing, refusal_of, refused, tiny_model
@@ -101,6 +104,35 @@ def test_the_part_of_a_context_that_can_be_shared_is_read_once():
     example = hellaswag.Rendered([97] * 20, [[97] * 3, [97] * 2, [97], [97]], 0, [1] * 4)
     score(Counting(), [example], ENC.n_vocab)
     assert read == [(1, 16), (4, 4 + 3 - 1)]
+
+
+def test_in_training_no_batch_has_more_tokens_than_one_of_training():
+    """Padding and all four endings count, as the cache holds a context four times; a single example may be longer."""
+    read = []
+
+    class Reading(Planted):
+        def hidden_states(self, idx, cache=None):
+            read.append((idx.size(0), idx.size(1), cache is None or bool(cache.length)))
+            if cache:
+                cache.advance(idx.size(1))
+            return super().hidden_states(idx, cache)
+
+    examples = [render_example(EXAMPLES[i % 3], ENC, harness=i % 2 == 0) for i in range(24)]
+    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(examples=examples, enc=ENC, raw_model=Reading())
+    for B, T in ((1, 64), (4, 128), (16, 64)):
+        read.clear()
+        config = train_gpt2.TrainConfig(dtype="float32", sequence_length=T)
+        parts |= dict(config=config, world=World(), val_loaders=[types.SimpleNamespace(B=B)])
+        assert train_gpt2.evaluate_hellaswag(train_gpt2.Parts(**parts)).n == 24
+        shared, sizes = 0, []
+        for rows, length, is_last in read:
+            if not is_last:
+                shared = length
+                continue
+            sizes.append((rows, rows * (shared + length)))
+            shared = 0
+        assert sum(rows for rows, _ in sizes) == 4 * 24
+        assert all(tokens <= B * T for rows, tokens in sizes if rows > 4) and (B == 1 or max(sizes)[0] > 4)
 
 
 def test_too_long_contexts_lose_their_oldest_tokens():

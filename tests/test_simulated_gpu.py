@@ -13,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import hellaswag
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,18 @@ from plumbing.system import autofit, devices, distributed
 from plumbing.system.devices import has_float8
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import assert_same_run, error_in, examples_file, losses, patched, read_log, signalled, tiny_flags, train
+from harness import (
+    assert_same_run,
+    error_in,
+    examples_file,
+    losses,
+    patched,
+    read_log,
+    signalled,
+    tiny_flags,
+    tiny_model,
+    train,
+)
 from simulated_gpu import gpu as simulated
 
 
@@ -130,6 +142,31 @@ def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
         assert np.allclose(losses(tmp_path / f"{B}"), losses(tmp_path / "8"), atol=1e-5, rtol=0)
 
 
+def print_the_memory_of_a_trial(ranks):
+    """The bytes per weight at the peak of a trial's step, which the other ranks, if there are any, have no part in."""
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    world = distributed.World(0, ranks, torch.device("cuda:0"))
+    config = train_gpt2.TrainConfig(dtype="float32", n_embd=768, vocab_size=512, sequence_length=16)
+    with torch.device("cuda"):
+        model = train_gpt2.GPT(config.model_config)
+    trial = autofit.Trial(model, train_gpt2.wrap, train_gpt2.autocast, 257, config, world)
+    autofit.try_step(trial, train_gpt2.wrap(model, False, world), B=1, micro_steps=2)
+    print("\nbytes", torch.ops.card.peak() / sum(p.numel() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trial_takes_the_memory_of_a_step(gpu, ranks):
+    """16 bytes per weight: itself, its gradient, in DDP a bucket's part, and Adam's two moments, all of 4 bytes.
+
+    A sequence's activations and the gradient of one matrix, which is added to an earlier one, take less than one more.
+    """
+    status, said = gpu(print_the_memory_of_a_trial, ranks)
+    assert status == 0 and 16 <= float(said.rpartition("bytes ")[2]) < 17, said
+
+
 STAGES = {  # where, and in which call of the process
     "validation": ("train_gpt2", "evaluate_val_loss", 2),
     "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 2),
@@ -223,6 +260,32 @@ def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_p
     assert len(found["loader"]) >= 8 and not any(found["loader"])
 
 
+def print_waits_in_hellaswag():
+    """How often the host waits in each batch of HellaSwag, and in all."""
+    found = []
+
+    def noting(*args):
+        before = torch.ops.card.waits()
+        result = score_batch(*args)
+        found.append(torch.ops.card.waits() - before)
+        return result
+
+    model, rng = tiny_model(block_size=64).to("cuda"), np.random.default_rng(0)
+    texts = [[rng.integers(257, size=rng.integers(1, most)).tolist() for most in (50, 9, 9, 9, 9)] for _ in range(40)]
+    examples = [hellaswag.Rendered(context, endings, 0, [1] * 4) for context, *endings in texts]
+    began = torch.ops.card.waits()
+    with patched(hellaswag, "score_batch", noting) as score_batch:
+        hellaswag.evaluate(model, examples, 257, at_most=1000)
+    print(json.dumps([found, torch.ops.card.waits() - began]))
+
+
+def test_in_hellaswag_the_host_waits_only_for_the_results(gpu):
+    """It prepares a batch while the GPU works on those before it."""
+    _, said = gpu(print_waits_in_hellaswag)
+    batches, waits = json.loads(said.splitlines()[-1])
+    assert len(batches) > 5 and not any(batches) and waits == len(batches), said
+
+
 # ----- Decisions ----------------------------------------------------------------------------------------
 
 
@@ -239,9 +302,11 @@ def decide(place, presets):
     dtype = devices.choose_dtype("auto", world.device)
     print("dtype", dtype)
     print("fp8", answer(lambda: devices.choose_dtype("fp8", world.device)))
-    for preset in presets:
+    for name in presets:
+        preset, _, evaluates = name.partition(":")
         config = dataclasses.replace(train_gpt2.PRESETS[preset], compile=False, vocab_size=50304, dtype=dtype)
-        print(preset, answer(functools.partial(find_B, config, world)), flush=True)
+        config = dataclasses.replace(config, max_steps=0) if evaluates else config
+        print(name, answer(functools.partial(find_B, config, world)), flush=True)
 
 
 def answer(question):
@@ -253,9 +318,8 @@ def answer(question):
 
 def find_B(config, world):
     start.check_config(config, train_gpt2.complaints(config, {}, {}), world)
-    autofit.check_memory(lambda: train_gpt2.GPT(config.model_config), world.device)
     with torch.device(world.device):
-        model = train_gpt2.GPT(config.model_config)
+        model = start.first_model(train_gpt2.GPT, start.Start(config, {}), world.device)
     trial = autofit.Trial(model, lambda raw, *rest: raw, train_gpt2.autocast, 50257, config, world)
     return autofit.find_what_fits(trial).B
 
@@ -263,11 +327,13 @@ def find_B(config, world):
 ALL = ["cu126", "cu128", "cu130"]
 # cards, and which is this rank's; the builds of torch with kernels for it; dtype; fp8; B without torch.compile. GPT-2's
 # weights and what belongs to them take 1.9 GiB, and a sequence of 1,024 tokens 0.52: 32 x 768 numbers of 2 bytes per
-# token and block, and 50,304 logits and their gradients. 95% of a card may be used
+# token and block, and 50,304 logits and their gradients. 95% of a card may be used. What only evaluates has the weights
+# alone: of gpt2-xl 5.8 GiB, and 2.9 for a copy in 16 bits; a sequence keeps 2.8
 DECISIONS = [
     (["H200"], 0, ALL, "bfloat16", "fp8", {"gpt2": 64}),  # the preset's own B, which is for 80 GB
     (["A100"], 0, ALL, "bfloat16", "no", {}),  # float8 is Ada's
     (["4090"], 0, ALL, "bfloat16", "fp8", {"gpt2": 32, "gpt2-xl": "no"}),  # 18.6 of 22 GiB; 23 GiB of state
+    (["4090"], 0, ALL, "bfloat16", "fp8", {"gpt2-xl:evaluate": 4}),  # 20 of 22 GiB; 8 would take 31
     (["slice"], 0, ALL, "bfloat16", "fp8", {"gpt2": 8}),  # 6.6 of 9.3 GiB; 16 would take 11
     (["V100"], 0, ["cu126", "cu128"], "float16", "no", {"gpt2": 16}),  # 11 of 15 GiB; Volta is before bfloat16
     (["H200", "1080"], 1, ["cu126"], "float16", "no", {}),  # each rank asks for its own GPU

@@ -280,7 +280,8 @@ def first_model(model_class: type, start: Start, device: torch.device) -> Any:
             if start.config.dry_run:  # which is about any machine
                 with torch.device("meta"), autofit.SkipInit():
                     return model_class(config)
-            autofit.check_memory(lambda: model_class(config), device)
+            if start.config.max_steps:
+                autofit.check_memory(lambda: model_class(config), device)
             return autofit.new_model(model_class, config).to(device)
         assert start.settings is not None
         models.config_of(type(config), start.settings)  # which has no setting that this file does not know

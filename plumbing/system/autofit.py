@@ -165,8 +165,11 @@ def prepare_gpu(T: int, world: World) -> None:
     # This function has not been tried on a GPU yet. NCCL takes hundreds of MB, at the first large all-reduce. On
     # Windows, where the screen has a part of the GPU, the driver does not fail when that is full: it moves tensors to
     # main memory, and steps take several times as long
-    free, total = torch.cuda.mem_get_info() if sys.platform == "win32" else (1, 1)
-    torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
+    share = 0.95
+    if sys.platform == "win32":
+        free, total = torch.cuda.mem_get_info()
+        share *= (free + torch.cuda.memory_reserved()) / total  # the model is there already
+    torch.cuda.set_per_process_memory_fraction(share)
     if world.size > 1:
         dist.all_reduce(torch.zeros(25 * 2**20, device=world.device))
     if T % 128:  # for such T, cuDNN's backward pass has given NaN (pytorch issue 196678)
