@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from harness import (
     steps_of,
     tiny_flags,
     train,
+    wait_for_checkpoint,
     write_half,
 )
 
@@ -142,35 +144,62 @@ def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent,
 # what a branch changes, and what its notes say of that
 ANEW = {
     "seed": (dict(seed=7), ["a new order, with another seed."]),
-    "shuffle and length": (dict(shuffle=False, sequence_length=32), ["with another sequence_length, shuffle."]),
+    "shuffle": (dict(shuffle=False), ["with another shuffle."]),
+    "length": (dict(sequence_length=32), ["with another sequence_length."]),
     "optimizer": (
         dict(optimizer="muon"),
         ["the parent's averages of gradients: it has group 0 of AdamW in the place"],
     ),
     "data": (dict(data="other"), ["with another training data.", "The validation data are not the parent's"]),
+    "shares": (dict(data_weights=2.0), ["with another data_weights."]),
 }
 
 
+def train_to_its_first_evaluation(ends, args):
+    """Train, and be killed before the first step, killed in the first evaluation, or told to stop in it."""
+    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
+    if ends == "killed before its first step":
+        with die_at(train_gpt2, "train_step", lambda *args: True, wait):
+            train_gpt2.main(args)
+    elif ends == "killed in its first evaluation":
+        with die_at(train_gpt2, "evaluate_val_loss", lambda *args: True, wait):
+            train_gpt2.main(args)
+    else:
+
+        def evaluate(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate_val_loss(*args)
+
+        with patched(train_gpt2, "evaluate_val_loss", evaluate) as evaluate_val_loss:
+            train_gpt2.main(args)
+
+
 @pytest.mark.parametrize("name", ANEW)
-def test_what_a_branch_begins_anew_is_said_and_its_resume_is_exact(name, folder, parent, tmp_path, monkeypatch):
-    """The first loss of a branch with another seed is that of a run from these weights in the new order."""
+def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_never_stopped(
+    name, folder, parent, tmp_path, monkeypatch
+):
+    """Also before its first step: by the same command, by the one that it prints, and by its folder alone."""
     changes, notes = ANEW[name]
     monkeypatch.chdir(tmp_path)
     make_shards("other", seed=1)
-    options = OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
-    said = train(options.pop("data", folder), "out", **options)
+    options = dict(data=folder) | OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
+    said = train(out_dir="out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
-    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}: " in said, "of its order"
-    first = load_checkpoint("out/model_00008.pt")
+    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}" in said, "of its order"
     weights = load_checkpoint(parent / "model_00008.pt")
-    assert_same_tensors(first["model"], weights["model"])
-    args = tiny_flags(changes.get("data", folder), "killed", **{n: v for n, v in options.items() if n != "data"})
-    run(killed_at, 14, 12, args, ends=[KILLED])
-    assert refusal_of(train_gpt2.main, "--out-dir", "killed")[0] == 0, "it has all of its settings"
-    assert_same_run("killed", "out")
-    told = {n: [weights["config"][n], v] for n, v in changes.items() if n != "data"}
-    assert branched("out")["changed"] == told | {"max_steps": [12, 16]}
+    assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
+    command, alone = tiny_flags(out_dir="stopped", **options), ["--out-dir", "stopped"]
+    run(train_to_its_first_evaluation, "killed before its first step", command, ends=[KILLED])
+    run(train_to_its_first_evaluation, "killed in its first evaluation", command, ends=[KILLED])
+    run(train_to_its_first_evaluation, "killed before its first step", alone, ends=[KILLED])
+    [said] = run(train_to_its_first_evaluation, "stopped in its first evaluation", alone)
+    assert "Stopped after 8 steps." in said
+    run(killed_at, 14, 12, printed_commands(said)[-1][2:], ends=[KILLED])
+    run(train_gpt2.main, command if name < "optimizer" else alone)
+    assert_same_run("stopped", "out")
+    told = {n: [weights["config"][n], v] for n, v in changes.items() if not n.startswith("data")}
+    assert {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"} == told | {"max_steps": [12, 16]}
 
 
 def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
