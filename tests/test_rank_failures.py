@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import os
+import shutil
 import socket
 import threading
 import time
@@ -17,10 +18,12 @@ from plumbing.system import devices, distributed
 from harness import error_in, flags, forked_torchrun, make_shards, patched, read_log, run, steps_of, tiny_flags
 
 
-def train_alone_otherwise(args, changes, version=torch.__version__):
-    """Train with other flags or another version of torch on rank 1."""
+def train_alone_otherwise(args, changes, version=torch.__version__, data=None):
+    """Train with other flags, another version of torch or other data on rank 1."""
     if os.environ["RANK"] == "1":
-        args = [*args, *flags(**changes)]
+        at = args.index("--data") + 1
+        args[at] = str(data or args[at])
+        args += flags(**changes)
         torch.__version__ = version
     train_gpt2.main(args)
 
@@ -29,9 +32,13 @@ def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", max_steps=6)
     other = make_shards(tmp_path / "other", seed=1)
     flags_differ = "Rank 1 does not agree with rank 0: --max-lr is 0.01 instead of 0.003; the version of torch"
-    cases = [(({"max_lr": 0.01}, "2.0"), flags_differ), (({"data": other},), "with rank 0: the training data is ")]
+    cases = [(({"max_lr": 0.01}, "2.0"), flags_differ)]
     # also a flag that rank 0 does not have
     cases.append((({"weight_decay": 0.5},), "Rank 1 does not agree with rank 0: --weight-decay is 0.5 instead of"))
+    for split, what in (("train_000001", "training"), ("val_000000", "validation")):
+        mixed = shutil.copytree(folder, tmp_path / what)
+        shutil.copy(other / f"tiny_{split}.npy", mixed)
+        cases.append((({}, torch.__version__, mixed), f"Rank 1 does not agree with rank 0: the {what} data is "))
     for otherwise, words in cases:
         said, _ = run(train_alone_otherwise, args, *otherwise, ranks=2, ends=[2, 2])
         assert words in error_in(said) and not (tmp_path / "out").exists()
