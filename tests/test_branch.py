@@ -23,6 +23,7 @@ from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
+    flags,
     killed_at,
     listing,
     log_lines,
@@ -199,7 +200,9 @@ def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_n
     run(train_gpt2.main, command if name < "optimizer" else alone)
     assert_same_run("stopped", "out")
     told = {n: [weights["config"][n], v] for n, v in changes.items() if not n.startswith("data")}
-    assert {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"} == told | {"max_steps": [12, 16]}
+    assert {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"} == told | {
+        "max_steps": [12, 16]
+    }
 
 
 def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
@@ -341,6 +344,26 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "short", **CONSTANT | {"max_steps": 9}))
     words = shlex.split(line.partition("(it has done 12 steps already) as a branch: ")[2])[2:]
     assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--out-dir", str(tmp_path / "new")]) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(data="other", max_lr=1e-3, val_every=7, max_steps=16), dict(block_size=64), dict(vocab_size=384)]
+)
+def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_that_does_all_of_it(
+    changes, folder, parent, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_shards("other", seed=1)
+    shutil.copytree(parent, "out")
+    line = refused(train_gpt2.main, *flags(out_dir="out", device="cpu", **changes))
+    words = shlex.split(line.partition("train what you typed ")[2].partition(": ")[2])[2:]
+    assert status_of(train_gpt2.main, [*words, *flags(device="cpu", out_dir="new")]) == 0
+    config, expected = newest_checkpoint("new")["config"], newest_checkpoint("out")["config"] | changes
+    config["data"], expected["data"] = " ".join(config["data"]), changes.get("data", str(folder))
+    others = ("out_dir", "branch_from", "init_from")
+    assert {name: config[name] for name in config if name not in others} == {
+        name: expected[name] for name in expected if name not in others
+    }
 
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best

@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import hellaswag
 import numpy as np
@@ -99,6 +100,12 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     assert [line.partition(" ")[2] for line in samples[0]] == [line.partition(" ")[2] for line in samples[1]]
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == before
+    # a folder that was typed is the folder; training data, if there are any, are not asked for
+    few = make_shards(tmp_path / "few", lengths=(2000, 50)), make_shards(tmp_path / "none", lengths=(2000,))
+    for number, folder in enumerate((data, *few)):
+        args = [word.replace(str(data), str(folder)) for word in [*evaluate, "--out-dir", f"mine{number}"]]
+        assert status_of(train_gpt2.main, args) == 0
+        assert {path.parent for path in Path(f"mine{number}").rglob("log.txt")} == {Path(f"mine{number}")}
     # another model, of which the folder's own run says nothing
     train(data, "wide", n_embd=48, max_steps=1)
     shape = {name: value for name, value in TINY.items() if name != "n_embd"}
@@ -107,6 +114,18 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     assert "evaluate it: add --init-from log" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
     branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
     assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
+
+
+def test_validation_data_of_which_a_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):
+    masked = make_shards(tmp_path / "masked", masks=True)
+    with open(masked / "tiny_val_000000.mask", "wb") as file:
+        mask = np.zeros(2000, np.uint8)
+        mask[1999] = 1  # a target that no window has, as it ends before
+        np.save(file, mask)
+    args = tiny_flags(data, tmp_path / "out")
+    assert status_of(train_gpt2.main, [*args, "--data", str(masked)]) == 0
+    streams = {name: list(read_log(tmp_path / "out", name).values()) for name in ("val/masked", "val", "val/data")}
+    assert streams["val/masked"] == streams["val"] == ["nan"] * 4 and "nan" not in streams["val/data"]
 
 
 def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path, capsys, monkeypatch):

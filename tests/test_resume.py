@@ -409,4 +409,6 @@ def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_chec
     with patched(train_gpt2, "train_step", step) as train_step:
         train(folder, tmp_path / "out", keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
     assert steps_of(tmp_path / "out") == [8, 12]
-    assert all(tensor.isfinite().all() for tensor in load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"].values())
+    assert all(
+        tensor.isfinite().all() for tensor in load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"].values()
+    )
