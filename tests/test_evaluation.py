@@ -1,5 +1,6 @@
 """Evaluation does not disturb training, nor does it depend on the batch size, the number of ranks or the compiler."""
 
+import json
 import math
 import shutil
 import sys
@@ -187,7 +188,9 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     options |= dict(hellaswag_limit=13)
     train(data, tmp_path / "one", **options)
-    run(train_gpt2.main, tiny_flags(data, tmp_path / "two", **options), ranks=2)
+    args = tiny_flags(data, tmp_path / "two", **options)
+    run(train_gpt2.main, args, ranks=2)
+    assert "is finished" in run(train_gpt2.main, args, ranks=2)[0]
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
     examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
     total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)
@@ -198,21 +201,26 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
 
 
-def samples_of(model, tokenizer, **settings):
-    config = train_gpt2.TrainConfig(dtype="float32", **settings)
-    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(config=config, world=World(), raw_model=model)
-    return train_gpt2.generate_samples(train_gpt2.Parts(**parts | {"enc": tokenizers.get_encoding(tokenizer)}))
+def samples_of(folder):
+    lines = (folder / "samples.txt").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines]
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers():
+def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):
     model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
-    texts = samples_of(model, "bytes+chat", sample_prompt="Hi")
-    assert texts == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bytes+chat"}), encoding="utf-8")
+    export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
+    options = dict(init_from=tmp_path / "model", n_layer=1, block_size=256, vocab_size=320, sample_prompt="Hi")
+    train(data, tmp_path / "out", max_steps=0, sample_every=1, **options)
+    assert samples_of(tmp_path / "out") == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
 
 
-def test_samples_differ_by_the_seed_and_not_from_step_to_step():
-    model = tiny_model().eval()
-    first, again, other = (samples_of(model, "bytes", sample_prompt="Hi", seed=seed) for seed in (1, 1, 2))
-    assert first == again != other and len({*first, *other}) == 8
+def test_samples_differ_by_the_seed_and_not_from_step_to_step(data, tmp_path):
+    """At a rate at which nothing is learned."""
+    for seed in (1, 2):
+        train(data, tmp_path / f"{seed}", seed=seed, max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
+    ours, theirs = samples_of(tmp_path / "1"), samples_of(tmp_path / "2")
+    assert ours[:4] == ours[4:] and len({*ours, *theirs}) == 8

@@ -1,12 +1,10 @@
 """Promises of a run that belong to no one part of the program, each stated by real runs."""
 
-import dataclasses
 import gc
 import os
 import random
 import shlex
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +53,7 @@ def train_file(path, args):
 
 def test_any_change_of_the_file_or_of_a_module_beside_it_is_other_code_in_run_txt(data, tmp_path):
     """Also another value in a class that is no setting, or in a comment: what ran is what its bytes are."""
-    own = "import dataclasses\nimport beside\n\n@dataclasses.dataclass\nclass Expert:\n    capacity: float = 1.0  # once\n"
+    own = "import beside\n\n@dataclasses.dataclass\nclass Expert:\n    capacity: float = 1.0  # once\n"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     variants = {
         "whole": own,

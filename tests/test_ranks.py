@@ -93,7 +93,7 @@ def test_ranks_share_a_batch_smaller_than_their_loaders(data):
 
 
 def train_and_report(args):
-    """Train, and print a digest of this rank's weights and buffers after each step and how often gradients were reduced."""
+    """Train, and print a digest of this rank's weights after each step, and how often gradients were reduced."""
     digests, reductions, seeds = [], [], []
 
     def step_and_digest(step, parts, signals):
