@@ -131,9 +131,7 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "has 384 rows in place of 320, and a branch keeps the shapes"),
-        (dict(block_size=64), " --block-size 64"),
         (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out, or begin"),
-        (dict(n_head=4), "--n-head is 4, but the weights"),
         (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
         (dict(max_steps=8), "8 steps already"),
     ],
@@ -255,9 +253,7 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
 def groups_of(optimizers):
     """The settings of the optimizers' parameter groups."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "param_names")} for group in groups
-    ]
+    return [{name: group[name] for name in group if name not in ("params", "param_names")} for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -267,43 +263,38 @@ def muon_parent(folder):
 
 
 @pytest.mark.parametrize(
-    "optimizer, changes, expected",
+    "optimizer, changes",
     [
-        # the optimizer, what changes, and what the parameter groups have in step 8
-        ("adamw", dict(max_lr=1e-2, schedule="wsd"), {"lr": [1e-2 * 4 / 8.4] * 2}),  # decay over 70% of 12 steps
-        ("adamw", dict(weight_decay=0.5, beta1=0.8), {"weight_decay": [0.5, 0.0], "betas": [(0.8, 0.95)] * 2}),
-        ("adamw", dict(grad_clip=0.01), {}),
-        ("adamw", dict(total_batch_size=256), {}),
-        ("adamw", dict(dtype="float16"), {}),
-        ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
-        ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
-        ("muon", dict(muon_weight_decay=0.3), {"weight_decay": [0.3] * 4 + [0.1, 0.0]}),
+        ("adamw", dict(max_lr=1e-2, schedule="wsd")),
+        ("adamw", dict(weight_decay=0.5, beta1=0.8)),
+        ("adamw", dict(grad_clip=0.01)),
+        ("adamw", dict(total_batch_size=256)),
+        ("adamw", dict(dtype="float16")),
+        ("muon", dict(muon_lr=0.1, min_lr=3e-3, muon_momentum=0.9, muon_weight_decay=0.3)),
     ],
 )
-def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
-    """And run.txt names the parent, the step and what affects the losses; the parent stays as it is."""
+def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, request, folder, tmp_path):
+    """Nothing is left of the parent's settings: the groups are those that this configuration makes from scratch.
+
+    run.txt names the parent, the step and what affects the losses; the parent stays as it is.
+    """
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
     steps, before = [], listing(parent)
 
     def watched_step(step, parts, signals):
         done = train_step(step, parts, signals)
-        steps.append((step, done.tokens // 16, parts.config, groups_of(parts.optimizers)))
+        steps.append((step, done.tokens, parts.config, groups_of(parts.optimizers)))
         return done
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
         train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
     assert listing(parent) == before
-    step, num_windows, config, groups = steps[0]
-    assert step == 8 and len(steps) == config.max_steps - 8
-    for name, values in expected.items():
-        seen = [group[name] for group in groups if name in group]
-        assert np.array(seen) == pytest.approx(np.array(values))
-    assert num_windows == changes.get("total_batch_size", 128) // 16
-    # and nothing is left of the parent's settings: the groups are those that this configuration makes from scratch
+    step, tokens, config, groups = steps[0]
+    assert (step, tokens, len(steps)) == (8, changes.get("total_batch_size", 128), 4)
     fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
     train_gpt2.apply_schedules(fresh, 8, config)
-    assert groups == groups_of(fresh)
+    assert groups == groups_of(fresh) and {name: getattr(config, name) for name in changes} == changes
     ours, theirs = read_log(tmp_path / "out"), read_log(parent)
     assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
     if not changes.keys() & {"total_batch_size", "dtype"}:
@@ -399,11 +390,9 @@ def best(folder):
     return folder.parent / "best"
 
 
-def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
-    assert_best_is(best, 8, 2.5)
-
-
-def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, best, tmp_path):
+def test_the_weights_of_the_lowest_loss_are_kept_and_a_branch_has_its_own_however_often_it_is_resumed(
+    folder, best, tmp_path
+):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
@@ -411,6 +400,7 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, bes
     args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
     run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[KILLED])
     run(train_with, BRANCH_SCRIPT, args)
+    assert_best_is(best, 8, 2.5)
     assert_best_is(tmp_path / "out", 6, 3.1)
 
 
