@@ -24,17 +24,9 @@ def graphs_of(run, *args, **options):
     return COUNTERS["stats"]["unique_graphs"]
 
 
-@pytest.fixture
-def compile_with(monkeypatch):
-    def use(backend):
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-
-    return use
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_after_a_resume(
-    backend, compile_with, data, tmp_path, monkeypatch
+    backend, data, tmp_path, monkeypatch
 ):
     """The ramp has half of the step's windows. A resumed run, which is past it, compiles for the trial's alone.
 
@@ -46,7 +38,7 @@ def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_aft
     ramp = lambda tokens_seen, config: 1024 if tokens_seen > 512 else 512  # noqa: E731 - in place of one of 32K
     monkeypatch.setattr(train_gpt2, "get_batch_size", ramp)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    compile_with(backend)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     args = tiny_flags(data, tmp_path / "out", **options)
     assert graphs_of(signalled, 1, "SIGTERM", 1, 0, args) == 2
     assert graphs_of(train, data, tmp_path / "out", **options) == 1
@@ -57,14 +49,14 @@ def test_a_graph_for_the_batch_one_for_the_ramps_and_none_for_evaluations_or_aft
     assert not any("_orig_mod" in name or "module." in name for name in names)
 
 
-def test_a_batch_ramp_compiles_for_few_shapes(compile_with, data, tmp_path, monkeypatch):
+def test_a_batch_ramp_compiles_for_few_shapes(data, tmp_path, monkeypatch):
     """torch.compile gives up after 8. Steps of 1, 2, ... 12 windows, with B = 6, have micro-batches of 1, 2, 3 or 6."""
 
     def ramp(tokens_seen, config):
         return next(16 * n for n in range(1, 13) if 16 * n * (n - 1) // 2 >= tokens_seen)
 
     monkeypatch.setattr(train_gpt2, "get_batch_size", ramp)
-    compile_with("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     options = dict(
         compile=True, total_batch_size=12 * 16, batch_size=6, max_steps=12, val_every=0, checkpoint_every=0
     )

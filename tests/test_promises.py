@@ -48,7 +48,7 @@ def test_what_a_model_draws_in_a_step_is_the_same_whether_or_not_the_run_was_res
 
 
 def train_file(path, args):
-    source_code.load(str(path)).main(args)
+    source_code.import_trainer(str(path)).main(args)
 
 
 def test_any_change_of_the_file_or_of_a_module_beside_it_is_other_code_in_run_txt(data, tmp_path):
@@ -78,14 +78,17 @@ def test_nothing_of_a_run_stays_in_the_process_that_has_called_main(data, tmp_pa
     """No tensor, no handler of signals; an error while the folder is opened leaves nothing behind, either."""
     monkeypatch.setattr(gc, "freeze", lambda: None)  # in the tests what is frozen stays so
     numbers, alive, handlers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)), [], []
-    (tmp_path / "folder" / "run.txt").mkdir(parents=True)
-    for out in ("first", "second", "folder", "third"):
+    (tmp_path / "run" / "run.txt").mkdir(parents=True)
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "mine.txt").touch()
+    (tmp_path / "samples" / "samples.txt").symlink_to(tmp_path / "mine.txt")
+    for out in ("first", "second", "run", "samples", "third"):
         args = tiny_flags(data, tmp_path / out, max_steps=2, val_every=1)
-        refused(train_gpt2.main, *args) if out == "folder" else train_gpt2.main(args)
+        refused(train_gpt2.main, *args) if out in ("run", "samples") else train_gpt2.main(args)
         gc.collect()
         alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
         handlers.append([signal.getsignal(number) for number in numbers])
-    assert alive == alive[:1] * 4 and handlers == handlers[:1] * 4
+    assert len(set(alive)) == 1 and handlers == handlers[:1] * 5
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
