@@ -338,7 +338,12 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(data="other", max_lr=1e-3, val_every=7, max_steps=16), dict(block_size=64), dict(vocab_size=384)]
+    "changes",
+    [
+        dict(data="other", max_lr=1e-3, val_every=7, max_steps=16),
+        dict(vocab_size=384),
+        dict(block_size=64, passes=0.5),  # of 36.6 steps, the first tenth of which is the warm-up
+    ],
 )
 def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_that_does_all_of_it(
     changes, folder, parent, tmp_path, monkeypatch
@@ -351,6 +356,7 @@ def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_th
     assert status_of(train_gpt2.main, [*words, *flags(device="cpu", out_dir="new")]) == 0
     config, expected = newest_checkpoint("new")["config"], newest_checkpoint("out")["config"] | changes
     config["data"], expected["data"] = " ".join(config["data"]), changes.get("data", str(folder))
+    expected |= dict(passes=0.0, max_steps=18, warmup_steps=1) if "passes" in changes else {}
     others = ("out_dir", "branch_from", "init_from")
     assert {name: config[name] for name in config if name not in others} == {
         name: expected[name] for name in expected if name not in others

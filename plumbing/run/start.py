@@ -168,10 +168,9 @@ def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any])
     else:
         shape = different.keys() & vars(config.model_config).keys()
         if shape:  # which a branch keeps; and a model brings no other settings of its run along
-            defaults, own = (
-                vars(type(config)()),
-                {*saved["model_fields"], "branch_from", *names_of(StartOptions)},
-            )
+            defaults = vars(type(config)())
+            own = {*saved["model_fields"], "branch_from", *names_of(StartOptions)}
+            own |= {"max_steps"} if "passes" in rest else set()
             kept = {n: value for n, value in then.items() if n not in own and value != defaults.get(n, value)}
             folders = {"init_from": out_dir, "out_dir": f"{out_dir.rstrip('/')}-new"}
             command = train_command(type(config), kept | folders | rest)
