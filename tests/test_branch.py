@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
+    flags,
     killed_at,
     listing,
     log_lines,
@@ -36,6 +38,7 @@ from harness import (
     steps_of,
     tiny_flags,
     train,
+    wait_for_checkpoint,
     write_half,
 )
 
@@ -128,9 +131,7 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "has 384 rows in place of 320, and a branch keeps the shapes"),
-        (dict(block_size=64), " --block-size 64"),
         (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out, or begin"),
-        (dict(n_head=4), "--n-head is 4, but the weights"),
         (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
         (dict(max_steps=8), "8 steps already"),
     ],
@@ -142,35 +143,64 @@ def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent,
 # what a branch changes, and what its notes say of that
 ANEW = {
     "seed": (dict(seed=7), ["a new order, with another seed."]),
-    "shuffle and length": (dict(shuffle=False, sequence_length=32), ["with another sequence_length, shuffle."]),
+    "shuffle": (dict(shuffle=False), ["with another shuffle."]),
+    "length": (dict(sequence_length=32), ["with another sequence_length."]),
     "optimizer": (
         dict(optimizer="muon"),
         ["the parent's averages of gradients: it has group 0 of AdamW in the place"],
     ),
     "data": (dict(data="other"), ["with another training data.", "The validation data are not the parent's"]),
+    "shares": (dict(data_weights=2.0), ["with another data_weights."]),
 }
 
 
+def train_to_its_first_evaluation(ends, args):
+    """Train, and be killed before the first step, killed in the first evaluation, or told to stop in it."""
+    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
+    if ends == "killed before its first step":
+        with die_at(train_gpt2, "train_step", lambda *args: True, wait):
+            train_gpt2.main(args)
+    elif ends == "killed in its first evaluation":
+        with die_at(train_gpt2, "evaluate_val_loss", lambda *args: True, wait):
+            train_gpt2.main(args)
+    else:
+
+        def evaluate(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate_val_loss(*args)
+
+        with patched(train_gpt2, "evaluate_val_loss", evaluate) as evaluate_val_loss:
+            train_gpt2.main(args)
+
+
 @pytest.mark.parametrize("name", ANEW)
-def test_what_a_branch_begins_anew_is_said_and_its_resume_is_exact(name, folder, parent, tmp_path, monkeypatch):
-    """The first loss of a branch with another seed is that of a run from these weights in the new order."""
+def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_never_stopped(
+    name, folder, parent, tmp_path, monkeypatch
+):
+    """Also before its first step: by the same command, by the one that it prints, and by its folder alone."""
     changes, notes = ANEW[name]
     monkeypatch.chdir(tmp_path)
     make_shards("other", seed=1)
-    options = OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
-    said = train(options.pop("data", folder), "out", **options)
+    options = dict(data=folder) | OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
+    said = train(out_dir="out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
-    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}: " in said, "of its order"
-    first = load_checkpoint("out/model_00008.pt")
+    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}" in said, "of its order"
     weights = load_checkpoint(parent / "model_00008.pt")
-    assert_same_tensors(first["model"], weights["model"])
-    args = tiny_flags(changes.get("data", folder), "killed", **{n: v for n, v in options.items() if n != "data"})
-    run(killed_at, 14, 12, args, ends=[KILLED])
-    assert refusal_of(train_gpt2.main, "--out-dir", "killed")[0] == 0, "it has all of its settings"
-    assert_same_run("killed", "out")
-    told = {n: [weights["config"][n], v] for n, v in changes.items() if n != "data"}
-    assert branched("out")["changed"] == told | {"max_steps": [12, 16]}
+    assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
+    command, alone = tiny_flags(out_dir="stopped", **options), ["--out-dir", "stopped"]
+    run(train_to_its_first_evaluation, "killed before its first step", command, ends=[KILLED])
+    run(train_to_its_first_evaluation, "killed in its first evaluation", command, ends=[KILLED])
+    run(train_to_its_first_evaluation, "killed before its first step", alone, ends=[KILLED])
+    [said] = run(train_to_its_first_evaluation, "stopped in its first evaluation", alone)
+    assert "Stopped after 8 steps." in said
+    run(killed_at, 14, 12, printed_commands(said)[-1][2:], ends=[KILLED])
+    run(train_gpt2.main, command if name < "optimizer" else alone)
+    assert_same_run("stopped", "out")
+    told = {n: [weights["config"][n], v] for n, v in changes.items() if not n.startswith("data")}
+    assert {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"} == told | {
+        "max_steps": [12, 16]
+    }
 
 
 def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
@@ -223,9 +253,7 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
 def groups_of(optimizers):
     """The settings of the optimizers' parameter groups."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "param_names")} for group in groups
-    ]
+    return [{name: group[name] for name in group if name not in ("params", "param_names")} for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -235,43 +263,38 @@ def muon_parent(folder):
 
 
 @pytest.mark.parametrize(
-    "optimizer, changes, expected",
+    "optimizer, changes",
     [
-        # the optimizer, what changes, and what the parameter groups have in step 8
-        ("adamw", dict(max_lr=1e-2, schedule="wsd"), {"lr": [1e-2 * 4 / 8.4] * 2}),  # decay over 70% of 12 steps
-        ("adamw", dict(weight_decay=0.5, beta1=0.8), {"weight_decay": [0.5, 0.0], "betas": [(0.8, 0.95)] * 2}),
-        ("adamw", dict(grad_clip=0.01), {}),
-        ("adamw", dict(total_batch_size=256), {}),
-        ("adamw", dict(dtype="float16"), {}),
-        ("muon", dict(muon_lr=0.1, min_lr=3e-3), {"lr": [0.1] * 4 + [3e-3] * 2}),
-        ("muon", dict(muon_momentum=0.9), {"momentum": [0.85 + 0.05 * 8 / 300] * 4}),
-        ("muon", dict(muon_weight_decay=0.3), {"weight_decay": [0.3] * 4 + [0.1, 0.0]}),
+        ("adamw", dict(max_lr=1e-2, schedule="wsd")),
+        ("adamw", dict(weight_decay=0.5, beta1=0.8)),
+        ("adamw", dict(grad_clip=0.01)),
+        ("adamw", dict(total_batch_size=256)),
+        ("adamw", dict(dtype="float16")),
+        ("muon", dict(muon_lr=0.1, min_lr=3e-3, muon_momentum=0.9, muon_weight_decay=0.3)),
     ],
 )
-def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, expected, request, folder, tmp_path):
-    """And run.txt names the parent, the step and what affects the losses; the parent stays as it is."""
+def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, request, folder, tmp_path):
+    """Nothing is left of the parent's settings: the groups are those that this configuration makes from scratch.
+
+    run.txt names the parent, the step and what affects the losses; the parent stays as it is.
+    """
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
     steps, before = [], listing(parent)
 
     def watched_step(step, parts, signals):
         done = train_step(step, parts, signals)
-        steps.append((step, done.tokens // 16, parts.config, groups_of(parts.optimizers)))
+        steps.append((step, done.tokens, parts.config, groups_of(parts.optimizers)))
         return done
 
     with patched(train_gpt2, "train_step", watched_step) as train_step:
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
         train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
     assert listing(parent) == before
-    step, num_windows, config, groups = steps[0]
-    assert step == 8 and len(steps) == config.max_steps - 8
-    for name, values in expected.items():
-        seen = [group[name] for group in groups if name in group]
-        assert np.array(seen) == pytest.approx(np.array(values))
-    assert num_windows == changes.get("total_batch_size", 128) // 16
-    # and nothing is left of the parent's settings: the groups are those that this configuration makes from scratch
+    step, tokens, config, groups = steps[0]
+    assert (step, tokens, len(steps)) == (8, changes.get("total_batch_size", 128), 4)
     fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
     train_gpt2.apply_schedules(fresh, 8, config)
-    assert groups == groups_of(fresh)
+    assert groups == groups_of(fresh) and {name: getattr(config, name) for name in changes} == changes
     ours, theirs = read_log(tmp_path / "out"), read_log(parent)
     assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
     if not changes.keys() & {"total_batch_size", "dtype"}:
@@ -314,6 +337,32 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     assert status_of(train_gpt2.main, [*words, "--device", "cpu", "--out-dir", str(tmp_path / "new")]) == 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(data="other", max_lr=1e-3, val_every=7, max_steps=16),
+        dict(vocab_size=384),
+        dict(block_size=64, passes=0.5),  # of 36.6 steps, the first tenth of which is the warm-up
+    ],
+)
+def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_that_does_all_of_it(
+    changes, folder, parent, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_shards("other", seed=1)
+    shutil.copytree(parent, "out")
+    line = refused(train_gpt2.main, *flags(out_dir="out", device="cpu", **changes))
+    words = shlex.split(line.partition("train what you typed ")[2].partition(": ")[2])[2:]
+    assert status_of(train_gpt2.main, [*words, *flags(device="cpu", out_dir="new")]) == 0
+    config, expected = newest_checkpoint("new")["config"], newest_checkpoint("out")["config"] | changes
+    config["data"], expected["data"] = " ".join(config["data"]), changes.get("data", str(folder))
+    expected |= dict(passes=0.0, max_steps=18, warmup_steps=1) if "passes" in changes else {}
+    others = ("out_dir", "branch_from", "init_from")
+    assert {name: config[name] for name in config if name not in others} == {
+        name: expected[name] for name in expected if name not in others
+    }
+
+
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
 SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
 BRANCH_SCRIPT = {4: 3.5, 6: 3.1, 8: 3.4, 10: 3.2, 12: 3.3}
@@ -347,11 +396,9 @@ def best(folder):
     return folder.parent / "best"
 
 
-def test_the_weights_of_the_lowest_validation_loss_are_kept(best):
-    assert_best_is(best, 8, 2.5)
-
-
-def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, best, tmp_path):
+def test_the_weights_of_the_lowest_loss_are_kept_and_a_branch_has_its_own_however_often_it_is_resumed(
+    folder, best, tmp_path
+):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
@@ -359,6 +406,7 @@ def test_the_best_of_a_branch_is_its_own_however_often_it_is_resumed(folder, bes
     args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
     run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[KILLED])
     run(train_with, BRANCH_SCRIPT, args)
+    assert_best_is(best, 8, 2.5)
     assert_best_is(tmp_path / "out", 6, 3.1)
 
 
@@ -419,7 +467,6 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
 )
 def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, tmp_path, branch_has, said):
     """The parent's 3e-3 is constant to step 8."""
-    branch = CONSTANT | dict(branch_from=constant / "model_00008.pt") | branch_has
-    printed = train(folder, tmp_path / "branch", **branch)
+    printed = train(folder, tmp_path / "branch", **CONSTANT | branch_has, branch_from=constant / "model_00008.pt")
     notes = [line for line in printed.splitlines() if "note: The learning rate" in line]
     assert len(notes) == bool(said) and all(word in note for note in notes for word in said), notes

@@ -1,10 +1,8 @@
 """What the machine cannot do costs a warning or one line, for all ranks: precision, compiler, attention, memory."""
 
 import contextlib
-import math
 import os
 import re
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +10,8 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run.checkpoint import load_checkpoint
-from plumbing.system import autofit, devices
+from plumbing.run.logs import read_starts
+from plumbing.system import autofit, devices, limits
 from plumbing.system.devices import has_float8
 from plumbing.system.distributed import World
 from torch.nn import functional as F
@@ -64,26 +63,6 @@ def test_only_training_computes_the_logits_in_8_bits():
     rough = model(idx, idx, return_logits=False)[1]
     assert rough != exact
     torch.testing.assert_close(rough, exact, rtol=0.02, atol=0)
-
-
-def test_a_batch_ramp_compiles_for_few_shapes(data):
-    """torch.compile gives up after 8, whatever compiles its graphs.
-
-    8 ranks' shares of a ramp to 96 windows, with B = 48: 1, 2, ... 12 windows.
-    """
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    raw_model, config = tiny_model(), train_gpt2.TrainConfig(dtype="float32", sequence_length=16)
-    parts: dict = dict.fromkeys(train_gpt2.Parts._fields) | dict(raw_model=raw_model, config=config, world=World())
-    parts |= dict(model=torch.compile(raw_model, backend="eager", dynamic=False))
-    parts |= dict(loader=train_gpt2.DataLoaderLite(data, "train", 6, 16))
-    parts |= dict(scaler=torch.amp.GradScaler("cpu", enabled=False), optimizers=[])
-    torch._dynamo.utils.counters.clear()
-    for num_windows in range(1, 13):
-        with patched(train_gpt2, "get_batch_size", lambda *args, n=num_windows: 16 * n):
-            train_gpt2.train_step(0, train_gpt2.Parts(**parts), [])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
 def no_flash():
@@ -149,12 +128,12 @@ def train_on_a_machine_that_can_do_less_on_rank_1(args):
     with contextlib.ExitStack() as stack:
         if os.environ["RANK"] == "1":
             stack.enter_context(no_flash())
-            stack.enter_context(patched(autofit, "bound_on_B", lambda *args, **options: 3))
+            stack.enter_context(no_room(3))
         train_gpt2.main(args)
 
 
 def test_what_one_rank_cannot_do_all_give_up(data, tmp_path):
-    """B = 3, for which one has memory, does not divide the 4 sequences of each."""
+    """Of its 4 sequences in a step, one rank has memory for 3 at a time: all take 2."""
     args = tiny_flags(data, tmp_path / "two", batch_size=4, max_steps=5)
     said, _ = run(train_on_a_machine_that_can_do_less_on_rank_1, args, ranks=2)
     assert "B 2 * T 16 * ranks 2" in said
@@ -163,42 +142,30 @@ def test_what_one_rank_cannot_do_all_give_up(data, tmp_path):
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
 
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """A World whose CPU the trial takes for a GPU."""
-    monkeypatch.setattr(devices, "free_memory", lambda device: math.inf)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: types.SimpleNamespace(is_integrated=False))
-    for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
-    return World(device=types.SimpleNamespace(type="cuda"))
-
-
-def find_what_fits(wrap, world, **changes):
-    options = dict(total_batch_size=128, sequence_length=16, compile=False) | changes
-    model = tiny_model(block_size=max(32, options["sequence_length"]))
-    return autofit.find_what_fits(trial_of(model, world, wrap, **options))
-
-
-def trial_of(model, world=None, wrap=None, **settings):
-    config = train_gpt2.TrainConfig(dtype="float32", **settings)
-    return CPUTrial(model, wrap, lambda *args: contextlib.nullcontext(), 320, config, world or World())
-
-
-class CPUTrial(autofit.Trial):
-    def random_batch(self, B):
-        return torch.randint(320, (2, B, self.config.sequence_length))
-
-
 def kernels_enabled():
     cuda = torch.backends.cuda
     return [cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()]
 
 
-@pytest.mark.parametrize("has_cudnn", [True, False])
-def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_kernels(
-    as_on_cuda, has_cudnn, capsys
-):
-    """And what torch has disabled, as it does with cuDNN's attention in old versions, is not enabled by the way."""
+class OnCPU(autofit.Trial):
+    def random_batch(self, B):
+        return torch.randint(320, (2, B, self.config.sequence_length))
+
+
+@pytest.fixture
+def find_on_gpu(monkeypatch):
+    """find_what_fits(wrap), on a GPU that a CPU plays here, with torch.compile."""
+    for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(autofit, "bound_on_B", lambda *args: 4)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    config = train_gpt2.TrainConfig(dtype="float32", total_batch_size=512, sequence_length=128, compile=True)
+    here, world = lambda *args: contextlib.nullcontext(), World(device=torch.device("cuda"))
+    return lambda wrap: autofit.find_what_fits(OnCPU(tiny_model(block_size=128), wrap, here, 320, config, world))
+
+
+def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_kernels(find_on_gpu, capsys):
+    """cuDNN's attention first. At lengths where it gave NaN it is not even tried."""
     tried = []
 
     def wrap(model, compiled, world):
@@ -207,39 +174,29 @@ def test_one_kernel_is_given_up_before_the_compiler_and_the_compiler_before_all_
             raise RuntimeError("no kernel")
         return model
 
-    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
-    find_what_fits(wrap, as_on_cuda, compile=True, sequence_length=128, total_batch_size=512)
-    order = [[True, False, True, True], [False, False, True, True], [False] * 4]
-    assert tried == ([[True] * 4] if has_cudnn else []) + order
+    find_on_gpu(wrap)
+    assert tried == [[True] * 4, [True, False, True, True], [False, False, True, True], [False] * 4]
     said = re.findall(r"step failed with (.*) \(RuntimeError: no kernel\)", capsys.readouterr().out)
-    order = ["cuDNN's attention", "torch.compile", "fused attention"]
-    assert said == (order if has_cudnn else order[1:])
+    assert said == ["cuDNN's attention", "torch.compile", "fused attention"]
+    for T in (128, 192):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        autofit.prepare_gpu(T, World())
+        assert kernels_enabled()[0] == (T == 128)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no C++ compiler found")])
-def test_a_missing_compiler_costs_torch_compile_alone(as_on_cuda, error, capsys):
+def test_a_missing_compiler_costs_torch_compile_alone(find_on_gpu, error, capsys):
     """Whatever fails inside of torch.compile says nothing about cuDNN's attention, which stays enabled."""
 
     def fail(graph, inputs):
         raise error
 
-    def wrap(model, compiled, world):
-        return torch.compile(model, backend=fail) if compiled else model
-
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    options = dict(compile=True, sequence_length=128, total_batch_size=512)
-    found = find_what_fits(wrap, as_on_cuda, **options)
+    found = find_on_gpu(lambda model, compiled, world: torch.compile(model, backend=fail) if compiled else model)
     assert not found.compiled and found.given_up == ["torch.compile"] and found.attention[0] == "cudnn"
     assert capsys.readouterr().out.count("warning") == 1
 
 
-def test_cudnns_attention_which_has_given_nan_at_some_lengths_is_not_used_for_them(as_on_cuda):
-    for T in (128, 192):
-        autofit.prepare_gpu(T, World())
-        assert kernels_enabled() == [T == 128, True, True]
-
-
-def test_the_screens_part_of_a_gpu_is_left_alone_on_windows(as_on_cuda, monkeypatch):
+def test_the_screens_part_of_a_gpu_is_left_alone_on_windows(monkeypatch):
     """There a full GPU is no error but slow. Others have 4 of its 10 GiB, this process 1, and 5 are free: 6 are its."""
     parts = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", parts.append)
@@ -247,90 +204,115 @@ def test_the_screens_part_of_a_gpu_is_left_alone_on_windows(as_on_cuda, monkeypa
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
     for platform in ("linux", "win32"):
         monkeypatch.setattr(autofit.sys, "platform", platform)
-        autofit.prepare_gpu(128, as_on_cuda)
+        autofit.prepare_gpu(128, World(device=torch.device("cuda")))
     assert parts == pytest.approx([0.95, 0.95 * 0.6])
 
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_what_a_sequence_keeps_is_counted(recomputes):
+def test_what_a_sequence_keeps_is_counted(recomputes, data, tmp_path):
     """In float32, bytes per token. Each block: the inputs of its norms, projections and attention, and of GELU.
 
     Recomputed, a block keeps its input alone.
     """
-    model = tiny_model(n_layer=3, n_embd=48, block_size=80, vocab_size=320)
-    model.activation_checkpointing = recomputes
-    kept = [autofit.try_sequence(trial_of(model, sequence_length=T))[0] for T in (40, 80)]
+    kept, options = [], dict(n_layer=3, n_embd=48, block_size=80, activation_checkpointing=recomputes, max_steps=1)
+    for T in (40, 80):
+        train(data, tmp_path / f"{T}", **options, sequence_length=T, total_batch_size=T, val_tokens=T)
+        kept.append(read_starts(tmp_path / f"{T}" / "run.txt")[0]["ran"]["kept_bytes"])
     # x, ln_1, q, k, v (in one), attention's output, x, ln_2, c_fc and its GELU; small ones: norms' and attention's sums
     block = 48 if recomputes else 48 * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4)
     per_token = 4 * (3 * block + 2 * 48 + 320)  # and the last norm's input and output, and the log-probabilities
     assert per_token < (kept[1] - kept[0]) / 40 < per_token * 1.1
 
 
-def test_a_batch_that_cannot_fit_is_not_tried(as_on_cuda, monkeypatch):
-    """A compiled model may keep a third. Of memory that is the CPU's, too, half is used, and ranks share it."""
-    model = tiny_model()
-    enough = 12 * sum(p.numel() for p in model.parameters()) + 6 * 1000
-    cases = [(enough, False, False, 1, 6), (enough - 1, False, False, 1, 5), (0, False, False, 1, 1)]
-    cases += [(enough, True, False, 1, 18), (enough, False, True, 1, 3), (enough, False, True, 3, 1)]
-    for free, compiles, is_integrated, local_ranks, B in cases:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", f"{local_ranks}")
-        monkeypatch.setattr(devices, "free_memory", lambda device, free=free: free)
-        properties = types.SimpleNamespace(is_integrated=is_integrated)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name, properties=properties: properties)
-        assert autofit.bound_on_B(trial_of(model, as_on_cuda), 1000, compiles) == B
+def test_a_batch_that_cannot_fit_is_not_tried(data, tmp_path, monkeypatch):
+    """Half of a CPU's memory is used, shared by the ranks on it; weights, gradients and Adam's moments are 12 bytes."""
+    train(data, tmp_path / "all", max_steps=1, batch_size=8)
+    [start] = read_starts(tmp_path / "all" / "run.txt")
+    kept, state = start["ran"]["kept_bytes"], 12 * 36_736
+    assert start["ran"]["B"] == 8
+    for sequences, ranks, B in ((4, 1, 4), (3.9, 1, 2), (1, 1, 1), (4, 2, 2)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", f"{ranks}")
+        monkeypatch.setattr(devices, "free_memory", lambda device, free=state + 2.001 * kept * sequences: free)
+        out = tmp_path / f"{sequences} {ranks}"
+        said = train(data, out, max_steps=1, batch_size=8)
+        assert f"B {B} *" in said and "Out of memory" not in said
 
 
-V1, JOB = "memory.limit_in_bytes", "system.slice/slurm/job_1/step_0"
-OLD = f"12:cpu,cpuacct:/elsewhere\n4:memory:/{JOB}\n1:name=systemd:/{JOB}\n"
-NO_LIMIT = 2**63 - 4096  # as version 1 says it
+def make_system(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n", encoding="ascii")
+    return root
 
 
-@pytest.mark.parametrize(
-    "groups, limits, free",
-    [
-        ("0::/\n", {"memory.max": "max"}, 5 * 1024),
-        ("0::/\n", {"memory.max": 4096}, 4096),
-        ("0::/\n", {"memory.max": 999999}, 5 * 1024),
-        (f"0::/{JOB}\n", {f"{JOB}/memory.max": "max", "system.slice/slurm/memory.max": 4096}, 4096),
-        (f"0::/{JOB}\n", {f"{JOB}/memory.max": 4095, "system.slice/memory.max": 4096}, 4095),
-        (f"0::/{JOB}\n", {"another/memory.max": 1, "memory.max": "max"}, 5 * 1024),
-        ("0::/docker/0123abc\n", {"memory.max": 4096}, 4096),
-        ("0::/pods/cri:containerd:0123abc\n", {"pods/memory.max": 4096}, 4096),
-        (OLD, {f"memory/{JOB}/{V1}": 4096, f"memory/{V1}": NO_LIMIT}, 4096),
-        (OLD, {f"memory/{JOB}/{V1}": NO_LIMIT, f"memory/system.slice/{V1}": 4096}, 4096),
-        (OLD, {f"memory/elsewhere/{V1}": 1, f"memory/{V1}": NO_LIMIT}, 5 * 1024),
-        ("3:memory:/docker/0123abc\n", {f"memory/{V1}": 4096}, 4096),
-        (f"{OLD}0::/{JOB}\n", {f"memory/{JOB}/{V1}": 4096, f"unified/{JOB}/cgroup.procs": 1}, 4096),
-        (f"2:cpu:/a\n0::/{JOB}\n", {"unified/system.slice/memory.max": 4096, "cpu/a/cpu.shares": 1}, 4096),
-    ],
+GROUPS, JOB = "sys/fs/cgroup", "system.slice/job_1/step_0"
+OWN, OLD = (
+    {"proc/self/cgroup": f"0::/{JOB}"},
+    {"proc/self/cgroup": f"3:cpu,cpuacct:/{JOB}\n4:memory:/{JOB}\n1:name=x:/"},
 )
-def test_free_memory_is_what_linux_and_the_groups_of_the_process_leave(groups, limits, free, tmp_path):
-    """Control groups of version 2, of version 1, and of both; the process's own, and those above it."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    meminfo = "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB\n"
-    (tmp_path / "proc/meminfo").write_text(meminfo, encoding="utf-8")
-    assert devices.free_memory(torch.device("cpu"), tmp_path) == 5 * 1024
-    (tmp_path / "proc/self/cgroup").write_text(groups, encoding="utf-8")
-    for place, text in limits.items():
-        file = tmp_path / "sys/fs/cgroup" / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n", encoding="utf-8")
-    assert devices.free_memory(torch.device("cpu"), tmp_path) == free
+OLD_LIMIT, OLD_QUOTA, PERIOD = "memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us"
+# what Linux says of control groups, and how many bytes and cores that leaves of 5 KB and 192
+SYSTEMS = {
+    "no limits": (
+        {"proc/self/cgroup": "0::/", f"{GROUPS}/memory.max": "max", f"{GROUPS}/cpu.max": "max 9"},
+        5120,
+        192,
+    ),
+    "a container's own group": ({f"{GROUPS}/memory.max": 4096, f"{GROUPS}/cpu.max": "150000 100000"}, 4096, 2),
+    "more than there is": ({f"{GROUPS}/memory.max": 999999, f"{GROUPS}/cpu.max": "90000000 100000"}, 5120, 192),
+    "a part of a core": ({f"{GROUPS}/cpu.max": "10000 100000"}, 5120, 1),
+    "the smallest of those around it": (
+        OWN
+        | {f"{GROUPS}/{JOB}/memory.max": "max", f"{GROUPS}/system.slice/memory.max": 4096}
+        | {f"{GROUPS}/{JOB}/cpu.max": "900000 100000", f"{GROUPS}/system.slice/cpu.max": "300000 100000"},
+        4096,
+        3,
+    ),
+    "another group's": (OWN | {f"{GROUPS}/another/memory.max": 1, f"{GROUPS}/another/cpu.max": "1 1"}, 5120, 192),
+    "a host's name that is not there": (
+        {"proc/self/cgroup": "0::/../x", f"{GROUPS}/memory.max": 4096, f"{GROUPS}/cpu.max": "400000 100000"},
+        4096,
+        4,
+    ),
+    "version 1": (
+        OLD
+        | {f"{GROUPS}/memory/{JOB}/{OLD_LIMIT}": 4096, f"{GROUPS}/memory/{OLD_LIMIT}": 2**63 - 4096}
+        | {f"{GROUPS}/cpu/{JOB}/{OLD_QUOTA}": 50000, f"{GROUPS}/cpu/{JOB}/{PERIOD}": 100000},
+        4096,
+        1,
+    ),
+    "version 1 without a quota": (
+        OLD | {f"{GROUPS}/cpu/{JOB}/{OLD_QUOTA}": -1, f"{GROUPS}/cpu/{JOB}/{PERIOD}": 100000},
+        5120,
+        192,
+    ),
+    "both versions": (
+        {"proc/self/cgroup": f"2:cpu:/a\n0::/{JOB}", f"{GROUPS}/unified/system.slice/memory.max": 4096},
+        4096,
+        192,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_memory_and_cores_are_what_the_control_groups_of_the_process_leave(name, tmp_path, monkeypatch):
+    files, memory, cores = SYSTEMS[name]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(192), raising=False)
+    meminfo = {"proc/meminfo": "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB"}
+    system = make_system(tmp_path, meminfo | files)
+    assert (devices.free_memory(torch.device("cpu"), system), limits.num_cores(system)) == (memory, cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    assert limits.num_cores(system) == 1
 
 
 def test_torch_has_no_more_threads_than_the_quota_has_cores(monkeypatch):
-    before = torch.get_num_threads()
-    monkeypatch.setattr(devices, "num_cores", lambda: before + 5)
-    try:
+    torch.set_num_threads(3)
+    for cores, threads in ((8, 3), (2, 2)):
+        monkeypatch.setattr(devices, "num_cores", lambda cores=cores: cores)
         devices.choose_device("cpu")
-        assert torch.get_num_threads() == before
-        torch.set_num_threads(3)
-        monkeypatch.setattr(devices, "num_cores", lambda: 2)
-        devices.choose_device("cpu")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)  # as harness.py has it
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, capsys):
@@ -348,24 +330,15 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
             devices.choose_device(name)
 
 
-@pytest.mark.parametrize(
-    "built, capability, runs",
-    [
-        (["sm_80", "sm_90", "compute_90"], (12, 0), True),  # what the simulated GPU does not show (test_card.py)
-        (["sm_80", "sm_120", "compute_120"], (10, 0), False),
-        (["gfx90a", "gfx942"], (9, 4), True),
-    ],
-)
+@pytest.mark.parametrize("built, capability, runs", [("compute_90", (12, 0), True), ("sm_80 sm_120", (10, 0), False)])
 def test_a_gpu_for_which_torch_has_no_kernels_is_refused(built, capability, runs, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: "Tesla X")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: capability)
-    for name in ("auto", "gpu", "cuda"):
-        refusal = pytest.raises(UserError, match=f"for this machine's Tesla X.*sm_{capability[0]}.* requirements.txt")
-        with contextlib.nullcontext() if runs else refusal:
-            assert devices.choose_device(name) == "cuda"
+    """What the simulated GPU does not show: code that is compiled for a later GPU, and none for one between two."""
+    found = dict(is_available=True, device_count=1, get_arch_list=built.split(), get_device_name="Tesla X")
+    for name, value in (found | dict(get_device_capability=capability)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    refusal = pytest.raises(UserError, match=f"for this machine's Tesla X.*sm_{capability[0]}.* requirements.txt")
+    with contextlib.nullcontext() if runs else refusal:
+        assert devices.choose_device("auto") == "cuda"
 
 
 def test_amds_float8_is_another_format(monkeypatch):

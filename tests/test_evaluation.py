@@ -1,8 +1,9 @@
 """Evaluation does not disturb training, nor does it depend on the batch size, the number of ranks or the compiler."""
 
+import json
 import math
 import shutil
-import sys
+from pathlib import Path
 
 import hellaswag
 import numpy as np
@@ -27,6 +28,7 @@ from harness import (
     patched,
     printed_commands,
     read_log,
+    refusal_of,
     refused,
     run,
     status_of,
@@ -99,6 +101,12 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     assert [line.partition(" ")[2] for line in samples[0]] == [line.partition(" ")[2] for line in samples[1]]
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == before
+    # a folder that was typed is the folder; training data, if there are any, are not asked for
+    few = make_shards(tmp_path / "few", lengths=(2000, 50)), make_shards(tmp_path / "none", lengths=(2000,))
+    for number, folder in enumerate((data, *few)):
+        args = [word.replace(str(data), str(folder)) for word in [*evaluate, "--out-dir", f"mine{number}"]]
+        assert status_of(train_gpt2.main, args) == 0
+        assert {path.parent for path in Path(f"mine{number}").rglob("log.txt")} == {Path(f"mine{number}")}
     # another model, of which the folder's own run says nothing
     train(data, "wide", n_embd=48, max_steps=1)
     shape = {name: value for name, value in TINY.items() if name != "n_embd"}
@@ -109,36 +117,45 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
 
 
-def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path, capsys, monkeypatch):
+def test_validation_data_of_which_a_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):
+    masked = make_shards(tmp_path / "masked", masks=True)
+    with open(masked / "tiny_val_000000.mask", "wb") as file:
+        mask = np.zeros(2000, np.uint8)
+        mask[1999] = 1  # a target that no window has, as it ends before
+        np.save(file, mask)
+    args = tiny_flags(data, tmp_path / "out")
+    assert status_of(train_gpt2.main, [*args, "--data", str(masked)]) == 0
+    streams = {name: list(read_log(tmp_path / "out", name).values()) for name in ("val/masked", "val", "val/data")}
+    assert streams["val/masked"] == streams["val"] == ["nan"] * 4 and "nan" not in streams["val/data"]
+
+
+def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path):
+    """3 does not divide a step's 8 sequences, and validation has at most all of its split's."""
     before = listing(tmp_path)
-    # 3 does not divide a step's 8 sequences, and validation has at most all of its split's
     args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24, val_tokens=10**6, batch_size=3)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args, "--dry_run", "TRUE", "--dry-run=true"])
-    assert status_of(train_gpt2.main) == 0 and listing(tmp_path) == before
-    printed = capsys.readouterr().out
-    assert "\ndata:       4,688 training tokens; the run reads 3,072: 0.66 passes\n" in printed
-    assert "\nvalidation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
-    assert "\nstep:       128 tokens = B 2 * T 16 *" in printed and "step     0" not in printed
-    (command,) = printed_commands(printed)
-    assert command[2:] == args
+    status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run", "TRUE", "--dry-run=true")
+    assert status == 0 and listing(tmp_path) == before
+    for row in (
+        "data:       4,688 training tokens; the run reads 3,072: 0.66 passes\n",
+        "validation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n",
+        "step:       128 tokens = B 2 * T 16 *",
+    ):
+        assert f"\n{row}" in printed
+    assert printed_commands(printed)[-1][2:] == args
 
 
-def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, capsys, monkeypatch):
+def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, monkeypatch):
     """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
     monkeypatch.chdir(tmp_path)
-    args = tiny_flags(tmp_path / "none", tmp_path / "new" / "log", dry_run=True)
-    assert status_of(train_gpt2.main, args) == 0 and not list(tmp_path.iterdir())
-    printed = capsys.readouterr().out
-    assert f"\ndata:       none yet in {tmp_path / 'none'}; the run reads 1,536 tokens\n" in printed
+    status, printed, _ = refusal_of(train_gpt2.main, *tiny_flags("none", "new/log", dry_run=True))
+    assert status == 0 and "\ndata:       none yet in none; the run reads 1,536 tokens\n" in printed
     assert "\nassumed:    a tokenizer of at most 50,304 ids, and data enough\n" in printed
-    assert printed.startswith("model:      1,636,224 parameters"), (
-        "2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)"
-    )
-    assert all(f"\n{row}:" in printed for row in ("step", "compute", "memory", "disk"))
+    # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
+    assert printed.startswith("model:      1,636,224 parameters")
     # bytes, which are made where the preset's own folder is missing
-    assert status_of(train_gpt2.main, ["--preset", "quickstart", "--dry-run", "--out-dir", "new"]) == 0
-    assert "a tokenizer of at most 320 ids" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    printed = refusal_of(train_gpt2.main, "--preset", "quickstart", "--dry-run", "--out-dir", "new")[1]
+    assert "a tokenizer of at most 320 ids" in printed and not list(tmp_path.iterdir())
 
 
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
@@ -168,7 +185,9 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
     options |= dict(hellaswag_limit=13)
     train(data, tmp_path / "one", **options)
-    run(train_gpt2.main, tiny_flags(data, tmp_path / "two", **options), ranks=2)
+    args = tiny_flags(data, tmp_path / "two", **options)
+    run(train_gpt2.main, args, ranks=2)
+    assert "is finished" in run(train_gpt2.main, args, ranks=2)[0]
     model, enc = train_gpt2.load_model(str(tmp_path / "one"))
     examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
     total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)
@@ -179,21 +198,26 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
 
 
-def samples_of(model, tokenizer, **settings):
-    config = train_gpt2.TrainConfig(dtype="float32", **settings)
-    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(config=config, world=World(), raw_model=model)
-    return train_gpt2.generate_samples(train_gpt2.Parts(**parts | {"enc": tokenizers.get_encoding(tokenizer)}))
+def samples_of(folder):
+    lines = (folder / "samples.txt").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines]
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers():
+def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):
     model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
-    texts = samples_of(model, "bytes+chat", sample_prompt="Hi")
-    assert texts == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bytes+chat"}), encoding="utf-8")
+    export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
+    options = dict(init_from=tmp_path / "model", n_layer=1, block_size=256, vocab_size=320, sample_prompt="Hi")
+    train(data, tmp_path / "out", max_steps=0, sample_every=1, **options)
+    assert samples_of(tmp_path / "out") == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
 
 
-def test_samples_differ_by_the_seed_and_not_from_step_to_step():
-    model = tiny_model().eval()
-    first, again, other = (samples_of(model, "bytes", sample_prompt="Hi", seed=seed) for seed in (1, 1, 2))
-    assert first == again != other and len({*first, *other}) == 8
+def test_samples_differ_by_the_seed_and_not_from_step_to_step(data, tmp_path):
+    """At a rate at which nothing is learned."""
+    for seed in (1, 2):
+        train(data, tmp_path / f"{seed}", seed=seed, max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
+    ours, theirs = samples_of(tmp_path / "1"), samples_of(tmp_path / "2")
+    assert ours[:4] == ours[4:] and len({*ours, *theirs}) == 8

@@ -87,13 +87,21 @@ def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of
         assert score(model, examples, ENC.n_vocab)[0] == same
 
 
-def test_the_part_of_a_context_that_can_be_shared_is_read_once():
-    """With multiples of 4: of 3 and 4 tokens nothing, of 5 to 8 four, of 9 eight. The rest is read with each ending."""
-    rows = [(list(range(n)), [[0], [0, 0], [0], [0]]) for n in (3, 4, 5, 8, 9, 9)]
-    batches = list(hellaswag.make_batches(rows, 10**6, 4))
-    assert batches == [([4, 5], 8), ([3, 2], 4), ([1, 0], 0)], "longest first"
-    assert list(hellaswag.make_batches(rows, 1, 4))[:2] == [([4], 8), ([5], 8)]
-    assert {cut for _, cut in hellaswag.make_batches(rows, 10**6, 0)} == {0}
+@pytest.mark.parametrize("multiple", [0, 16])
+@pytest.mark.parametrize("batch_tokens", [1, 500, 2000, 10**6])
+def test_no_batch_is_larger_than_it_may_be_and_each_example_is_in_one(batch_tokens, multiple):
+    """Its tokens are those of four rows per example, padding and the cache of what they share included."""
+    rng = np.random.default_rng(0)
+    rows = [([0] * rng.integers(1, 90), [[0] * rng.integers(1, 40) for _ in range(4)]) for _ in range(60)]
+    batches = list(hellaswag.make_batches(rows, batch_tokens, multiple))
+    assert sorted(number for batch, _ in batches for number in batch) == list(range(60))
+    for batch, cut in batches:
+        assert multiple == cut == 0 or (cut % multiple == 0 and cut < min(len(rows[i][0]) for i in batch))
+        longest = max(len(rows[i][0]) + max(map(len, rows[i][1])) - 1 for i in batch)
+        assert len(batch) == 1 or 4 * len(batch) * longest <= batch_tokens
+
+
+def test_the_part_of_a_context_that_its_endings_share_is_read_once():
     read = []
 
     class Counting(Planted):

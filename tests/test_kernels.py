@@ -97,63 +97,33 @@ def test_the_compiler_gets_the_loss_in_one_graph(float8):
         torch.testing.assert_close(compiled(x, weight, targets, float8), expected)
 
 
-def soft_cap(logits, targets):
-    return plain_loss(30 * torch.tanh(logits / 30), targets)
-
-
-def z_loss(logits, targets):
-    return plain_loss(logits, targets) + 1e-2 * logits.logsumexp(1).square().sum()
-
-
+TEMPERATURE = torch.ones(1, requires_grad=True)
 LOSSES = {  # as people change it
     "label smoothing": functools.partial(plain_loss, label_smoothing=0.1),
     "class weights": functools.partial(plain_loss, weight=torch.linspace(0, 1, 48)),
-    "a soft cap": soft_cap,
-    "a z-loss": z_loss,
+    "a soft cap": lambda logits, targets: plain_loss(30 * torch.tanh(logits / 30), targets),
+    "a z-loss": lambda logits, targets: plain_loss(logits, targets) + 1e-2 * logits.logsumexp(1).square().sum(),
+    "a temperature that is trained": lambda logits, targets: plain_loss(logits * TEMPERATURE * 1.1, targets),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_loss_is_computed_in_chunks_and_not_in_float8(name, monkeypatch):
-    """Of two rows at a time. float8 computes the plain loss alone, and refuses."""
+    """Of two rows at a time; a penalty beside it sees the same logits. float8 computes the plain loss alone."""
     monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
     loss, x = LOSSES[name], torch.randn(16, 32).requires_grad_()
     weight, targets = torch.randn(48, 32) * 0.02, torch.randint(48, (16,))
-    found, expected = (
-        kernels.in_chunks(loss, 9 * F.linear(x, weight), targets),
-        loss(9 * F.linear(x, weight), targets),
-    )
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
+    found, gradients = [], []
+    for compute in (functools.partial(kernels.in_chunks, loss), loss):
+        logits = 9 * F.linear(x, weight)
+        found.append(compute(logits, targets) + logits.logsumexp(1).square().sum())
+        leaves = [x, TEMPERATURE] if "temperature" in name else [x]
+        gradients.append(torch.autograd.grad(found[-1], leaves))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*gradients)
     with pytest.raises(UserError, match="^--dtype fp8 .* loss_sum computes something else. Use --dtype bfloat16"):
         kernels.check_float8(lambda x, targets: (None, loss(F.linear(x, weight), targets)), weight)
     kernels.check_float8(lambda x, targets: (None, plain_loss(F.linear(x, weight), targets)), weight)
-
-
-def test_a_loss_with_a_parameter_of_its_own_trains_it(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
-    temperature, logits = torch.ones(1, requires_grad=True), torch.randn(7, 48, requires_grad=True)
-    gradients = []
-    for compute in (
-        functools.partial(kernels.in_chunks, lambda *each: plain_loss(each[0] * temperature, each[1])),
-        None,
-    ):
-        loss = compute(logits, torch.arange(7)) if compute else plain_loss(logits * temperature, torch.arange(7))
-        gradients.append(torch.autograd.grad(loss, [temperature, logits]))
-    torch.testing.assert_close(*gradients)
-
-
-def test_the_loss_leaves_the_logits_alone(monkeypatch):
-    """Something else, such as a penalty on large logits, may need them in its backward pass."""
-    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 96)
-    gradients = []
-    for cross_entropy in (functools.partial(kernels.in_chunks, plain_loss), plain_loss):
-        x = torch.linspace(-3, 3, 7 * 48).view(7, 48).requires_grad_()
-        logits = x * 2
-        loss = cross_entropy(logits, torch.arange(7)) + logits.logsumexp(1).square().sum()
-        loss.backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients)
 
 
 def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
@@ -204,18 +174,9 @@ def test_out_of_memory_is_known_in_whatever_it_is_wrapped():
         assert not is_out_of_memory(RuntimeError(text)), text
 
 
-# names as torch.cuda.get_device_name gives them, dense TFLOP/s of their datasheets; near misses have none
-PEAKS = {
-    "Tesla V100-SXM2-16GB": 125,
-    "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA L4": 121,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
-    "cpu": None,
-}
-
-
-@pytest.mark.parametrize("name", PEAKS)
-def test_a_gpu_is_known_by_its_whole_name(name):
-    assert peak_flops(name) == (PEAKS[name] and pytest.approx(1e12 * PEAKS[name]))
+def test_a_gpu_is_known_by_its_whole_name():
+    """As torch.cuda.get_device_name gives it, with the dense TFLOP/s of its datasheet; a near miss has none."""
+    known = {"Tesla V100-SXM2-16GB": 125, "NVIDIA A100-SXM4-40GB": 312, "NVIDIA GeForce RTX 4090": 165.2}
+    assert {name: peak_flops(name) for name in known} == pytest.approx({name: 1e12 * known[name] for name in known})
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "cpu"):
+        assert peak_flops(name) is None

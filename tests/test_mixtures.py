@@ -24,10 +24,8 @@ from harness import (
     windows,
 )
 
-WEIGHTS = [(0.7, 0.29, 0.01), (7, 3, 0), (1, 1, 1), (0.001, 0.999), tuple(range(1, 8))]
 
-
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", [(0.7, 0.29, 0.01), (7, 3, 0), (0.001, 0.999), tuple(range(1, 8))])
 def test_every_stretch_of_a_mixture_has_the_exact_shares_and_no_window_is_left_out(weights):
     """Of any thousand positions; and a position says itself what stands there."""
     n = 20_000
@@ -82,6 +80,14 @@ def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, fo
     assert any(IGNORE_INDEX in y for _, y in of_chats) and not any(IGNORE_INDEX in y for _, y in of_docs)
 
 
+def test_a_folder_whose_share_is_0_is_not_read_wherever_it_stands(folders):
+    """The first: each sequence is one of the second folder, or of the third."""
+    loader = DataLoaderLite(folders, "train", 6, 16, weights=(0, 1, 3), seed=5, shuffle=True)
+    others = {row for folder, masks in zip(folders[1:], (True, False)) for row in rows_of(folder, masks)}
+    for _ in range(20):
+        assert {tuple(map(tuple, pair)) for pair in zip(*(half.tolist() for half in loader.next_batch()))} <= others
+
+
 def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(folders):
     loader = DataLoaderLite(folders, "train", 1, 16, seed=5, shuffle=True)
     everything = [row for folder, masks in zip(folders, (False, True, False)) for row in rows_of(folder, masks)]
@@ -102,7 +108,11 @@ def mixed(folders, out_dir, weights=(0.5, 0.3, 0.2), **changes):
 
 
 def test_a_mixture_is_killed_resumed_branched_and_has_a_loss_for_each_folder(folders, tmp_path):
-    run(train_gpt2.main, mixed(folders, tmp_path / "whole"))
+    [said] = run(train_gpt2.main, mixed(folders, tmp_path / "whole"))
+    # of 12 * 128 tokens, by the shares; the folders have 187 + 106, 56 and 24 windows of 16
+    passes = {"docs": "4,688 tokens, 50.0% of the run, 0.16", "chats": "896 tokens, 30.0% of the run, 0.51"}
+    for name, of_it in {**passes, "code": "384 tokens, 20.0% of the run, 0.8"}.items():
+        assert f"/{name}: {of_it} passes" in said
     args = mixed(folders, tmp_path / "killed")
     run(killed_at, 7, 4, args, ends=[KILLED])
     run(train_gpt2.main, args)
@@ -139,7 +149,11 @@ def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
 
     for weights in ((-1, 1, 1), (0, 0, 0), (1, 1), ("nan", 1, 1), ("inf", 1, 1)):
         assert "Give a share for each folder: 0 or more, and not all 0." in refusal(folders, *weights)
-    assert "names a folder twice" in refusal([folders[0], folders[1], folders[0]], 1, 1, 1)
+    (tmp_path / "link").symlink_to(folders[0])
+    for again in (folders[0], f"{folders[0]}/", f"{folders[1]}/../docs", tmp_path / "link"):
+        assert "names a folder twice" in refusal([folders[0], folders[1], str(again)], 1, 1, 1)
+    line = refused(train_gpt2.main, *mixed(folders, tmp_path / "out", (1, 1, 1), passes=1))
+    assert "--passes counts all windows of all folders, which shares of them do not" in line
     other = shutil.copytree(folders[2], tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bytes+chat"}))

@@ -94,12 +94,12 @@ def test_ranks_share_a_batch_smaller_than_their_loaders(data):
 
 
 def train_and_report(args):
-    """Train, and print a digest of this rank's weights after each step and how often gradients were reduced."""
+    """Train, and print a digest of this rank's weights after each step, and how often gradients were reduced."""
     digests, reductions, seeds = [], [], []
 
     def step_and_digest(step, parts, signals):
         result = train_step(step, parts, signals)
-        flat = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
+        flat = torch.cat([p.detach().flatten() for p in [*parts.model.parameters(), *parts.model.buffers()]])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         seeds.append(torch.initial_seed())
         return result
@@ -194,3 +194,26 @@ def test_in_ddp_gradients_are_kept_and_set_to_zero_all_at_once(data, tmp_path):
     for said in run(train_and_report_zeros, args, ranks=2):
         found = json.loads(said.splitlines()[-1])
         assert found == [[{"zero_": 0, "_foreach_zero_": 2}, True]] * 3
+
+
+class Centered(train_gpt2.MLP):
+    """Its forward pass writes to a buffer, on each rank the mean of what that rank reads."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean", torch.zeros(config.n_embd))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x - self.mean)
+
+
+def train_centered_and_report(args):
+    with patched(train_gpt2, "MLP", Centered):
+        train_and_report(args)
+
+
+def test_a_buffer_that_the_forward_pass_writes_is_the_same_on_all_ranks_after_each_step(data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", batch_size=2, max_steps=4)
+    check_ranks_agree(run(train_centered_and_report, args, ranks=2), 4)

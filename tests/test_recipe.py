@@ -1,5 +1,6 @@
 """The recipe: the sizes and initial weights of GPT-2, GPT-3's schedules, weight decay where it belongs, and Muon."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -9,13 +10,22 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run import start
-from plumbing.run.checkpoint import newest_checkpoint
 from plumbing.run.logs import read_starts
-from plumbing.system import autofit
 from plumbing.system.distributed import World
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
-from harness import log_lines, losses, make_shards, printed_commands, status_of, tiny_model, train
+from harness import (
+    log_lines,
+    losses,
+    make_shards,
+    printed_commands,
+    read_log,
+    refused,
+    status_of,
+    tiny_flags,
+    tiny_model,
+    train,
+)
 
 
 def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model(tmp_path, monkeypatch):
@@ -94,8 +104,9 @@ def test_apply_schedules_moves_every_group_in_proportion():
     for step, momentum in ((0, 0.85), (150, 0.90), (300, 0.95), (5000, 0.95)):
         train_gpt2.apply_schedules([muon], step, config)
         assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
-    train_gpt2.apply_schedules([muon], 150, dataclasses.replace(config, muon_momentum_warmup=200))
-    assert muon.param_groups[0]["momentum"] == pytest.approx(0.925)
+    for warmup, step, momentum in ((200, 150, 0.925), (0, 0, 0.95)):  # without a warm-up from the first step on
+        train_gpt2.apply_schedules([muon], step, dataclasses.replace(config, muon_momentum_warmup=warmup))
+        assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
 def test_the_flops_of_a_token_are_those_of_the_palm_convention():
@@ -106,18 +117,13 @@ def test_the_flops_of_a_token_are_those_of_the_palm_convention():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_runs_on_every_number_of_ranks_that_divides_its_step(preset):
-    """B is at most --batch-size: 16 ranks take 32 sequences each of the 64, and the recipe stays as it is."""
+    """On others, the advice is not another recipe."""
     config = dataclasses.replace(PRESETS[preset], init_from="gpt2" if preset == "chat" else "")
     windows = config.total_batch_size // config.sequence_length
     for ranks in range(1, 65):
-        if windows % ranks:  # the advice is not another recipe
-            with pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}"):
-                start.check_config(config, train_gpt2.complaints(config, {}, {}), World(size=ranks))
-            continue
-        start.check_config(config, train_gpt2.complaints(config, {}, {}), World(size=ranks))
-        B = autofit.largest_divisor(windows // ranks, config.batch_size)
-        assert 1 <= B <= config.batch_size and windows % (B * ranks) == 0
-        assert B == config.batch_size or windows // ranks % config.batch_size
+        refusal = pytest.raises(UserError, match=rf"^[^.]+\. Start a number of ranks that divides {windows}")
+        with refusal if windows % ranks else contextlib.nullcontext():
+            start.check_config(config, train_gpt2.complaints(config, {}, {}), World(size=ranks))
 
 
 def meta_model(**changes):
@@ -225,9 +231,24 @@ def test_passes_count_the_steps(tmp_path):
     assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(24, 2), (61, 5)]
 
 
-def test_passes_count_the_smaller_steps_of_a_batch_ramp(tmp_path):
-    """131,072 tokens in windows: up to 65,536, which grow from 32K, steps have 32K, and then 64K: 2 and 1 of these."""
-    data = make_shards(tmp_path / "data", (2000, 2**17 + 1))
-    options = dict(sequence_length=32, batch_size=512, total_batch_size=2**16, val_every=0, n_embd=8)
-    train(data, tmp_path / "out", passes=1, batch_ramp=2**16, **options)
-    assert newest_checkpoint(tmp_path / "out")["loader"]["position"] * 32 == 2**17
+@pytest.mark.parametrize("passes", [0.1, 0.25, 0.5, 1, 3])
+@pytest.mark.parametrize("batch_ramp", [0, 2**16, 2**18, 2**20])
+def test_passes_read_as_many_tokens_as_they_say_to_a_step_also_where_they_end_in_a_batch_ramp(
+    batch_ramp, passes, tmp_path
+):
+    data = make_shards(tmp_path / "data", (100, 2**18 + 1, 2**17 + 1))
+    settings = dict(sequence_length=32, total_batch_size=2**16, batch_ramp=batch_ramp, passes=passes)
+    config = TrainConfig(data=(str(data),), **settings)
+    read, size = 0, 0
+    for _ in range(train_gpt2.steps_for_passes(config)):
+        size = get_batch_size(read, config)
+        read += size
+    assert abs(read - passes * (2**18 + 2**17)) <= size
+
+
+def test_passes_and_steps_are_two_answers_to_one_question_and_none_to_an_evaluation(data, tmp_path):
+    train(data, tmp_path / "out", max_steps=2)
+    args = tiny_flags(data, tmp_path / "new", passes=0.1) + ["--max-steps"]
+    assert "--passes and --max-steps both say how long the run is." in refused(train_gpt2.main, *args, 5)
+    assert status_of(train_gpt2.main, [*args, "0", "--init-from", str(tmp_path / "out")]) == 0
+    assert sorted(read_log(tmp_path / "new", "val")) == [0] and not read_log(tmp_path / "new")

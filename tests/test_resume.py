@@ -20,7 +20,7 @@ import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import run as run_folder
-from plumbing.run.checkpoint import newest_checkpoint
+from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.run import Run
 
@@ -158,14 +158,32 @@ def test_a_finished_run_says_so_and_is_exported_again_unless_hf_holds_its_model(
 
 
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path):
+    """With what the package wandb keeps there, so that the new run's curve is another one."""
     shutil.copytree(straight, tmp_path / "out")
-    before = listing(straight)
+    (tmp_path / "out" / "wandb" / "run-20261127-abc").mkdir(parents=True)
+    before = listing(tmp_path / "out")
     for number in (1, 2):
         said = train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS)
         assert f"to {tmp_path / 'out'}.{number}." in said
-    assert listing(tmp_path / "out.1") == before
+    assert listing(tmp_path / "out.1") == before and not (tmp_path / "out" / "wandb").exists()
     assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
     assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
+
+
+def killed_while_moving(number, args):
+    """Train, and be killed when so many files of the old run have been moved aside."""
+    moved = itertools.count()
+    with die_at(Path, "rename", lambda *args: next(moved) == number):
+        train_gpt2.main(args)
+
+
+@pytest.mark.parametrize("moved", range(1, 6))
+def test_a_run_that_is_moved_aside_in_half_is_never_continued_with_half_of_its_log(moved, folder, straight, tmp_path):
+    """Until its last checkpoint is moved it is the run at an earlier step, with the log of all steps before that."""
+    out, options = shutil.copytree(straight, tmp_path / "out"), OPTIONS | dict(keep_checkpoints=2)
+    run(killed_while_moving, moved, tiny_flags(folder, out, resume=False, **options), ends=[KILLED])
+    train(folder, out, **options)
+    assert_same_run(out, straight)
 
 
 # SIGHUP comes when the terminal is closed
@@ -326,12 +344,12 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
         assert_same_tensors(slow["optimizer"], fast["optimizer"])
 
 
-def signal_in_an_evaluation(name, args):
-    """Rank 1 receives SIGTERM when the evaluation of step 4 begins."""
-    calls = itertools.count()
+def signal_in_an_evaluation(name, number, rank, args):
+    """This rank receives SIGTERM when its evaluation of that number begins."""
+    calls = itertools.count(1)
 
     def evaluate(*args, **options):
-        if next(calls) == 1 and os.environ["RANK"] == "1":
+        if next(calls) == number and os.environ.get("RANK", "0") == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return whole_evaluate(*args, **options)
 
@@ -345,9 +363,40 @@ def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_
 ):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
-    said = run(signal_in_an_evaluation, name, args, ranks=2)
+    said = run(signal_in_an_evaluation, name, 2, "1", args, ranks=2)
     assert "Stopping after this evaluation.\n" in said[1] and "Stopped after 4 steps" in said[0]
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 in read_log(tmp_path / "out", stream)
     train(data, tmp_path / "out", batch_size=2, **options)
     assert sorted(read_log(tmp_path / "out")) == list(range(12))
     assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]
+
+
+def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does_and_then_the_run_is_finished(
+    folder, straight, tmp_path
+):
+    out = tmp_path / "out"
+    args = tiny_flags(folder, out, **OPTIONS)
+    [said] = run(signal_in_an_evaluation, "evaluate_val_loss", 7, "0", args)
+    assert "Stopped after 12 steps" in said and not (out / "hf").exists()
+    run(train_gpt2.main, args)
+    assert_same_run(out, straight)
+    assert (out / "samples.txt").read_text() == (straight / "samples.txt").read_text()
+    before = listing(out)
+    assert "is finished" in run(train_gpt2.main, args)[0] and listing(out) == before
+
+
+def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, tmp_path):
+    """The last update spoils the weights, which no later step shows."""
+
+    def step(number, parts, signals):
+        done = train_step(number, parts, signals)
+        if number == 11:
+            torch.nn.init.constant_(parts.raw_model.lm_head.weight, torch.nan)
+        return done
+
+    with patched(train_gpt2, "train_step", step) as train_step:
+        train(folder, tmp_path / "out", keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
+    assert steps_of(tmp_path / "out") == [8, 12]
+    assert all(
+        tensor.isfinite().all() for tensor in load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"].values()
+    )

@@ -167,10 +167,13 @@ def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any])
         advice = "begin what you typed in another --out-dir"
     else:
         shape = different.keys() & vars(config.model_config).keys()
-        if shape:  # which a branch keeps
-            command = train_command(
-                type(config), {"init_from": out_dir, "out_dir": f"{out_dir.rstrip('/')}-new"} | rest
-            )
+        if shape:  # which a branch keeps; and a model brings no other settings of its run along
+            defaults = vars(type(config)())
+            own = {*saved["model_fields"], "branch_from", *names_of(StartOptions)}
+            own |= {"max_steps"} if "passes" in rest else set()
+            kept = {n: value for n, value in then.items() if n not in own and value != defaults.get(n, value)}
+            folders = {"init_from": out_dir, "out_dir": f"{out_dir.rstrip('/')}-new"}
+            command = train_command(type(config), kept | folders | rest)
             done = " with its weights"
         else:
             # a run that is to be shorter than what it has done still needs some steps in which its rate decays
