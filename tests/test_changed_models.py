@@ -490,3 +490,22 @@ def test_ranks_that_train_different_models_are_told_after_the_first_step_with_wh
     said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
     assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
     assert not list((tmp_path / "out").glob("model_*.pt"))
+
+
+UNTIED = EDITS["untied"]
+SMOOTHED = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}
+Z_LOSS = {
+    "        return F.cross_entropy(logits.float()": "        z = 1e-4 * logits.float().logsumexp(-1).square().sum()\n"
+    "        return z + F.cross_entropy(logits.float()"
+}
+ONLY_IN_TRAINING = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1 * self.training)'}
+SOFT_CAP = {"return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)"}
+
+
+@pytest.mark.parametrize("edits", [UNTIED | SMOOTHED, Z_LOSS, ONLY_IN_TRAINING, SOFT_CAP])
+def test_a_validation_loss_that_is_not_the_cross_entropy_is_said(edits, data, tmp_path):
+    """Also where it is nearly so in a new model, all of whose ids are equally likely."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=1))
+    is_plain = edits in (ONLY_IN_TRAINING, SOFT_CAP)
+    assert ("The loss in validation is not the cross-entropy of the logits" in said) != is_plain
