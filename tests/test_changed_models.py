@@ -509,3 +509,17 @@ def test_a_validation_loss_that_is_not_the_cross_entropy_is_said(edits, data, tm
     [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=1))
     is_plain = edits in (ONLY_IN_TRAINING, SOFT_CAP)
     assert ("The loss in validation is not the cross-entropy of the logits" in said) != is_plain
+
+
+def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
+    edits = {
+        WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
+        f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+        "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "parent", max_steps=4))
+    options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
+    assert "With a cache this model computes something else" in said
+    assert not load_checkpoint(tmp_path / "branch" / "model_00008.pt")["has_cache"]

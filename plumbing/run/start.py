@@ -314,7 +314,11 @@ def try_out(
         return autofit.estimate(trial), True
     with autofit.undone(raw_model):
         fit = autofit.find_what_fits(trial)
-    if start.saved and start.saved["code"] == source_code.describe(type(start.config)):
+    if (
+        start.saved
+        and start.saved["code"] == source_code.describe(type(start.config))
+        and start.settings == vars(start.config.model_config)  # which a branch may change
+    ):
         has_cache = start.saved["has_cache"]
     else:
         texts = checks.texts(num_ids, longest)[:1] + ([] if text is None else [text])
