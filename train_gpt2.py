@@ -937,7 +937,7 @@ def setup(start, world) -> Parts:
     examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
     token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
     # what works on this machine: with torch.compile and DDP, which `wrap` adds, or without, and the largest B that fits
-    text = val_loaders[0].next_batch(1)[0] if val_loaders else None
+    text = val_loaders[0].next_batch(8)[0] if val_loaders else None
     num_ids = enc.n_vocab if enc else config.vocab_size
     ways = dict(wrap=wrap, autocast=autocast, text=text, num_ids=num_ids, longest=config.block_size)
     found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)

@@ -523,3 +523,29 @@ def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_pa
     [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
     assert "With a cache this model computes something else" in said
     assert not load_checkpoint(tmp_path / "branch" / "model_00008.pt")["has_cache"]
+
+
+PLACES = {  # of a digit in its number (McLeish et al. 2024), 48 to 57 in bytes
+    "        self.transformer.h = nn.Mod": "        self.place = init_normal(nn.Embedding(8, config.n_embd))\n"
+    "        self.transformer.h = nn.Mod",
+    f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+    "        digit = ((idx >= 48) & (idx < 58)).long()\n        n = digit.cumsum(1)\n"
+    "        x = x + self.place((n - (n * (1 - digit)).cummax(1)[0]).clamp(max=7))",
+}
+DOCUMENTS = {  # attention only within a document, each of which begins with 256
+    "forward(self, x, cache=None):\n        # B": "forward(self, x, cache=None, doc=None):\n        # B",
+    "attn_mask=mask, is_causal=T == S)": "attn_mask=kernels.causal_mask(T, S, x.device) & doc if T == S else mask)",
+    "forward(self, x, cache=None):\n        # subtle": "forward(self, x, cache=None, doc=None):\n        # subtle",
+    "self.attn(self.ln_1(x).to(x.dtype), cache)": "self.attn(self.ln_1(x).to(x.dtype), cache, doc)",
+    "        for block in self.transformer.h:": "        doc = (idx == 256).cumsum(1)\n"
+    "        doc = (doc[:, :, None] == doc[:, None])[:, None]\n        for block in self.transformer.h:",
+    "checkpoint(block, x, cache, use_reentrant=False) if recompute else block(x, cache)": "block(x, cache, doc)",
+}
+
+
+@pytest.mark.parametrize("edits", [PLACES, DOCUMENTS], ids=["places of digits", "documents"])
+def test_a_cache_that_is_wrong_for_a_few_ids_only_is_not_used(edits, data, tmp_path):
+    """Though the validation text has neither a number nor, where it is looked at, a document's beginning."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1))
+    assert "With a cache this model computes something else" in said

@@ -306,7 +306,7 @@ def try_out(
     """(what works on this machine, whether the model has a cache): a trial of a step and an examination of the model,
     which is as before then.
 
-    text: a batch of validation data, or None; num_ids: of the tokenizer; longest: what the model reads.
+    text: a batch of validation data (B, T), or None; num_ids: of the tokenizer; longest: what the model reads.
     """
     checks.check_groups(raw_model, optimizers)
     trial = autofit.Trial(raw_model, wrap, autocast, num_ids, start.config, world)
@@ -321,7 +321,7 @@ def try_out(
     ):
         has_cache = start.saved["has_cache"]
     else:
-        texts = checks.texts(num_ids, longest)[:1] + ([] if text is None else [text])
+        texts = checks.texts(num_ids, longest) + ([] if text is None else [text])
         has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
     if start.config.dtype == "fp8" and not fit.compiled:
         print0("note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
