@@ -678,7 +678,8 @@ class Parts(NamedTuple):
     enc: Any  # the tokenizer; in a dry run, there may be none yet
     token_bytes: Any  # a tensor: how many bytes of text each id stands for
     examples: list[Any]  # HellaSwag's, rendered
-    # of one's own: what has state_dict() and load_state_dict(), by a name, is saved with the run and goes on with it
+    # of one's own, by a name: what has state_dict() and load_state_dict() is saved, as rank 0 has it, and goes on with
+    # the run and in its branches
     own: dict[str, Any]
     found: Any  # what works on this machine
 
@@ -931,6 +932,7 @@ def setup(start, world) -> Parts:
     if raw_model.float8:
         kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
     optimizers = configure_optimizers(raw_model, config)
+    own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     # a missing file is downloaded now, rather than in the middle of a run
     load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
@@ -943,7 +945,6 @@ def setup(start, world) -> Parts:
     found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)
     for each in (loader, *val_loaders) if loader else val_loaders:
         each.B = found.B
-    own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     models = raw_model, found.model
     data = loader, val_loaders, enc, token_bytes, examples
     parts = Parts(config, world, *models, optimizers, scaler, *data, own, found)

@@ -15,12 +15,15 @@ import pytest
 import sample
 import torch
 import train_gpt2
+from plumbing.run import run as run_folder
 from plumbing.run import source_code as trainer_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.models import config_of, from_state
 
 from harness import (
+    KILLED,
     ROOT,
+    die_at,
     error_in,
     examples_file,
     four_rows,
@@ -35,6 +38,7 @@ from harness import (
     status_of,
     tiny_flags,
     train,
+    wait_for_checkpoint,
 )
 
 pytestmark = pytest.mark.gpt2
@@ -549,3 +553,79 @@ def test_a_cache_that_is_wrong_for_a_few_ids_only_is_not_used(edits, data, tmp_p
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
     [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1))
     assert "With a cache this model computes something else" in said
+
+
+AFTER_UPDATE = "    scaler.update()\n"
+AVERAGE = {
+    "    scaler = torch.amp": "    average = torch.optim.swa_utils.AveragedModel(raw_model)\n"
+    '    own["ema"] = average.eval()\n    scaler = torch.amp',
+    AFTER_UPDATE: AFTER_UPDATE + '    parts.own["ema"].update_parameters(parts.raw_model)\n',
+    "        run.log_val_loss(step, losses)\n": "        run.log_val_loss(step, losses)\n"
+    '        loss, _ = evaluate_val_loss(parts.own["ema"], parts.val_loaders[0], most, parts)\n'
+    '        run.report(step, f"val loss of the average {loss:.6f}", {"val_ema": loss})\n',
+}
+
+
+def killed_while_changed(path, step, checkpoint, args):
+    """As harness.killed_at, with the trainer in the file at `path`."""
+    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
+    with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
+        import_trainer(path).main(args)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", AVERAGE)
+    args = {name: tiny_flags(data, tmp_path / name) for name in ("whole", "killed")}
+    run(train_changed, path, args["whole"], ranks=ranks, ends=[0] * max(1, ranks))
+    if not ranks:
+        run(killed_while_changed, path, 6, 4, args["killed"], ends=[KILLED])
+        [said] = run(train_changed, path, args["killed"])
+        assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole") and "note: The loss" not in said
+        run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole/model_00008.pt"))
+        assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")
+    states = [load_checkpoint(tmp_path / "whole" / f"model_{step:05d}.pt") for step in (8, 12)]
+    average, weights = states[1]["own"]["ema"], states[1]["model"]
+    assert average["n_averaged"] == 12
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.equal(average[f"module.{name}"], weights[name])
+    averages, plain = losses(tmp_path / "whole", "val_ema"), losses(tmp_path / "whole", "val")
+    assert averages[0] == plain[0] and averages[0] > averages[-1] > plain[-1] + 0.01, "an average lags behind"
+
+
+HIDDEN = {
+    "\n\ndef train_step(": "\n\nPULLS = [0]\n\n\ndef train_step(",
+    "    for optimizer in parts.optimizers if not overflow else ():": "    PULLS[0] += 1\n"
+    "    for p in model.parameters():\n        p.grad *= 1 + PULLS[0]\n"
+    "    for optimizer in parts.optimizers if not overflow else ():",
+}
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_steps_that_are_done_again_are_compared_with_what_they_were(is_hidden, data, tmp_path):
+    """A run whose training counts in a variable of its own goes on as another run, and only its log can tell."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", HIDDEN if is_hidden else {})
+    args = tiny_flags(data, tmp_path / "out", warmup_steps=0)
+    run(killed_while_changed, path, 7, 4, args, ends=[KILLED])
+    before = log_lines(tmp_path / "out")
+    [said] = run(train_changed, path, args)
+    assert ("before the run was stopped, and is" in said) == is_hidden
+    assert (log_lines(tmp_path / "out")[: len(before)] == before) != is_hidden
+
+
+def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_update(data, tmp_path):
+    edits = {
+        "    for optimizer in parts.optimizers if not overflow else ():": '    scalars["before"] = 0.1 + world.rank\n'
+        "    for optimizer in parts.optimizers if not overflow else ():",
+        AFTER_UPDATE: AFTER_UPDATE
+        + '    scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)\n',
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[0, 0])
+    assert set(losses(tmp_path / "out", "before")) == {0.1}
+    weight = load_checkpoint(tmp_path / "out" / "model_00012.pt")["model"]["lm_head.weight"]
+    assert losses(tmp_path / "out", "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
+    for name in ("train", "val/docs", "a b", ""):
+        path = changed_trainer(tmp_path / "bad.py", {AFTER_UPDATE: AFTER_UPDATE + f"    scalars[{name!r}] = 1\n"})
+        [said] = run(train_changed, path, tiny_flags(data, tmp_path / f"bad{len(name)}"), ends=[2])
+        assert f"{name!r} cannot be the name of a scalar" in error_in(said)
