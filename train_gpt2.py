@@ -378,15 +378,20 @@ class GPT(nn.Module):
         attention = 12 * self.config.n_layer * self.config.n_embd * T
         return 6 * sum(p.numel() for p in matmuls) + attention
 
-    def extend(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def extend(self, weights: dict[str, Any], old_ids: torch.Tensor | None = None) -> dict[str, Any]:
         """Give the rows of a state dict this model's vocab_size and block_size; rows that are too many are left out.
 
         New ids get the mean of the others: zeros would give them logit 0, far above that of most. New positions repeat
         the others from the first on (records/2026-11-25-longer-sequences). Buffers are tables that this model has made.
+        old_ids: with another tokenizer, the id that each of its tokens had, -1 for a new token.
         """
         buffers, extended = dict(self.named_buffers(remove_duplicate=False)), dict(weights)
+        if old_ids is not None:
+            for name in [name for name in weights if name.startswith(("transformer.wte.", "lm_head."))]:
+                extended[name] = weights[name][old_ids]
+                extended[name][old_ids < 0] = weights[name].mean(0)
         for name, own in self.state_dict().items():
-            weight = weights.get(name)
+            weight = extended.get(name)
             if weight is None or not isinstance(own, torch.Tensor) or own.shape == weight.shape:
                 continue
             new = max(0, len(own) - len(weight))

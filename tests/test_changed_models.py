@@ -15,11 +15,13 @@ import pytest
 import sample
 import torch
 import train_gpt2
+from plumbing.data import tokenizers
 from plumbing.run import run as run_folder
 from plumbing.run import source_code as trainer_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.models import config_of, from_state
 
+from corpora import make, train_small
 from harness import (
     KILLED,
     ROOT,
@@ -629,3 +631,31 @@ def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_
         path = changed_trainer(tmp_path / "bad.py", {AFTER_UPDATE: AFTER_UPDATE + f"    scalars[{name!r}] = 1\n"})
         [said] = run(train_changed, path, tiny_flags(data, tmp_path / f"bad{len(name)}"), ends=[2])
         assert f"{name!r} cannot be the name of a scalar" in error_in(said)
+
+
+@pytest.mark.parametrize("edits", [{}, UNTIED], ids=["tied", "untied"])
+def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(edits, data, tmp_path):
+    """Their rows are taken over, whatever their ids; a token that is new begins with the mean. A branch is refused."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "first"))
+    first = load_checkpoint(tmp_path / "first" / "model_00012.pt")["model"]["lm_head.weight"]
+    enc = train_small("gpt2")
+    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
+    (tmp_path / "text.txt").write_text("abcdefghijklmnop the ponds " * 400)
+    make(tmp_path, str(tmp_path / "text.txt"), name="other", tokenizer=str(tmp_path / "small.tiktoken"))
+    still = dict(init_from=tmp_path / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
+    [said] = run(train_changed, path, tiny_flags(tmp_path / "other", tmp_path / "second", **still))
+    rows = load_checkpoint(tmp_path / "second" / "model_00001.pt")["model"]["lm_head.weight"]
+    assert "Of the 1,000 tokens of small-gpt2, 257 are also of bytes" in said and len(rows) == 1024
+    for i in range(1000):
+        token = enc.decode_single_token_bytes(i)
+        before = token[0] if len(token) == 1 else 256 if token == b"<|endoftext|>" else None
+        expected = first.mean(0) if before is None else first[before]
+        torch.testing.assert_close(rows[i], expected, rtol=0, atol=1e-6)
+    for options in (
+        dict(branch_from=tmp_path / "first", max_steps=24),
+        dict(init_from=tmp_path / "first", max_steps=0),
+    ):
+        args = tiny_flags(tmp_path / "other", tmp_path / "third", vocab_size=1024, **options)
+        [said] = run(train_changed, path, args, ends=[2])
+        assert "have tokenizer small-gpt2, but the model uses bytes" in error_in(said)
