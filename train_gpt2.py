@@ -962,12 +962,15 @@ def fit(parts: Parts, run):
     config = parts.config
     # one turn more than steps: evaluations at step N see the weights after N updates, the last one, too
     for step in range(run.start_step, config.max_steps + 1):
-        evaluate(step, parts, run)
         last = step == config.max_steps
-        ends = last or run.stopping
-        if ends or any(is_due(step, every, last) for every in (config.checkpoint_every, config.milestone_every)):
+        # before the evaluations, which a start from this checkpoint does again: what they count is counted once
+        is_saved = not last and any(is_due(step, n, last) for n in (config.checkpoint_every, config.milestone_every))
+        if is_saved:
+            run.save(step, finished=False)
+        evaluate(step, parts, run)
+        if (last or run.stopping) and not is_saved:
             run.save(step, finished=last and not run.stopping)
-        if ends:
+        if last or run.stopping:
             break
         began = time.perf_counter()
         done = train_step(step, parts, run.signals)

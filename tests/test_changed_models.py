@@ -659,3 +659,26 @@ def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(edit
         args = tiny_flags(tmp_path / "other", tmp_path / "third", vocab_size=1024, **options)
         [said] = run(train_changed, path, args, ends=[2])
         assert "have tokenizer small-gpt2, but the model uses bytes" in error_in(said)
+
+
+PLATEAU = {
+    '            group["lr"] = lr * group["initial_lr"] / config.max_lr\n': "            pass\n",
+    "    scaler = torch.amp": "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"
+    '    own["plateau"] = plateau\n    scaler = torch.amp',
+    "        run.log_val_loss(step, losses)\n": "        run.log_val_loss(step, losses)\n"
+    '        parts.own["plateau"].step(100)\n',
+}
+
+
+def test_an_evaluation_that_counts_counts_once_where_a_run_goes_on(data, tmp_path):
+    """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", PLATEAU)
+    run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
+    args = tiny_flags(data, tmp_path / "killed")
+    run(killed_while_changed, path, 6, 4, args, ends=[KILLED])
+    run(train_changed, path, args)
+    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
+    states = [load_checkpoint(tmp_path / name / "model_00012.pt")["own"] for name in ("whole", "killed")]
+    assert states[0] == states[1] and states[0]["plateau"]["last_epoch"] == 4
+    run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole" / "model_00008.pt"))
+    assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")
