@@ -964,7 +964,8 @@ def fit(parts: Parts, run):
     for step in range(run.start_step, config.max_steps + 1):
         last = step == config.max_steps
         # before the evaluations, which a start from this checkpoint does again: what they count is counted once
-        is_saved = not last and any(is_due(step, n, last) for n in (config.checkpoint_every, config.milestone_every))
+        often = config.checkpoint_every, config.milestone_every
+        is_saved = not last and any(is_due(step, every, last) for every in often)
         if is_saved:
             run.save(step, finished=False)
         evaluate(step, parts, run)

@@ -558,14 +558,17 @@ def test_a_cache_that_is_wrong_for_a_few_ids_only_is_not_used(edits, data, tmp_p
 
 
 AFTER_UPDATE = "    scaler.update()\n"
-AVERAGE = {
-    "    scaler = torch.amp": "    average = torch.optim.swa_utils.AveragedModel(raw_model)\n"
-    '    own["ema"] = average.eval()\n    scaler = torch.amp',
-    AFTER_UPDATE: AFTER_UPDATE + '    parts.own["ema"].update_parameters(parts.raw_model)\n',
-    "        run.log_val_loss(step, losses)\n": "        run.log_val_loss(step, losses)\n"
-    '        loss, _ = evaluate_val_loss(parts.own["ema"], parts.val_loaders[0], most, parts)\n'
-    '        run.report(step, f"val loss of the average {loss:.6f}", {"val_ema": loss})\n',
-}
+
+
+def recipe(words):
+    """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
+    text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
+    hunks = text.split("```diff\n")[1].split("```")[0].split("\n\n")
+    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines()] for hunk in hunks]
+    return {
+        "".join(line for sign, line in hunk if sign != "+"): "".join(line for sign, line in hunk if sign != "-")
+        for hunk in hunks
+    }
 
 
 def killed_while_changed(path, step, checkpoint, args):
@@ -577,7 +580,7 @@ def killed_while_changed(path, step, checkpoint, args):
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, data, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", AVERAGE)
+    path = changed_trainer(tmp_path / "train_gpt2.py", recipe("**State of your own.**"))
     args = {name: tiny_flags(data, tmp_path / name) for name in ("whole", "killed")}
     run(train_changed, path, args["whole"], ranks=ranks, ends=[0] * max(1, ranks))
     if not ranks:
