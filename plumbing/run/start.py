@@ -111,7 +111,8 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     inherited = inheritable(asked, settings, typed)
     if saved and not own:
         del inherited["branch_from"]
-        if "data" in typed and "data_weights" not in typed:  # the shares are those of the parent's folders
+        # the shares are those of the parent's folders
+        if tuple(asked.data) != tuple(inherited["data"]) and {"data"} == typed.keys() & {"data", "data_weights"}:
             del inherited["data_weights"]
     config = make_config(inherited, typed, world)
     old_ids = ids_in(model, config) if model else None
