@@ -600,9 +600,9 @@ def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, d
 
 HIDDEN = {
     "\n\ndef train_step(": "\n\nPULLS = [0]\n\n\ndef train_step(",
-    "    for optimizer in parts.optimizers if not overflow else ():": "    PULLS[0] += 1\n"
-    "    for p in model.parameters():\n        p.grad *= 1 + PULLS[0]\n"
-    "    for optimizer in parts.optimizers if not overflow else ():",
+    "    for optimizer in optimizers if not overflow else ():": "    PULLS[0] += 1\n"
+    "    for p in parts.model.parameters():\n        p.grad *= 1 + PULLS[0]\n"
+    "    for optimizer in optimizers if not overflow else ():",
 }
 
 
@@ -620,8 +620,8 @@ def test_steps_that_are_done_again_are_compared_with_what_they_were(is_hidden, d
 
 def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_update(data, tmp_path):
     edits = {
-        "    for optimizer in parts.optimizers if not overflow else ():": '    scalars["before"] = 0.1 + world.rank\n'
-        "    for optimizer in parts.optimizers if not overflow else ():",
+        "    for optimizer in optimizers if not overflow else ():": '    scalars["before"] = 0.1 + world.rank\n'
+        "    for optimizer in optimizers if not overflow else ():",
         AFTER_UPDATE: AFTER_UPDATE
         + '    scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)\n',
     }
