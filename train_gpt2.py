@@ -379,15 +379,20 @@ class GPT(nn.Module):
         attention = 12 * self.config.n_layer * self.config.n_embd * T
         return 6 * sum(p.numel() for p in matmuls) + attention
 
-    def extend(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def extend(self, weights: dict[str, Any], old_ids: torch.Tensor | None = None) -> dict[str, Any]:
         """Give the rows of a state dict this model's vocab_size and block_size; rows that are too many are left out.
 
         New ids get the mean of the others: zeros would give them logit 0, far above that of most. New positions repeat
         the others from the first on (records/2026-11-25-longer-sequences). Buffers are tables that this model has made.
+        old_ids: with another tokenizer, the id that each of its tokens had, -1 for a new token.
         """
         buffers, extended = dict(self.named_buffers(remove_duplicate=False)), dict(weights)
+        if old_ids is not None:
+            for name in [name for name in weights if name.startswith(("transformer.wte.", "lm_head."))]:
+                extended[name] = weights[name][old_ids]
+                extended[name][old_ids < 0] = weights[name].mean(0)
         for name, own in self.state_dict().items():
-            weight = weights.get(name)
+            weight = extended.get(name)
             if weight is None or not isinstance(own, torch.Tensor) or own.shape == weight.shape:
                 continue
             new = max(0, len(own) - len(weight))
@@ -679,7 +684,8 @@ class Parts(NamedTuple):
     enc: Any  # the tokenizer; in a dry run, there may be none yet
     token_bytes: Any  # a tensor: how many bytes of text each id stands for
     examples: list[Any]  # HellaSwag's, rendered
-    # of one's own: what has state_dict() and load_state_dict(), by a name, is saved with the run and goes on with it
+    # of one's own, by a name: what has state_dict() and load_state_dict() is saved, as rank 0 has it, and goes on with
+    # the run and in its branches
     own: dict[str, Any]
     found: Any  # what works on this machine
 
@@ -932,19 +938,19 @@ def setup(start, world) -> Parts:
     if raw_model.float8:
         kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
     optimizers = configure_optimizers(raw_model, config)
+    own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     # a missing file is downloaded now, rather than in the middle of a run
     load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
     examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
     token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
     # what works on this machine: with torch.compile and DDP, which `wrap` adds, or without, and the largest B that fits
-    text = val_loaders[0].next_batch(1)[0] if val_loaders else None
+    text = val_loaders[0].next_batch(8)[0] if val_loaders else None
     num_ids = enc.n_vocab if enc else config.vocab_size
     ways = dict(wrap=wrap, autocast=autocast, text=text, num_ids=num_ids, longest=config.block_size)
     found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)
     for each in (loader, *val_loaders) if loader else val_loaders:
         each.B = found.B
-    own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     models = raw_model, found.model
     data = loader, val_loaders, enc, token_bytes, examples
     parts = Parts(config, world, *models, optimizers, scaler, *data, own, found)
@@ -957,12 +963,16 @@ def fit(parts: Parts, run):
     config = parts.config
     # one turn more than steps: evaluations at step N see the weights after N updates, the last one, too
     for step in range(run.start_step, config.max_steps + 1):
-        evaluate(step, parts, run)
         last = step == config.max_steps
-        ends = last or run.stopping
-        if ends or any(is_due(step, every, last) for every in (config.checkpoint_every, config.milestone_every)):
+        # before the evaluations, which a start from this checkpoint does again: what they count is counted once
+        often = config.checkpoint_every, config.milestone_every
+        is_saved = not last and any(is_due(step, every, last) for every in often)
+        if is_saved:
+            run.save(step, finished=False)
+        evaluate(step, parts, run)
+        if (last or run.stopping) and not is_saved:
             run.save(step, finished=last and not run.stopping)
-        if ends:
+        if last or run.stopping:
             break
         began = time.perf_counter()
         done = train_step(step, parts, run.signals)

@@ -15,12 +15,17 @@ import pytest
 import sample
 import torch
 import train_gpt2
+from plumbing.data import tokenizers
+from plumbing.run import run as run_folder
 from plumbing.run import source_code as trainer_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.models import config_of, from_state
 
+from corpora import make, train_small
 from harness import (
+    KILLED,
     ROOT,
+    die_at,
     error_in,
     examples_file,
     four_rows,
@@ -35,6 +40,7 @@ from harness import (
     status_of,
     tiny_flags,
     train,
+    wait_for_checkpoint,
 )
 
 pytestmark = pytest.mark.gpt2
@@ -490,3 +496,192 @@ def test_ranks_that_train_different_models_are_told_after_the_first_step_with_wh
     said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
     assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
     assert not list((tmp_path / "out").glob("model_*.pt"))
+
+
+UNTIED = EDITS["untied"]
+SMOOTHED = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}
+Z_LOSS = {
+    "        return F.cross_entropy(logits.float()": "        z = 1e-4 * logits.float().logsumexp(-1).square().sum()\n"
+    "        return z + F.cross_entropy(logits.float()"
+}
+ONLY_IN_TRAINING = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1 * self.training)'}
+SOFT_CAP = {"return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)"}
+
+
+@pytest.mark.parametrize("edits", [UNTIED | SMOOTHED, Z_LOSS, ONLY_IN_TRAINING, SOFT_CAP])
+def test_a_validation_loss_that_is_not_the_cross_entropy_is_said(edits, data, tmp_path):
+    """Also where it is nearly so in a new model, all of whose ids are equally likely."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=1))
+    is_plain = edits in (ONLY_IN_TRAINING, SOFT_CAP)
+    assert ("The loss in validation is not the cross-entropy of the logits" in said) != is_plain
+
+
+def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
+    edits = {
+        WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
+        f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+        "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "parent", max_steps=4))
+    options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
+    assert "With a cache this model computes something else" in said
+    assert not load_checkpoint(tmp_path / "branch" / "model_00008.pt")["has_cache"]
+
+
+PLACES = {  # of a digit in its number (McLeish et al. 2024), 48 to 57 in bytes
+    "        self.transformer.h = nn.Mod": "        self.place = init_normal(nn.Embedding(8, config.n_embd))\n"
+    "        self.transformer.h = nn.Mod",
+    f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+    "        digit = ((idx >= 48) & (idx < 58)).long()\n        n = digit.cumsum(1)\n"
+    "        x = x + self.place((n - (n * (1 - digit)).cummax(1)[0]).clamp(max=7))",
+}
+DOCUMENTS = {  # attention only within a document, each of which begins with 256
+    "forward(self, x, cache=None):\n        # B": "forward(self, x, cache=None, doc=None):\n        # B",
+    "attn_mask=mask, is_causal=T == S)": "attn_mask=kernels.causal_mask(T, S, x.device) & doc if T == S else mask)",
+    "forward(self, x, cache=None):\n        # subtle": "forward(self, x, cache=None, doc=None):\n        # subtle",
+    "self.attn(self.ln_1(x).to(x.dtype), cache)": "self.attn(self.ln_1(x).to(x.dtype), cache, doc)",
+    "        for block in self.transformer.h:": "        doc = (idx == 256).cumsum(1)\n"
+    "        doc = (doc[:, :, None] == doc[:, None])[:, None]\n        for block in self.transformer.h:",
+    "checkpoint(block, x, cache, use_reentrant=False) if recompute else block(x, cache)": "block(x, cache, doc)",
+}
+
+
+@pytest.mark.parametrize("edits", [PLACES, DOCUMENTS], ids=["places of digits", "documents"])
+def test_a_cache_that_is_wrong_for_a_few_ids_only_is_not_used(edits, data, tmp_path):
+    """Though the validation text has neither a number nor, where it is looked at, a document's beginning."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1))
+    assert "With a cache this model computes something else" in said
+
+
+AFTER_UPDATE = "    scaler.update()\n"
+
+
+def recipe(words):
+    """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
+    text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
+    hunks = text.split("```diff\n")[1].split("```")[0].split("\n\n")
+    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines()] for hunk in hunks]
+    return {
+        "".join(line for sign, line in hunk if sign != "+"): "".join(line for sign, line in hunk if sign != "-")
+        for hunk in hunks
+    }
+
+
+def killed_while_changed(path, step, checkpoint, args):
+    """As harness.killed_at, with the trainer in the file at `path`."""
+    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
+    with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
+        import_trainer(path).main(args)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", recipe("**State of your own.**"))
+    args = {name: tiny_flags(data, tmp_path / name) for name in ("whole", "killed")}
+    run(train_changed, path, args["whole"], ranks=ranks, ends=[0] * max(1, ranks))
+    if not ranks:
+        run(killed_while_changed, path, 6, 4, args["killed"], ends=[KILLED])
+        [said] = run(train_changed, path, args["killed"])
+        assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole") and "note: The loss" not in said
+        run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole/model_00008.pt"))
+        assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")
+    states = [load_checkpoint(tmp_path / "whole" / f"model_{step:05d}.pt") for step in (8, 12)]
+    average, weights = states[1]["own"]["ema"], states[1]["model"]
+    assert average["n_averaged"] == 12
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.equal(average[f"module.{name}"], weights[name])
+    averages, plain = losses(tmp_path / "whole", "val_ema"), losses(tmp_path / "whole", "val")
+    assert averages[0] == plain[0] and averages[0] > averages[-1] > plain[-1] + 0.01, "an average lags behind"
+
+
+HIDDEN = {
+    "\n\ndef train_step(": "\n\nPULLS = [0]\n\n\ndef train_step(",
+    "    for optimizer in optimizers if not overflow else ():": "    PULLS[0] += 1\n"
+    "    for p in parts.model.parameters():\n        p.grad *= 1 + PULLS[0]\n"
+    "    for optimizer in optimizers if not overflow else ():",
+}
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_steps_that_are_done_again_are_compared_with_what_they_were(is_hidden, data, tmp_path):
+    """A run whose training counts in a variable of its own goes on as another run, and only its log can tell."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", HIDDEN if is_hidden else {})
+    args = tiny_flags(data, tmp_path / "out", warmup_steps=0)
+    run(killed_while_changed, path, 7, 4, args, ends=[KILLED])
+    before = log_lines(tmp_path / "out")
+    [said] = run(train_changed, path, args)
+    assert ("before the run was stopped, and is" in said) == is_hidden
+    assert (log_lines(tmp_path / "out")[: len(before)] == before) != is_hidden
+
+
+def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_update(data, tmp_path):
+    edits = {
+        "    for optimizer in optimizers if not overflow else ():": '    scalars["before"] = 0.1 + world.rank\n'
+        "    for optimizer in optimizers if not overflow else ():",
+        AFTER_UPDATE: AFTER_UPDATE
+        + '    scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)\n',
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[0, 0])
+    assert set(losses(tmp_path / "out", "before")) == {0.1}
+    weight = load_checkpoint(tmp_path / "out" / "model_00012.pt")["model"]["lm_head.weight"]
+    assert losses(tmp_path / "out", "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
+    for name in ("train", "val/docs", "a b", ""):
+        path = changed_trainer(tmp_path / "bad.py", {AFTER_UPDATE: AFTER_UPDATE + f"    scalars[{name!r}] = 1\n"})
+        [said] = run(train_changed, path, tiny_flags(data, tmp_path / f"bad{len(name)}"), ends=[2])
+        assert f"{name!r} cannot be the name of a scalar" in error_in(said)
+
+
+@pytest.mark.parametrize("edits", [{}, UNTIED], ids=["tied", "untied"])
+def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(edits, data, tmp_path):
+    """Their rows are taken over, whatever their ids; a token that is new begins with the mean. A branch is refused."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "first"))
+    first = load_checkpoint(tmp_path / "first" / "model_00012.pt")["model"]["lm_head.weight"]
+    enc = train_small("gpt2")
+    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
+    (tmp_path / "text.txt").write_text("abcdefghijklmnop the ponds " * 400)
+    make(tmp_path, str(tmp_path / "text.txt"), name="other", tokenizer=str(tmp_path / "small.tiktoken"))
+    still = dict(init_from=tmp_path / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
+    [said] = run(train_changed, path, tiny_flags(tmp_path / "other", tmp_path / "second", **still))
+    rows = load_checkpoint(tmp_path / "second" / "model_00001.pt")["model"]["lm_head.weight"]
+    assert "Of the 1,000 tokens of small-gpt2, 257 are also of bytes" in said and len(rows) == 1024
+    for i in range(1000):
+        token = enc.decode_single_token_bytes(i)
+        before = token[0] if len(token) == 1 else 256 if token == b"<|endoftext|>" else None
+        expected = first.mean(0) if before is None else first[before]
+        torch.testing.assert_close(rows[i], expected, rtol=0, atol=1e-6)
+    for options in (
+        dict(branch_from=tmp_path / "first", max_steps=24),
+        dict(init_from=tmp_path / "first", max_steps=0),
+    ):
+        args = tiny_flags(tmp_path / "other", tmp_path / "third", vocab_size=1024, **options)
+        [said] = run(train_changed, path, args, ends=[2])
+        assert "have tokenizer small-gpt2, but the model uses bytes" in error_in(said)
+
+
+PLATEAU = {
+    '            group["lr"] = lr * group["initial_lr"] / config.max_lr\n': "            pass\n",
+    "    scaler = torch.amp": "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"
+    '    own["plateau"] = plateau\n    scaler = torch.amp',
+    "        run.log_val_loss(step, losses)\n": "        run.log_val_loss(step, losses)\n"
+    '        parts.own["plateau"].step(100)\n',
+}
+
+
+def test_an_evaluation_that_counts_counts_once_where_a_run_goes_on(data, tmp_path):
+    """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", PLATEAU)
+    run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
+    args = tiny_flags(data, tmp_path / "killed")
+    run(killed_while_changed, path, 6, 4, args, ends=[KILLED])
+    run(train_changed, path, args)
+    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
+    states = [load_checkpoint(tmp_path / name / "model_00012.pt")["own"] for name in ("whole", "killed")]
+    assert states[0] == states[1] and states[0]["plateau"]["last_epoch"] == 4
+    run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole" / "model_00008.pt"))
+    assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")

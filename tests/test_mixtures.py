@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import train_gpt2
 from plumbing.data.windows import mix, shares_of, stream_names
+from plumbing.run.checkpoint import load_checkpoint
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from harness import (
@@ -168,3 +169,11 @@ def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
 def test_folders_of_one_name_have_streams_of_their_own():
     assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
     assert stream_names(["/x/my texts", "\u00e9", "\u00fc"]) == ["my_texts", "_.2", "_.3"]
+
+
+@pytest.mark.parametrize("number, shares", [(3, [0.5, 0.3, 0.2]), (2, [])])
+def test_a_branch_keeps_its_parents_shares_unless_it_names_other_folders(number, shares, folders, tmp_path):
+    run(train_gpt2.main, mixed(folders, tmp_path / "parent", max_steps=4))
+    args = mixed(folders[:number], tmp_path / "branch", branch_from=tmp_path / "parent", max_steps=8)
+    run(train_gpt2.main, args[: args.index("--data-weights")])
+    assert list(load_checkpoint(tmp_path / "branch" / "model_00008.pt")["config"]["data_weights"]) == shares

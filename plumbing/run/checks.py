@@ -24,13 +24,17 @@ COPIED_PARAMETERS = 10_000_000  # up to this size a second model is made on a CP
 
 
 def texts(num_ids: int, length: int) -> list[torch.Tensor]:
-    """Ids below num_ids to examine a model on, (1, length) each: all kinds of them, and few, which meet again."""
-    few = torch.randint(num_ids, (8,))
-    return [torch.randint(num_ids, (1, length)), few[torch.randint(8, (1, length))]]
+    """Ids below num_ids to examine a model on: a long text (1, length), and short ones (N, 4) of a single id each.
+
+    In the long one, two ids side by side are hardly ever of one kind, as two digits are. The last ids come first, as
+    the special ones are among them.
+    """
+    some_ids = torch.cat([torch.arange(num_ids)[-8:], torch.randperm(num_ids)[:1000]])
+    return [torch.randint(num_ids, (1, length)), some_ids[:, None].expand(-1, min(4, length))]
 
 
 def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bool:
-    """Whether a cache gives what the whole text gives, on these texts of ids (1, T), or as many as take no time.
+    """Whether a cache gives what the whole text gives, on these texts of ids (B, T), or as many as take no time.
 
     is_new: whether a run begins with the model; else it is only used, and whether that was sound is not asked again.
     """
@@ -40,7 +44,8 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
     most = max(LEAST_TOKENS, int(work / parameters))
     has_cache = True
     with quiet(model):
-        for number, idx in enumerate(text[:, :most].to(device) for text in texts):
+        for number, text in enumerate(texts):
+            idx = text[: max(1, most // text.size(1)), :most].to(device)
             hidden = model.hidden_states(idx)
             has_cache = has_cache and is_cache_right(model, idx, hidden)
             if is_new and number == 0:
@@ -66,9 +71,10 @@ def check_new(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, copies: bo
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
             " same. Keep all that the model computes with in its parameters and buffers."
         )
-    logits, loss = model(idx, idx)
-    plain = F.cross_entropy(logits[0].float(), idx[0])
-    if not abs(loss - plain) <= 1e-3 * plain:
+    likely = model(idx)[0].argmax(-1)  # for these, another loss than the plain one shows in a new model, too
+    logits, loss = model(idx, likely)
+    plain = F.cross_entropy(logits[0].float(), likely[0])
+    if not abs(loss - plain) <= 1e-4 * plain:
         print0(
             f"note: The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), "
             "so neither it nor bits per byte can be compared with other models'. Add what is only for training "

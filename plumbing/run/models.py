@@ -116,17 +116,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def from_state(model_class: type, config: Any, weights: dict[str, Tensor], *, extends: bool = False) -> Any:
+def from_state(
+    model_class: type, config: Any, weights: dict[str, Tensor], *, extends: bool = False, old_ids: Tensor | None = None
+) -> Any:  # fmt: skip
     """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly.
 
-    extends: first give them the rows that the model has, as its `extend` says.
+    extends: first give them the rows that the model has, as its `extend` says; old_ids: of another tokenizer.
     """
     with SkipInit():
         model = new_model(model_class, config)
     new = sorted(model.state_dict().keys() - weights.keys())
     if new:  # a model whose load_state_dict allows that, as with adapters, begins these as it makes them
         model = new_model(model_class, config)
-    load_weights(model, model.extend(weights) if extends else weights)
+    load_weights(model, model.extend(weights, old_ids) if extends else weights)
     if new:
         print0(
             f"note: The weights have nothing called {', '.join(new[:3])}: unless the model's load_state_dict takes "
@@ -177,13 +179,25 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         )
 
 
+def is_tokenizer(name: str, enc: tiktoken.Encoding) -> bool:
+    """Whether a tokenizer is the one called `name`, but for role markers."""
+    return name.removesuffix("+chat") == enc.name.removesuffix("+chat")
+
+
 def check_tokenizer(name: str, enc: tiktoken.Encoding, data: str) -> None:
     """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own, called `name`."""
-    if name and name.removesuffix("+chat") != enc.name.removesuffix("+chat"):
+    if name and not is_tokenizer(name, enc):
         raise UserError(
-            f"The shards in {data} have tokenizer {enc.name}, but the model uses {name}. Make shards with "
-            "that tokenizer, in another folder."
+            f"The shards in {data} have tokenizer {enc.name}, but the model uses {name}. Make shards with that "
+            "tokenizer, in another folder; or train a model that begins with this one, by --init-from, on these."
         )
+
+
+def same_tokens(old: tiktoken.Encoding, new: tiktoken.Encoding) -> Tensor:
+    """The id in `old` of each token of `new`, (new.n_vocab,): that of the same bytes, or -1 where it has none."""
+    before = old._mergeable_ranks | old._special_tokens
+    now = new._mergeable_ranks | new._special_tokens
+    return torch.tensor([before.get(token, -1) for token in sorted(now, key=now.__getitem__)])
 
 
 def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:

@@ -15,6 +15,7 @@ import torch
 from plumbing.cli.console import UserError, print0, quote, quote_group
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
+from plumbing.data.windows import data_tokenizer
 from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, models, source_code, wandb_log
@@ -39,6 +40,7 @@ class Start(NamedTuple):
     weights: dict[str, torch.Tensor] | None = None  # its state dict
     tokenizer: str = ""  # the name of its own
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
+    old_ids: torch.Tensor | None = None  # for data with another tokenizer: what its tokens had, see GPT.extend
     ended: Ended | None = None  # of a run of which nothing is left to do: what it ended with
     lock: FolderLock | None = None  # on the run's folder, held by rank 0
 
@@ -109,9 +111,14 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     inherited = inheritable(asked, settings, typed)
     if saved and not own:
         del inherited["branch_from"]
-        if "data" in typed and "data_weights" not in typed:  # the shares are those of the parent's folders
+        # the shares are those of the parent's folders
+        if tuple(asked.data) != tuple(inherited["data"]) and {"data"} == typed.keys() & {"data", "data_weights"}:
             del inherited["data_weights"]
     config = make_config(inherited, typed, world)
+    old_ids = ids_in(model, config) if model else None
+    if old_ids is not None:
+        inherited.pop("vocab_size", None)  # the model gets the rows that the data's tokenizer needs
+        config = make_config(inherited, typed, world)
     if own:
         refuse_another_recipe(config, own, typed)
         if own["finished"]:
@@ -124,8 +131,24 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         return Start(config, typed, saved, fields, saved["model"], saved["tokenizer"], branched)
     if model:
         source_code.compare(model.code, type(config), source, goes_on=True)
-        return Start(config, typed, None, settings, model.weights, model.enc.name)
+        tokenizer = model.enc.name if old_ids is None else ""
+        return Start(config, typed, None, settings, model.weights, tokenizer, old_ids=old_ids)
     return Start(config, typed)
+
+
+def ids_in(model: models.SavedModel, config: Any) -> torch.Tensor | None:
+    """The id that each token of the data has in the model to begin with, which has another tokenizer; None if it is the
+    same, or nothing is trained.
+    """
+    enc = data_tokenizer(config.data, splits=["val"], may_be_empty=config.dry_run)
+    if not enc or not config.max_steps or models.is_tokenizer(model.enc.name, enc):
+        return None
+    old_ids = models.same_tokens(model.enc, enc)
+    print0(
+        f"note: Of the {enc.n_vocab:,} tokens of {enc.name}, {int((old_ids >= 0).sum()):,} are also of "
+        f"{model.enc.name}, the model's own, and keep their embeddings. The others begin with the mean."
+    )
+    return old_ids
 
 
 def load_own(asked: Any) -> Checkpoint | None:
@@ -288,7 +311,7 @@ def first_model(model_class: type, start: Start, device: torch.device) -> Any:
             return autofit.new_model(model_class, config).to(device)
         assert start.settings is not None
         models.config_of(type(config), start.settings)  # which has no setting that this file does not know
-        model = models.from_state(model_class, config, start.weights, extends=True)
+        model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
     own = dict(model.named_parameters())
     other = [name for name in own.keys() & start.weights.keys() if own[name].shape != start.weights[name].shape]
     if other and start.saved:
@@ -310,7 +333,7 @@ def try_out(
     """(what works on this machine, whether the model has a cache): a trial of a step and an examination of the model,
     which is as before then.
 
-    text: a batch of validation data, or None; num_ids: of the tokenizer; longest: what the model reads.
+    text: a batch of validation data (B, T), or None; num_ids: of the tokenizer; longest: what the model reads.
     """
     checks.check_groups(raw_model, optimizers)
     trial = autofit.Trial(raw_model, wrap, autocast, num_ids, start.config, world)
@@ -318,10 +341,14 @@ def try_out(
         return autofit.estimate(trial), True
     with autofit.undone(raw_model):
         fit = autofit.find_what_fits(trial)
-    if start.saved and start.saved["code"] == source_code.describe(type(start.config)):
+    if (
+        start.saved
+        and start.saved["code"] == source_code.describe(type(start.config))
+        and start.settings == vars(start.config.model_config)  # which a branch may change
+    ):
         has_cache = start.saved["has_cache"]
     else:
-        texts = checks.texts(num_ids, longest)[:1] + ([] if text is None else [text])
+        texts = checks.texts(num_ids, longest) + ([] if text is None else [text])
         has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
     if start.config.dtype == "fp8" and not fit.compiled:
         print0("note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
