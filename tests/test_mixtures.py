@@ -169,6 +169,7 @@ def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
 def test_folders_of_one_name_have_streams_of_their_own():
     assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
     assert stream_names(["/x/my texts", "\u00e9", "\u00fc"]) == ["my_texts", "_.2", "_.3"]
+    assert len(set(stream_names(["a b", "a_b", "a_b.1"]))) == 3
 
 
 @pytest.mark.parametrize("number, shares", [(3, [0.5, 0.3, 0.2]), (2, [])])

@@ -85,7 +85,9 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
             parts += 1
         names[number] = "-".join(path.parts[-parts:])
     names = [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
-    return [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+    while len(set(names)) < len(names):
+        names = [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+    return names
 
 
 def data_tokenizer(

@@ -242,8 +242,9 @@ def count_kept_bytes(trial: Trial, model: Any) -> tuple[int, torch.Tensor]:
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
-    # autocast keeps weights in 16 bits, however many sequences there are
-    casts = 0 if trial.config.dtype == "float32" else 2 * sum(p.numel() for p in weights)
+    # autocast keeps weights in 16 bits, however many sequences there are, unless it converts them again
+    converts = trial.config.dtype != "float32" and not trial.config.activation_checkpointing
+    casts = 2 * sum(p.numel() for p in weights) if converts else 0
     return max(0, sum(kept.values()) - casts), loss
 
 
@@ -252,7 +253,9 @@ def estimate(trial: Trial) -> Fit:
     config, model = trial.config, trial.raw_model
     try:
         with FakeTensorMode(), SkipInit(), trial.world.device:
-            kept_bytes, _ = count_kept_bytes(trial, type(model)(model.config))
+            new = type(model)(model.config)
+            new.activation_checkpointing = config.activation_checkpointing
+            kept_bytes, _ = count_kept_bytes(trial, new)
     except Exception:  # a model that reads what it computes; then its activations are left out of the account
         kept_bytes = 0
     windows_per_rank = config.total_batch_size // (config.sequence_length * trial.world.size)
