@@ -342,6 +342,7 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     [
         dict(data="other", max_lr=1e-3, val_every=7, max_steps=16),
         dict(vocab_size=384),
+        dict(block_size=8),  # which its sequences are longer than
         dict(block_size=64, passes=0.5),  # of 36.6 steps, the first tenth of which is the warm-up
     ],
 )
@@ -357,6 +358,7 @@ def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_th
     config, expected = newest_checkpoint("new")["config"], newest_checkpoint("out")["config"] | changes
     config["data"], expected["data"] = " ".join(config["data"]), changes.get("data", str(folder))
     expected |= dict(passes=0.0, max_steps=18, warmup_steps=1) if "passes" in changes else {}
+    expected |= dict(sequence_length=min(expected["sequence_length"], expected["block_size"]))
     others = ("out_dir", "branch_from", "init_from")
     assert {name: config[name] for name in config if name not in others} == {
         name: expected[name] for name in expected if name not in others

@@ -194,7 +194,7 @@ def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any])
             defaults = vars(type(config)())
             own = {*saved["model_fields"], "branch_from", *names_of(StartOptions)}
             own |= {"max_steps"} if "passes" in rest else set()
-            kept = {n: value for n, value in then.items() if n not in own and value != defaults.get(n, value)}
+            kept = {n: value for n, value in vars(config).items() if n not in own and value != defaults[n]}
             folders = {"init_from": out_dir, "out_dir": f"{out_dir.rstrip('/')}-new"}
             command = train_command(type(config), kept | folders | rest)
             done = " with its weights"
