@@ -11,7 +11,6 @@ import io
 import os
 import platform
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -82,11 +81,6 @@ class Found(NamedTuple):
     config: str
     split: str
     sources: list[Source]
-
-
-def example(flag: str, value: str) -> str:
-    """A sentence with the command that was typed and one more flag; of a flag that is typed twice, the last counts."""
-    return f"For example: {' '.join(map(console.quote_group, ['python', *sys.argv, (flag, value)]))}"
 
 
 def file_type(name: str) -> str:
@@ -271,9 +265,10 @@ def check_choice(dataset, noun, value, known):
     """Raise UserError unless `value` is one of the `known` configs or splits."""
     if value not in known:
         wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
-        first = example(f"--{noun}", next(iter(known), value))
         more = f" and {len(known) - 50:,} more" if len(known) > 50 else ""
-        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known[:50]) or 'none'}{more}. {first}")
+        raise UserError(
+            f"{dataset} has {wrong}. Choose one with --{noun}: {', '.join(known[:50]) or 'none'}{more}."
+        )
 
 
 def unclear(dataset, reason):
