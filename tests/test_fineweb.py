@@ -407,7 +407,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
+    "--input p.parquet": "p.parquet has no column called 'text', but id, a, content. Name the column & --text-column",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
     "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
@@ -423,7 +423,7 @@ BAD_INPUTS = {
     "--input good.jsonl --separator x --shard-size 0": "--separator only & --shard-size is 0",
     "--input good.jsonl --out-dir foreign": "did not write",
     "--input good.jsonl --out-dir strange": "strange",
-    "--input p.parquet --text-column id": "has no text under 'id'. Its columns are id, a, content: {'id': 0",
+    "--input p.parquet --text-column id": "has no text under 'id'. Its columns are id: {'id': 0",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99, the shards there are",
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",

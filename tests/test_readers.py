@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import random
-import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -267,8 +265,6 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
             "Line 2 of .*a.jsonl is not a .*4300 digits",
         ),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
-        # a frame of zstd with a window of 2 GB
-        ("a.txt.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "longer window .* zstd -d --long=31"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
@@ -324,8 +320,7 @@ def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("a.csv", 'id;text\n1;"a; b"\n2;c, d\n'),
-        ("a.csv", "id|text\n1|a; b\n\n2|c, d\n"),
+        ("a.csv", 'id;text\n1;"a; b"\n\n2;c, d\n'),
         ("a.tsv", 'id,text\n1,a; b\n2,"c, d"\n'),
         ("a.json", '{\n "text": "a; b"\n}\n{\n "text": "c, d"\n}\n'),
         ("a.jsonl", '[\n {"text": "a; b"},\n {"text": "c, d"}\n]\n'),
@@ -339,39 +334,35 @@ def test_other_delimiters_lines_and_marks(tmp_path, name, text):
 
 
 GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
-QUOTED = "It\u2019s \u201cquoted\u201d caf\u00e9.\n"
+QUOTED = "It\u2019s \u201cquoted\u201d caf\u00e9.\n" * 400
 
 
 @pytest.mark.parametrize(
-    "content, words, converted",
+    "content, command, converted",
     [
-        (
-            QUOTED.encode("cp1252") * 400,
-            "a byte 0x92, .*: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW.txt",
-            QUOTED * 400,
-        ),
-        (b"plain, " * 900 + b"it\x92s", "iconv -f WINDOWS-1252 -t UTF-8 FILE", "plain, " * 900 + "it\u2019s"),
-        (GERMAN.encode("latin-1"), "a byte 0xf6, .*: iconv -f WINDOWS-1252 -t UTF-8 FILE", GERMAN),
-        (GERMAN.encode() + b"\xf6" + GERMAN.encode(), "a byte 0xf6, .*: iconv -f UTF-8 -t UTF-8 -c FILE", GERMAN * 2),
-        (GERMAN.encode("utf-16"), "is UTF-16. .*: iconv -f UTF-16 -t UTF-8 FILE > NEW.txt", GERMAN),
-        (GERMAN.encode("utf-16-le"), "is UTF-16. .*: iconv -f UTF-16 -t UTF-8 FILE > NEW.txt", None),
-        (GERMAN.encode("utf-32"), "is UTF-32. .*: iconv -f UTF-32 -t UTF-8 FILE > NEW.txt", GERMAN),
-        (gzip.compress(GERMAN.encode()), "is a file of gzip, and its name does not say so. Unpack it first.", None),
-        (pa.compress(GERMAN.encode(), codec="zstd", asbytes=True), "is a file of zstd", None),
-        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff", "is a file of zip", None),
+        (QUOTED.encode("cp1252"), "iconv -f WINDOWS-1252 -t UTF-8", QUOTED),
+        (b"plain, " * 900 + b"it\x92s", "iconv -f WINDOWS-1252 -t UTF-8", "plain, " * 900 + "it\u2019s"),
+        (GERMAN.encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8", GERMAN),
+        (GERMAN.encode() + b"\xf6" + GERMAN.encode(), "iconv -f UTF-8 -t UTF-8 -c", GERMAN * 2),
+        (GERMAN.encode("utf-16"), "iconv -f UTF-16 -t UTF-8", GERMAN),
+        (GERMAN.encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8", None),
+        (gzip.compress(GERMAN.encode()), "gzip -dc", GERMAN),
+        (pa.compress(GERMAN.encode(), codec="zstd", asbytes=True), "zstd -dc", GERMAN),
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff", "unzip -p", None),
     ],
-    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark UTF-32 gzip zstd zip".split(),
+    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark gzip zstd zip".split(),
 )
-def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, words, converted):
+def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, command, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=f" UTF-8.*: {command} FILE > NEW"):
         make(tmp_path, str(path))
-    if converted and shutil.which("iconv"):
-        command = re.search("(iconv .*) FILE", str(caught.value))[1]
+    program, *args = command.split()
+    if converted and shutil.which(program):
         # with -c, it says by its status that it left something out
-        assert subprocess.run([*shlex.split(command), path], capture_output=True).stdout.decode() == converted
+        done = subprocess.run([program, *args], input=content, capture_output=True)
+        assert done.stdout.decode() == converted
 
 
 @pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])

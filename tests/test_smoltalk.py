@@ -389,7 +389,7 @@ def test_tables_of_conversations_are_read_too(tmp_path, capsys):
     again = prepare(options_for(tmp_path, input=(str(tmp_path / "chats.csv"),), out_dir=str(tmp_path / "of_csv")))
     assert all(itertools.starmap(np.array_equal, zip(read(again), read(folder), strict=True)))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "texts.parquet")
-    with pytest.raises(UserError, match="texts.parquet has no column called messages, but text"):
+    with pytest.raises(UserError, match="texts.parquet has no column called 'messages', but text"):
         prepare(options_for(tmp_path, input=(str(tmp_path / "texts.parquet"),), out_dir=str(tmp_path / "texts")))
 
 
