@@ -244,7 +244,10 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
             "is not a conversation: message 1 needs",
         ),
         ('{"instruction": "a", "output": ""}', "is not a conversation: message 2 needs a role"),
-        ('{"instruction": "a", "output": "b", "history": "c"}', "has a history that is not of pairs: c"),
+        (
+            '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
+            "has a history beside it, which is not read.",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer of an assistant"),
         (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens, the --max-length"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer that is to be learned"),
@@ -292,18 +295,11 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
         ({"messages": [{"role": "developer", "content": "S"}, *talk("U", "A")]}, [system, *talk("U", "A")]),
         (alpaca, talk("U", "A")),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, talk("Add.\n\n2+2", "4")),
-        # what stands beside them
-        (
-            alpaca | {"system": "S", "history": [["1", "2"], ["3", "4"]]},
-            [system, *talk("1", "2", "3", "4", "U", "A")],
-        ),
-        (alpaca | {"system": "", "history": "[]"}, talk("U", "A")),
-        (alpaca | {"history": '[["1", "2"]]'}, talk("1", "2", "U", "A")),
         ([entry | {"role": None, "content": None} for entry in SHAREGPT], talk("U", "A")),  # as tables merge them
+        # what stands beside them
+        (alpaca | {"system": "", "history": "[]"}, talk("U", "A")),
         ({"conversations": SHAREGPT, "system": "S", "history": None}, [system, *talk("U", "A")]),
-        ({"conversations": SHAREGPT, "system_prompt": "S"}, [system, *talk("U", "A")]),
         (alpaca | {"system_prompt": "S"}, [system, *talk("U", "A")]),
-        ({"conversations": SHAREGPT, "history": talk("1", "2")}, talk("1", "2", "U", "A")),
         ({"messages": [system, *talk("U", "A")], "system": "S"}, [system, *talk("U", "A")]),
         ({"messages": [{"role": "system", "content": ""}, *talk("U", "A")]}, talk("U", "A")),
         # messages and conversations win
@@ -345,28 +341,23 @@ def test_what_is_left_out_of_a_conversation_is_counted(tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("of", ["message", "part"])
 @pytest.mark.parametrize("flag, other", [({"weight": 0}, 1), ({"train": False}, True), ({"loss": 0}, 1)])
-def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, of, flag, other, capsys):
+def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, flag, other, capsys):
     """Flags of the parts of a content were not looked at."""
-    [key] = flag
-
-    def answer(text, flag):
-        return {"role": "assistant", "content": [{"type": "text", "text": text} | (flag if of == "part" else {})]} | (
-            flag if of == "message" else {}
-        )
-
-    question = {"role": "user", "content": [{"type": "text", "text": "Q"}]}
-    chats = [[question, answer("wrong", flag), question, answer("right", {key: other})] for _ in range(40)]
-    if of == "part":
-        chats[3][1]["content"] += [{"type": "text", "text": "right", key: other}]
+    learned = {key: other for key in flag}
+    parts = [[{"type": "text", "text": text}] for text in ("Q", "wrong", "Q", "right")]
+    chats = [talk(*parts) for _ in range(40)]
+    for chat in chats:
+        chat[1] |= flag
+        chat[3] |= learned
+    chats[3][0]["content"] = [parts[0][0] | learned, parts[1][0] | flag]
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
-    said, count = capsys.readouterr().out, 39 if of == "part" else 40
-    assert f"note: {count} answers not to be learned, as weight or train says." in said
+    said = capsys.readouterr().out
+    assert "note: 39 answers not to be learned, as weight or train says." in said
     place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message of which only a part"
-    assert (f"1 row left out. {place} is to be learned." in said) == (of == "part")
-    assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == count
-    assert "".join(learned_in(folder)) == "right<|end|>" * count
+    assert f"1 row left out. {place} is to be learned." in said
+    assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == 39
+    assert "".join(learned_in(folder)) == "right<|end|>" * 39
 
 
 def learned_in(folder):
