@@ -266,10 +266,7 @@ def read_meta(folder: Name) -> Meta:
     kinds, read = vars(Meta(tokenizer="")), read_json(path, remedy)
     found: dict[str, Any] = {"tokenizer": None} | {key: read[key] for key in kinds if key in read}
     for key, value in found.items():
-        entries = value.values() if key in ("shards", "ends") and isinstance(value, dict) else []
-        numbers = [entry if key == "ends" else [entry] for entry in entries]
-        is_whole = all(isinstance(each, list) and {int} >= set(map(type, each)) for each in numbers)
-        if type(value) is not type(kinds[key]) or not is_whole:
+        if type(value) is not type(kinds[key]):
             raise UserError(f"{path} is damaged: its {key} cannot be {console.plain(repr(value), 60)}. {remedy}")
     return Meta(**found)
 
