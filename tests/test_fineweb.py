@@ -205,6 +205,15 @@ def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeyp
     assert num_read == 100
 
 
+def test_rows_that_are_left_out_are_not_held_either(tmp_path):
+    """A batch held all of a file that has none that can be used."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["A text.", *["" for _ in range(1000)]])
+    downloads = sources.Downloads([sources.local_source(path)], "folder")
+    with patched(preparation, "BATCH_BYTES", 1000):
+        batches = [rows for rows, _ in preparation.read_batches(fineweb.Documents("text", ""), downloads, (0, 0))]
+    assert max(map(len, batches)) <= 100 and sum(map(len, batches)) == 1001
+
+
 def make_and_die(tmp_path, paths, name, renames, after, options):
     """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
@@ -332,10 +341,9 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     folder = Path(make(tmp_path, str(path), shard_size=5000))
     meta = read_meta(folder) | {"complete": not begun}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    text, middle = path.read_bytes(), path.stat().st_size // 2
-    # with another start; with a change in the middle, which may be a line that was mended while not all is read
-    others = [text.replace(b"the", b"two"), text[:middle] + text[middle:].replace(b"the", b"two", 1)]
-    for other in others[: 1 if begun else 2]:
+    text = path.read_bytes()
+    # with another start; with more at its end, which may be mended while not all is read
+    for other in [text.replace(b"the", b"two"), text + text[:-1]][: 1 if begun else 2]:
         path.write_bytes(other)
         with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
             make(tmp_path, str(path), shard_size=5000)
@@ -429,7 +437,7 @@ BAD_INPUTS = {
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
-    "--input http://host/a.txt": "Addresses are not read here & curl -LO http://host/a.txt",
+    "--input http://host/a.txt": "No file matches http://host/a.txt & curl -LO",
     "--dataset ./good.jsonl": "--input FILES",
     "--input good.jsonl --config en": "good.jsonl is no data set with splits",
     "--dataset python-docs --split test": "neither configs nor splits",

@@ -235,11 +235,11 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
 
     assert listed(folder) == ["b.md"]
     said = capsys.readouterr().out
-    assert f"note: 3 of 4 names in {folder} are left out, such as {folder}/README.md." in said
+    assert f"note: 2 of 3 files in {folder} are left out, such as {folder}/README.md." in said
     # a README is text only where it is asked for
     assert listed(f"{folder}/**", f"{folder}/README.md") == ["b.md", "c.rst", "README.md"]
-    assert "2 of 4 names" in capsys.readouterr().out
-    for pattern, said in (("/sub/*.txt", "No file matches .*txt"), ("/s*", "sub is not of a type that is read")):
+    assert "2 of 4 files" in capsys.readouterr().out
+    for pattern, said in (("/sub/*.txt", "No file matches .*txt"), ("/d*", "d.pdf is not of a type that is read")):
         with pytest.raises(UserError, match=f"{said}.*. Give files that end in .parquet, .jsonl, "):
             listed(folder + pattern)
 
