@@ -20,8 +20,8 @@ import smoltalk
 from plumbing.cli.console import UserError
 from plumbing.data import shards, sources
 
-from corpora import TABLES, as_bytes, is_split, make, random_texts, read, read_meta
-from harness import KILLED, die_at, error_in, full_disk, listing, patched, refusal_of, refused, run, talk
+from corpora import TABLES, as_bytes, die_at_rename, is_split, make, random_texts, read, read_meta
+from harness import KILLED, error_in, full_disk, listing, patched, refusal_of, refused, run, talk
 from hub import Server
 
 BYTES = ["--tokenizer", "bytes"]
@@ -257,10 +257,8 @@ def test_one_file_is_fetched_ahead_and_those_that_were_read_are_removed(hub):
 
 
 def prepare_and_die(url, folder, renames):
-    """Prepare in a process that dies when so many files have got their names."""
     Server.configure(types.SimpleNamespace(url=url), pytest.MonkeyPatch(), folder / ".hf")
-    count = itertools.count(1)
-    with die_at(os, "replace", lambda *args: next(count) == renames, lambda replace, *args: replace(*args)):
+    with die_at_rename(renames):
         prepare(shard_size=3000, out_dir=str(folder / "out"))
 
 

@@ -27,6 +27,7 @@ from plumbing.files import lock_folder
 from corpora import (
     TABLES,
     as_bytes,
+    die_at_rename,
     is_split,
     make,
     plan_runs,
@@ -37,7 +38,7 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import KILLED, ROOT, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of, talk
+from harness import KILLED, ROOT, full_disk, listing, patched, printed_commands, refused, run, status_of, talk
 from hub import Server
 
 
@@ -215,11 +216,8 @@ def test_rows_that_are_left_out_are_not_held_either(tmp_path):
 
 
 def make_and_die(tmp_path, paths, name, renames, after, options):
-    """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
-    count = itertools.count(1)
-    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
-    with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
+    with die_at_rename(renames, after):
         make(tmp_path, *paths, name=name, **options)
 
 

@@ -21,8 +21,8 @@ from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from corpora import read, read_meta
-from harness import KILLED, TINY, die_at, flags, listing, printed_commands, refused, run, status_of, talk
+from corpora import die_at_rename, read, read_meta
+from harness import KILLED, TINY, flags, listing, printed_commands, refused, run, status_of, talk
 
 ENC = tokenizers.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = (ENC.encode_single_token(token) for token in tokenizers.CHAT_TOKENS)
@@ -139,11 +139,8 @@ def test_shards_masks_and_meta(tmp_path, capsys):
 
 
 def make_and_die(tmp_path, name, renames, after):
-    """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     preparation.BATCH_BYTES = 1000
-    count = itertools.count(1)
-    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
-    with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
+    with die_at_rename(renames, after):
         prepare(odd_options(tmp_path, name))
 
 
@@ -271,25 +268,16 @@ def test_rows_that_are_no_conversations_are_left_out_and_refused_if_all_are(tmp_
     assert not (tmp_path / "other").exists()
 
 
-def read_conversations(path, records):
-    """The messages that are read from a file of JSON lines, or one with an array."""
-    lines = "\n".join(map(json.dumps, records))
-    path.write_text(lines if path.suffix == ".jsonl" else json.dumps(records), encoding="utf-8")
-    rows = readers.read_rows(sources.local_source(str(path)), smoltalk.COLUMNS)
-    return [smoltalk.read_conversation(row.values)[0] for row in rows]
-
-
 SHAREGPT = [{"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
-def test_every_format_gives_the_same_conversations(tmp_path, name):
+def test_every_format_gives_the_same_conversations(tmp_path):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "red?"}]
     system = {"role": "system", "content": "S"}
     alpaca = {"instruction": "U", "input": "", "output": "A"}
     formats = [
+        (talk("U", "A"), talk("U", "A")),  # no array of all rows, though the file begins like one
         ({"messages": talk(parts, "A rose.")}, talk("What is red?", "A rose.")),
-        (talk("U", "A"), talk("U", "A")),
         ({"conversations": [{"from": "system", "value": "S"}, *SHAREGPT]}, [system, *talk("U", "A")]),
         ([{"role": "User", "content": "U"}, {"role": "model", "content": "A"}], talk("U", "A")),
         ({"messages": [{"role": "developer", "content": "S"}, *talk("U", "A")]}, [system, *talk("U", "A")]),
@@ -308,7 +296,10 @@ def test_every_format_gives_the_same_conversations(tmp_path, name):
         ({"messages": None, "conversations": [], **alpaca}, talk("U", "A")),
     ]
     records, expected = zip(*formats)
-    assert read_conversations(tmp_path / name, records) == list(expected)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    rows = readers.read_rows(sources.local_source(str(path)), smoltalk.COLUMNS)
+    assert [smoltalk.read_conversation(row.values)[0] for row in rows] == list(expected)
 
 
 def write_chats(path, chats):
