@@ -173,13 +173,10 @@ def read_flags(message):
 
 def parts_of(message):
     """The parts of OpenAI's content if all are text, and none is an image or a sound."""
-    content = message.get("content")
-    return content if isinstance(content, list) and all(map(is_text, content)) else []
-
-
-def is_text(part):
-    """Whether a part of OpenAI's content is text, and not an image or a sound."""
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    parts = message.get("content")
+    parts = parts if isinstance(parts, list) and all(isinstance(part, dict) for part in parts) else []
+    is_text = [part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts]
+    return parts if all(is_text) else []
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------
