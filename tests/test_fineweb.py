@@ -1,6 +1,5 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
-import itertools
 import json
 import os
 import re
@@ -30,7 +29,6 @@ from corpora import (
     die_at_rename,
     is_split,
     make,
-    plan_runs,
     random_texts,
     read,
     read_meta,
@@ -44,21 +42,20 @@ from hub import Server
 
 def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
     texts = random_texts(30)
-    folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
-    runs = plan_runs([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
-    lengths, numbers = {}, {"val": itertools.count(0), "train": itertools.count(1)}
-    for split, tokens in (part for each in runs for part in each.items() if part[1]):
-        lengths[f"out_{split}_{next(numbers[split]):06d}.npy"] = len(tokens)
-    assert len(runs) > 2 and sorted(os.listdir(folder)) == sorted([*lengths, "meta.json", *TABLES])
+    path = write_parquet(tmp_path / "a.parquet", texts)
+    folder = Path(make(tmp_path, path, shard_size=6000))
+    assert is_split(folder, [texts], [path], shard_size=6000)
+    arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
+    assert len(arrays) > 3 and sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
     meta = read_meta(folder)
-    assert meta["shards"] == lengths and list(meta["shards"]) == list(lengths)
+    assert meta["shards"] == {name: len(array) for name, array in arrays.items()}
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
     assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(as_bytes(texts)), True)
-    train, val = (sum(len(each[split]) for each in runs) for split in ("train", "val"))
+    train, val = (len(read(folder, f"*_{split}_*")) for split in ("train", "val"))
     assert f"{train:,} tokens to train on, {val:,} to validate on" in capsys.readouterr().out
-    # each is what np.save writes, to the byte
-    np.save(tmp_path / "saved.npy", np.array(runs[0]["train"], np.uint16))
-    assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / "out_train_000001.npy").read_bytes()
+    for name, array in arrays.items():  # each is what np.save writes, to the byte
+        np.save(tmp_path / "saved.npy", array)
+        assert (tmp_path / "saved.npy").read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize(
