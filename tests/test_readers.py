@@ -244,9 +244,9 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", b'text\n"open', "Line 2 of .* is damaged, or not what its name says: unexpected end of data"),
+        ("a.csv", b'text\n"open', "Line 2 of .* is no row of CSV: unexpected end of data"),
         # the rows between two stray quotes would be one text
-        ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Lines 2 to 4 of .*a.csv is damaged"),
+        ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Lines 2 to 4 of .*a.csv is no row of CSV"),
         ("a.csv", b"text,id,text\na,b,c", "has 2 columns called 'text'. Rename"),
         (
             "a.csv",

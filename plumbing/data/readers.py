@@ -207,26 +207,23 @@ def read_csv(source, columns):
                     f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
                 )
         while True:
-            begin, fields, fault = rows.line_num + 1, None, ""
+            begin, wrong = rows.line_num + 1, ""
             try:
                 fields = next(rows, None)
             except csv.Error as error:
-                fault = str(error)
-            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
-            if fault and (rows.line_num > begin or "end of data" in fault):  # an open quote swallows rows
-                raise UserError(
-                    f"{place} of {source.name} is damaged, or not what its name says: {fault}. Close its quotes, and "
-                    "write those in a text twice."
-                )
-            if fault:
-                yield Row(place, Unusable(f"is no row of CSV: {fault}"))
-            elif fields is None:
+                fields, wrong = [], f"is no row of CSV: {error}"
+            if fields is None:
                 return
-            elif fields and len(fields) != len(names):
-                has = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
-                yield Row(place, Unusable(f"{has}: a text with {delimiter!r} needs quotes around it"))
-            elif fields:
-                yield Row(place, dict(zip(names, fields)))
+            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
+            if wrong and (rows.line_num > begin or "end of data" in wrong):  # an open quote swallows rows
+                raise UserError(
+                    f"{place} of {source.name} {wrong}. Close its quotes, and write those in a text twice."
+                )
+            if fields and len(fields) != len(names):
+                wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+                wrong += f": a text with {delimiter!r} needs quotes around it"
+            if fields or wrong:
+                yield Row(place, Unusable(wrong) if wrong else dict(zip(names, fields)))
 
 
 def read_parquet(source, columns, needed):
