@@ -434,7 +434,7 @@ BAD_INPUTS = {
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
     "--input http://host/a.txt": "No file matches http://host/a.txt & curl -LO",
     "--dataset ./good.jsonl": "--input FILES",
-    "--input good.jsonl --config en": "good.jsonl is no data set with splits",
+    "--input good.jsonl --config en": "leave --config out",
     "--dataset python-docs --split test": "neither configs nor splits",
 }
 

@@ -76,9 +76,8 @@ class Renderer:
 
 def complaints_of(options: DataOptions) -> list[str]:
     """What is wrong with the flags that say which data set is meant."""
-    changed = [
-        name for name in ("dataset", "revision") if getattr(options, name) != getattr(type(options), name)
-    ]
+    names = ("dataset", "config", "split", "revision")
+    changed = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if options.input and changed:
         return [f"--input is a data set of its own: leave {' and '.join(f'--{name}' for name in changed)} out."]
     return []

@@ -157,8 +157,6 @@ def local_source(name):
 def find(options: Any, types: Sequence[str] = tuple(TYPES)) -> Found:
     """The files that the options of a script name, by those called input, dataset, config, split and revision."""
     if options.input:
-        if options.config or options.split != "train":
-            raise UserError(f"{options.input[0]} is no data set with splits. Leave --config and --split out.")
         return Found("input", "", "", "", list_inputs(options.input, types))
     if options.dataset == "python-docs":
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
