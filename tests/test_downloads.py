@@ -358,6 +358,29 @@ def test_conversations_of_the_hub(hub):
     assert read_meta("chats")["documents"] == 100
 
 
+def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
+    """As build-nanogpt has it; each holds whole documents."""
+    texts = random_texts(60)
+    places = {"default": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT"}
+    configs = [{"config_name": name, "data_files": f"{place}/*"} for name, place in places.items()]
+    files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
+    files |= {"sample/100BT/000_00000.parquet": b"not this", "data/a.parquet": b"not this"}
+    hub.add("HuggingFaceFW/fineweb-edu", files | {"README.md": CARD.format(json.dumps(configs))})
+    args = ["--shard-size", "7000", *BYTES]
+    fineweb.main(args)
+    expected = [[]]
+    for text in texts:
+        if len(expected[-1]) + len(as_bytes([text])) > 7000:
+            expected.append([])
+        expected[-1] += as_bytes([text]).tolist()
+    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
+    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES]) and len(names) > 3
+    assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
+    hub.lasting["ANY /"] = "500"  # what is complete does not need the hub
+    fineweb.main(args)
+    assert "is complete" in capsys.readouterr().out
+
+
 def test_ready_made_shards_come_whole_or_again(hub):
     header, files = np.zeros(256, dtype="<i4"), {}
     header[:3] = 20240520, 1, 1000

@@ -151,33 +151,6 @@ def test_what_comes_next_knows_the_presets_of_the_trainer():
         assert 0.9 * preset.max_steps < most or name == "quickstart"
 
 
-def test_the_first_shard_of_fineweb_edu_is_for_validation(tmp_path, monkeypatch, capsys):
-    """As build-nanogpt has it; each holds whole documents."""
-    monkeypatch.chdir(tmp_path)
-    texts, server = random_texts(60), Server()
-    server.configure(monkeypatch, tmp_path / ".hf")
-    places = {"default": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT"}
-    configs = [{"config_name": name, "data_files": f"{place}/*"} for name, place in places.items()]
-    files = {"README.md": f"---\n{json.dumps({'configs': configs})}\n---\n"}
-    files |= {"sample/100BT/000_00000.parquet": b"not this", "data/a.parquet": b"not this"}
-    for i in range(3):
-        path = write_parquet(tmp_path / "a.parquet", texts[20 * i : 20 * i + 20])
-        files[f"sample/10BT/{i:03d}_00000.parquet"] = Path(path).read_bytes()
-    server.add("HuggingFaceFW/fineweb-edu", files)
-    fineweb.main(["--tokenizer", "bytes", "--shard-size", "7000"])
-    server.stop()
-    expected = [[]]
-    for text in texts:
-        if len(expected[-1]) + len(as_bytes([text])) > 7000:
-            expected.append([])
-        expected[-1] += as_bytes([text]).tolist()
-    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
-    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES]) and len(names) > 3
-    assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
-    fineweb.main(["--tokenizer", "bytes", "--shard-size", "7000"])  # what is complete does not need the hub
-    assert "is complete" in capsys.readouterr().out
-
-
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):

@@ -301,16 +301,16 @@ def test_rows_without_a_text_are_left_out_counted_and_the_first_three_named(tmp_
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("columns", ["title,text", "text"])
 def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
-    for name, title, text in (("a", None, "A1" if "," in columns else None), ("b", "T", "B")):
-        rows = [{"title": title, "text": text and f"{text}{n}"} for n in range(30)]
-        path = tmp_path / f"{name}.{kind}"
+    both, paths = "," in columns, [tmp_path / f"{name}.{kind}" for name in "ab"]
+    firsts = [{"title": None, "text": f"A{n}" if both else None} for n in range(30)]
+    seconds = [{"title": "T", "text": f"B{n}"} for n in range(30)]
+    for path, rows in zip(paths, (firsts, seconds)):
         if kind == "parquet":
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    folder = make(tmp_path, str(tmp_path / f"a.{kind}"), str(tmp_path / f"b.{kind}"), text_column=columns)
-    texts = [f"A1{n}" for n in range(30)] if "," in columns else []
-    texts += [f"T\n\nB{n}" if "," in columns else f"B{n}" for n in range(30)]
+    folder = make(tmp_path, *map(str, paths), text_column=columns)
+    texts = [f"A{n}" for n in range(30)] + [f"T\n\nB{n}" for n in range(30)] if both else [f"B{n}" for n in range(30)]
     assert sorted(read(folder)) == sorted(as_bytes(texts))
 
 

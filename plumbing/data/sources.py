@@ -126,9 +126,10 @@ def list_names(pattern, types):
     left_out = sorted(set(names) - set(kept))
     if not kept:
         wrong = f"{left_out[-1]} is not of a type that is read here" if names else f"No file matches {pattern}"
-        advice = "A data set of the hub is for fineweb.py and smoltalk.py: --dataset OWNER/NAME."
-        advice += " A file on another server is fetched first: curl -LO ADDRESS."
-        raise UserError(f"{wrong}. Give {what_is_read(types)}. {advice}")
+        raise UserError(
+            f"{wrong}. Give {what_is_read(types)}. A data set of the hub is for fineweb.py and smoltalk.py: --dataset "
+            "OWNER/NAME. A file on another server is fetched first: curl -LO ADDRESS."
+        )
     if left_out:
         print(f"note: {len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")
     return kept
