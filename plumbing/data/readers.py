@@ -316,7 +316,7 @@ def open_text(path):
 
         stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
     start = stream.peek(4)[:4]
-    if start[1:2] == b"\0":  # UTF-16 without a mark of the byte order, which is UTF-8, too
+    if b"\0" in start[:2]:  # UTF-16 without a mark of the byte order, which is UTF-8, too
         start = b"\xff\xfe"
     if command := next((STARTS[known] for known in STARTS if start.startswith(known)), ""):
         raise ValueError(f"it is no plain text in UTF-8. Make some of it: {command} FILE > NEW")
