@@ -101,10 +101,10 @@ def read_conversation(values):
                 f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, "
                 f"but is {console.plain(message, 60)}"
             )
-        is_learned = read_flags(given)
-        if isinstance(is_learned, Unusable):
-            return is_learned
         if role == "assistant":
+            is_learned = read_flags(given)
+            if isinstance(is_learned, Unusable):
+                return is_learned
             num_reasonings += any(map(given.get, REASONING))
             if not is_learned:
                 message["weight"] = 0
@@ -160,7 +160,7 @@ def read_message(message):
 
 
 def read_flags(message):
-    """Whether a message is to be learned, all of it or nothing; Unusable if its flags say something else."""
+    """Whether an answer is to be learned, all of it or nothing; Unusable if its flags say something else."""
     for flag in FLAGS:
         if message.get(flag) not in (None, 0, 1):
             found = console.plain(repr(message[flag]), 60)

@@ -340,7 +340,8 @@ def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, flag, other, cap
     for chat in chats:
         chat[1] |= flag
         chat[3] |= learned
-    chats[3][0]["content"] = [parts[0][0] | learned, parts[1][0] | flag]
+    chats[3][3]["content"] = [parts[3][0] | learned, parts[1][0] | flag]
+    chats[5][0]["content"] = [parts[0][0] | flag]  # a question is never learned
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
     said = capsys.readouterr().out
     assert "note: 39 answers not to be learned, as weight or train says." in said
