@@ -343,11 +343,12 @@ QUOTED = "It\u2019s \u201cquoted\u201d caf\u00e9.\n" * 400
         (GERMAN.encode() + b"\xf6" + GERMAN.encode(), "iconv -f UTF-8 -t UTF-8 -c", GERMAN * 2),
         (GERMAN.encode("utf-16"), "iconv -f UTF-16 -t UTF-8", GERMAN),
         (GERMAN.encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8", None),
+        (GERMAN.encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8", None),
         (gzip.compress(GERMAN.encode()), "gzip -dc", GERMAN),
         (pa.compress(GERMAN.encode(), codec="zstd", asbytes=True), "zstd -dc", GERMAN),
         (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff", "unzip -p", None),
     ],
-    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark gzip zstd zip".split(),
+    ids="Windows quote Latin-1 bad-byte UTF-16 no-mark BE gzip zstd zip".split(),
 )
 def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, command, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
