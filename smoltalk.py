@@ -10,9 +10,9 @@ A line of `--input` is
 
 with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
 the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too, and so are columns of these names in Parquet and CSV files. `system` or `system_prompt`, and
-`history`, beside them come first. Messages to and from tools, answers' reasoning, and rows that are no
-conversation, are left out and counted. The line above becomes
+these are read, too, and so are columns of these names in Parquet and CSV files. `system` or `system_prompt` beside
+them comes first. Messages to and from tools, answers' reasoning, and rows that are no conversation, are left out and
+counted. The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
@@ -66,7 +66,7 @@ from plumbing.data.readers import Unusable
 COLUMNS = "messages conversations instruction input output system system_prompt history".split()
 FORMATS = (
     "What is read: messages with role and content, conversations with from and value, or instruction with input and"
-    " output; beside them system or system_prompt, and history."
+    " output; beside them system or system_prompt."
 )
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
@@ -101,10 +101,10 @@ def read_conversation(values):
                 f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, "
                 f"but is {console.plain(message, 60)}"
             )
-        is_learned = read_flags(given)
-        if isinstance(is_learned, Unusable):
-            return is_learned
         if role == "assistant":
+            is_learned = read_flags(given)
+            if isinstance(is_learned, Unusable):
+                return is_learned
             num_reasonings += any(map(given.get, REASONING))
             if not is_learned:
                 message["weight"] = 0
@@ -115,7 +115,7 @@ def read_conversation(values):
 
 
 def messages_of(values):
-    """The messages of a conversation as they stand in a row, behind those of its system and history; or Unusable."""
+    """The messages of a conversation as they stand in a row, behind that of its system; or Unusable."""
     if isinstance(values, Unusable):
         return values
     row = values if isinstance(values, dict) else {"messages": values}
@@ -124,21 +124,15 @@ def messages_of(values):
     if not messages and row.get("instruction") is not None:  # Alpaca's
         texts = row["instruction"], row.get("input") or ""
         request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
-        messages = turn(request, row.get("output"))
+        messages = [{"role": "user", "content": request}, {"role": "assistant", "content": row.get("output")}]
     if not messages:
         return Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
-    history, earlier = parsed(row.get("history")) or [], []
-    for entry in history if isinstance(history, list) else [history]:
-        if isinstance(entry, list) and len(entry) == 2:
-            earlier += turn(*entry)
-        elif isinstance(entry, dict):
-            earlier.append(entry)
-        else:
-            return Unusable(f"has a history that is not of pairs: {console.plain(entry, 60)}")
+    if parsed(row.get("history")):
+        return Unusable("has a history beside it, which is not read. Make one list of messages of both")
     system = row.get("system") or row.get("system_prompt")
     if system and read_message(messages[0]) != ("system", system):
-        earlier.insert(0, {"role": "system", "content": system})
-    return earlier + messages
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def parsed(value):
@@ -147,10 +141,6 @@ def parsed(value):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
-
-
-def turn(request, answer):
-    return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
 
 
 def read_message(message):
@@ -170,29 +160,23 @@ def read_message(message):
 
 
 def read_flags(message):
-    """Whether a message is to be learned, all of it or nothing; Unusable if its flags say something else."""
-    learned = []
-    for each in (message, *parts_of(message)):
-        for flag in FLAGS:
-            if each.get(flag) not in (None, 0, 1):
-                found = console.plain(repr(each[flag]), 60)
-                return Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
-        learned.append(all(each.get(flag) not in (0, False) for flag in FLAGS))
-    whole, *parts = learned
-    if any(map(message.get, DETAILS)) or (whole and len(set(parts)) > 1):
+    """Whether an answer is to be learned, all of it or nothing; Unusable if its flags say something else."""
+    for flag in FLAGS:
+        if message.get(flag) not in (None, 0, 1):
+            found = console.plain(repr(message[flag]), 60)
+            return Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
+    is_split = any(part.get(flag) not in (None, 1) for part in parts_of(message) for flag in FLAGS)
+    if is_split or any(map(message.get, DETAILS)):
         return Unusable("has a message of which only a part is to be learned")
-    return whole and all(parts)
+    return 0 not in map(message.get, FLAGS)
 
 
 def parts_of(message):
     """The parts of OpenAI's content if all are text, and none is an image or a sound."""
-    content = message.get("content")
-    return content if isinstance(content, list) and all(map(is_text, content)) else []
-
-
-def is_text(part):
-    """Whether a part of OpenAI's content is text, and not an image or a sound."""
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    parts = message.get("content")
+    parts = parts if isinstance(parts, list) and all(isinstance(part, dict) for part in parts) else []
+    is_text = [part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts]
+    return parts if all(is_text) else []
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,8 @@ import tiktoken
 import tokenizer
 from fineweb import Options, prepare
 from plumbing.data import tokenizers
+
+from harness import die_at
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -127,6 +130,13 @@ def write_parquet(path, texts, column="text"):
     nested = [{"b": "not this"}] * len(texts)  # parquet calls this field a.b, as a column may be called, too
     pq.write_table(pa.table({"id": range(len(texts)), "a": nested, column: texts}), path, row_group_size=7)
     return str(path)
+
+
+def die_at_rename(number, after=True):
+    """Patch os.replace: the process dies by SIGKILL at the N-th file that gets its name, before or after it has."""
+    count = itertools.count(1)
+    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
+    return die_at(os, "replace", lambda *args: next(count) == number, last_act)
 
 
 def make(tmp_path, *inputs, name="out", **options):

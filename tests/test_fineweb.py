@@ -1,6 +1,5 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
-import itertools
 import json
 import os
 import re
@@ -27,9 +26,9 @@ from plumbing.files import lock_folder
 from corpora import (
     TABLES,
     as_bytes,
+    die_at_rename,
     is_split,
     make,
-    plan_runs,
     random_texts,
     read,
     read_meta,
@@ -37,41 +36,37 @@ from corpora import (
     write_jsonl,
     write_parquet,
 )
-from harness import KILLED, ROOT, die_at, full_disk, listing, patched, printed_commands, refused, run, status_of, talk
+from harness import KILLED, ROOT, full_disk, listing, patched, printed_commands, refused, run, status_of, talk
 from hub import Server
 
 
 def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
     texts = random_texts(30)
-    folder = make(tmp_path, write_parquet(tmp_path / "a.parquet", texts), shard_size=6000)
-    runs = plan_runs([texts], os.path.getsize(tmp_path / "a.parquet"), 6000)
-    lengths, numbers = {}, {"val": itertools.count(0), "train": itertools.count(1)}
-    for split, tokens in (part for each in runs for part in each.items() if part[1]):
-        lengths[f"out_{split}_{next(numbers[split]):06d}.npy"] = len(tokens)
-    assert len(runs) > 2 and sorted(os.listdir(folder)) == sorted([*lengths, "meta.json", *TABLES])
+    path = write_parquet(tmp_path / "a.parquet", texts)
+    folder = Path(make(tmp_path, path, shard_size=6000))
+    assert is_split(folder, [texts], [path], shard_size=6000)
+    arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
+    assert len(arrays) > 3 and sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
     meta = read_meta(folder)
-    assert meta["shards"] == lengths and list(meta["shards"]) == list(lengths)
+    assert meta["shards"] == {name: len(array) for name, array in arrays.items()}
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
     assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(as_bytes(texts)), True)
-    train, val = (sum(len(each[split]) for each in runs) for split in ("train", "val"))
+    train, val = (len(read(folder, f"*_{split}_*")) for split in ("train", "val"))
     assert f"{train:,} tokens to train on, {val:,} to validate on" in capsys.readouterr().out
-    # each is what np.save writes, to the byte
-    np.save(tmp_path / "saved.npy", np.array(runs[0]["train"], np.uint16))
-    assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "out" / "out_train_000001.npy").read_bytes()
+    for name, array in arrays.items():  # each is what np.save writes, to the byte
+        np.save(tmp_path / "saved.npy", array)
+        assert (tmp_path / "saved.npy").read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize(
     "dataset, texts, lengths",
     [
         ("", ["x" * 100], [11, 90]),  # a single document is cut
-        ("", ["x"], [1, 1]),
         ("", ["x" * 1999], [200, 1800]),  # as nothing else is, however long it is
         ("", ["x" * 9, "y" * 99], [10, 100]),
         ("", ["x" * 99, "y" * 9], [10, 100]),
-        ("", ["x" * 9] * 11, [10, 100]),
         ("", ["x" * 9] * 22, [20, 200]),
         ("python-docs", ["x" * 99] * 20, [200, 800, 1000]),
-        ("python-docs", ["x" * 9] * 20, [20, 180]),
         ("python-docs", ["x" * 900, "y"], [2, 901]),
     ],
 )
@@ -156,28 +151,6 @@ def test_what_comes_next_knows_the_presets_of_the_trainer():
         assert 0.9 * preset.max_steps < most or name == "quickstart"
 
 
-def test_the_first_shard_of_fineweb_edu_is_for_validation(tmp_path, monkeypatch):
-    """As build-nanogpt has it; each holds whole documents."""
-    monkeypatch.chdir(tmp_path)
-    texts, server = random_texts(60), Server()
-    server.configure(monkeypatch, tmp_path / ".hf")
-    files = {"README.md": '---\nconfigs: [{"config_name": "sample-10BT", "data_files": "sample/10BT/*"}]\n---\n'}
-    for i in range(3):
-        path = write_parquet(tmp_path / "a.parquet", texts[20 * i : 20 * i + 20])
-        files[f"sample/10BT/{i:03d}_00000.parquet"] = Path(path).read_bytes()
-    server.add("HuggingFaceFW/fineweb-edu", files)
-    fineweb.main(["--tokenizer", "bytes", "--shard-size", "7000"])
-    server.stop()
-    expected = [[]]
-    for text in texts:
-        if len(expected[-1]) + len(as_bytes([text])) > 7000:
-            expected.append([])
-        expected[-1] += as_bytes([text]).tolist()
-    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
-    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES]) and len(names) > 3
-    assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
-
-
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
     for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
@@ -203,12 +176,18 @@ def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeyp
     assert num_read == 100
 
 
+def test_rows_that_are_left_out_are_not_held_either(tmp_path):
+    """A batch held all of a file that has none that can be used."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["A text.", *["" for _ in range(1000)]])
+    downloads = sources.Downloads([sources.local_source(path)], "folder")
+    with patched(preparation, "BATCH_BYTES", 1000):
+        batches = [rows for rows, _ in preparation.read_batches(fineweb.Documents("text", ""), downloads, (0, 0))]
+    assert max(map(len, batches)) <= 100 and sum(map(len, batches)) == 1001
+
+
 def make_and_die(tmp_path, paths, name, renames, after, options):
-    """Make shards, and die by SIGKILL at the N-th file that gets its name, before or after it has."""
     preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
-    count = itertools.count(1)
-    last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
-    with die_at(os, "replace", lambda *args: next(count) == renames, last_act):
+    with die_at_rename(renames, after):
         make(tmp_path, *paths, name=name, **options)
 
 
@@ -242,11 +221,10 @@ OTHER_FLAGS = [
     ("--input a.jsonl", "--tokenizer small.tiktoken", "tokenizer was 'bytes' and is now 'small-gpt2'"),
     ("--input a.jsonl", "--shard-size 999", "shard_size was 500 and is now 999"),
     ("--input a.jsonl --max-tokens 4000", "--max-tokens 5000", "max_tokens was 4000 and is now 5000"),
-    ("--input a.jsonl", "--dataset OWNER/two", "dataset was 'input' and is now 'OWNER/two'"),
-    ("--dataset OWNER/two", "--dataset OWNER/other", "dataset was 'OWNER/two' and is now 'OWNER/other'"),
-    ("--dataset OWNER/two", "--config de", "config was 'en' and is now 'de'"),
-    ("--dataset OWNER/two", "--split test", "split was 'train' and is now 'test'"),
-    ("--dataset OWNER/two", "--revision v1", "revision was '.*' and is now '.*'"),
+    ("--input a.jsonl", "--dataset OWNER/two --config en", "dataset was 'input' and is now 'OWNER/two'"),
+    ("--dataset OWNER/two --config en", "--config de", "config was 'en' and is now 'de'"),
+    ("--dataset OWNER/two --config en", "--split test", "split was 'train' and is now 'test'"),
+    ("--dataset OWNER/two --config en", "--revision v1", "revision was '.*' and is now '.*'"),
     ("--input chats.jsonl --max-length 64", "--max-length 32", "max_length was 64 and is now 32"),
 ]
 
@@ -255,9 +233,8 @@ OTHER_FLAGS = [
 def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(tmp_path, state, monkeypatch):
     """Both values are named. Only one flag differs, and nothing is written."""
     monkeypatch.chdir(tmp_path)
-    server = Server()
+    server, texts = Server(), random_texts(60)
     server.configure(monkeypatch, tmp_path / ".hf")
-    texts = random_texts(60)
     for name in ("a", "b"):
         rows = [{"text": text, "title": f"{name} {text}"} for text in texts]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -265,32 +242,26 @@ def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(tmp_path, st
     tokenizers.write_encoding(train_small("gpt2"), "small.tiktoken")
     chats = [{"messages": talk(f"Q{i}", "A" * 20)} for i in range(60)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    content = Path("a.jsonl").read_text(encoding="utf-8")
-    configs = [
-        {"config_name": name, "data_files": [{"split": s, "path": f"{name}-{s}.jsonl"} for s in ("train", "test")]}
-        for name in ("en", "de")
-    ]
-    files = {f"{name}-{split}.jsonl": content for name in ("en", "de") for split in ("train", "test")}
-    for name in ("OWNER/two", "OWNER/other"):
-        first = server.add(name, files | {"README.md": f"---\n{json.dumps({'configs': configs})}\n---\nOld."})
-        server.add(name, files | {"README.md": f"---\n{json.dumps({'configs': configs})}\n---\nNew."})
-        server.data_sets[name]["refs"]["v1"] = first
+    splits = {name: [{"split": s, "path": f"{name}-{s}.jsonl"} for s in ("train", "test")] for name in ("en", "de")}
+    configs = [{"config_name": name, "data_files": data_files} for name, data_files in splits.items()]
+    files = {entry["path"]: Path("a.jsonl").read_bytes() for entry in splits["en"] + splits["de"]}
+    for text in ("Old.", "New."):
+        commit = server.add(
+            "OWNER/two", files | {"README.md": f"---\n{json.dumps({'configs': configs})}\n---\n{text}"}
+        )
+        server.data_sets["OWNER/two"]["refs"].setdefault("v1", commit)
     for number, (words, change, said) in enumerate(OTHER_FLAGS):
         program = smoltalk if "chats" in words else fineweb
-        flags, changes = words.split(), change.split()
-        flags += ["--config", "en"] if "OWNER" in words else []
-        changes += ["--config", "en"] if "OWNER" in change else []
-        flags += ["--shard-size", "500", "--tokenizer", "bytes", "--out-dir", f"out{number}"]
-        program.main(flags)
+        flags = ["--shard-size", "500", "--tokenizer", "bytes", "--out-dir", f"out{number}"]
+        program.main([*words.split(), *flags])
         if state == "begun":
-            meta = read_meta(f"out{number}")
-            meta["complete"] = False
+            meta = read_meta(f"out{number}") | {"complete": False}
             meta["shards"].popitem()
             Path(f"out{number}", "meta.json").write_text(json.dumps(meta), encoding="utf-8")
         before = listing(f"out{number}")
-        if changes[0] in ("--input", "--dataset"):
-            flags = flags[flags.index("--shard-size") :]
-        assert re.search(said, refused(program.main, *flags, *changes)), change
+        if not change.startswith(("--input", "--dataset")):
+            flags = [*words.split(), *flags]
+        assert re.search(said, refused(program.main, *flags, *change.split())), change
         assert listing(f"out{number}") == before, change
     server.stop()
 
@@ -338,10 +309,9 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
     folder = Path(make(tmp_path, str(path), shard_size=5000))
     meta = read_meta(folder) | {"complete": not begun}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    text, middle = path.read_bytes(), path.stat().st_size // 2
-    # with another start; with a change in the middle, which may be a line that was mended while not all is read
-    others = [text.replace(b"the", b"two"), text[:middle] + text[middle:].replace(b"the", b"two", 1)]
-    for other in others[: 1 if begun else 2]:
+    text = path.read_bytes()
+    # with another start; with more at its end, which may be mended while not all is read
+    for other in [text.replace(b"the", b"two"), text + text[:-1]][: 1 if begun else 2]:
         path.write_bytes(other)
         with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
             make(tmp_path, str(path), shard_size=5000)
@@ -413,7 +383,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
+    "--input p.parquet": "p.parquet has no column called 'text', but id, a, content. Name the column & --text-column",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
     "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
@@ -423,23 +393,21 @@ BAD_INPUTS = {
     "--input good.jsonl --out-dir trained": "other contents",
     "--input good.jsonl --out-dir file": "file",
     # what is wrong with the input is said before what is wrong with the tokenizer
-    "--input none*.txt --tokenizer nowhere": "none*.txt",
+    "--input none*.txt --tokenizer nowhere": "none*.txt & --dataset OWNER/NAME",
     "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
     "--input good.jsonl --tokenizer bytes+chat --out-dir taken": "+chat",
     "--input good.jsonl --separator x --shard-size 0": "--separator only & --shard-size is 0",
     "--input good.jsonl --out-dir foreign": "did not write",
     "--input good.jsonl --out-dir strange": "strange",
-    "--input p.parquet --text-column id": "has no text under 'id'. Its columns are id, a, content: {'id': 0",
+    "--input p.parquet --text-column id": "has no text under 'id'. Its columns are id: {'id': 0",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99, the shards there are",
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
-    "--input http://host/a.txt": "Addresses are not read here & curl -LO http://host/a.txt",
-    "--input OWNER/NAME": "--dataset OWNER/NAME",
+    "--input http://host/a.txt": "No file matches http://host/a.txt & curl -LO",
     "--dataset ./good.jsonl": "--input FILES",
-    "--dataset hf://datasets/OWNER/NAME": "OWNER/NAME & --input FILES",
-    "--input good.jsonl --config en": "good.jsonl is no data set with splits",
+    "--input good.jsonl --config en": "leave --config out",
     "--dataset python-docs --split test": "neither configs nor splits",
 }
 

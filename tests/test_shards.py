@@ -137,7 +137,6 @@ def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):
     "change, words",
     [
         (lambda meta: meta.update(complete=False), "not complete"),
-        (lambda meta: meta.update(tokens=6000, shards={}), "not complete"),
         (lambda meta: meta["shards"].update({"tiny_train_000009.npy": 5}), "000009.npy has 5 tokens in .* and 0 on"),
         (lambda meta: meta["shards"].update({"tiny_train_000001.npy": 5}), "5 tokens in meta.json and 3,000 on disk"),
     ],
@@ -160,9 +159,6 @@ def test_a_malformed_meta_is_one_line_and_another_programs_is_not_read(tmp_path)
     path.write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     assert shards.read_meta(tmp_path).complete  # people write short ones by hand
     wrong = [{"shards": []}, {"complete": 1}, {"tokens": "9"}, {"made_from": None}, {"tokenizer": 3}]
-    wrong += [{"shards": {"x": value}} for value in ("3", None, True, [3])]
-    wrong += [{"ends": {"x": value}} for value in (3, ["0"], [1.5])]
-    wrong += [{"documents": 1.5}, {"vocab_size": None}, {"validation_every": "11"}, {"ends": []}]
     texts = [json.dumps({"tokenizer": "bytes"} | fields) for fields in wrong]
     for content in [*texts, "", "[]", "null", "{}", '{"tokenizer": "byt', "[" * 100_000, "\x00" * 10]:
         path.write_text(content, encoding="utf-8")

@@ -39,9 +39,8 @@ from plumbing.files import atomic_write, lock_folder
 from plumbing.system.limits import num_cores
 
 BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so that the overhead is negligible
-QUEUE_BYTES = 2**26  # of text that waits or is done
+QUEUE_BYTES = 2**26  # of text that waits or is done: enough to keep all cores busy while a shard is written
 MAX_THREADS = 32  # the one that reads keeps fewer busy; each has a tokenizer of its own, of 4 MB
-QUEUE = 16  # batches per thread, at most: enough to keep all cores busy while a shard is written
 VALIDATE_EVERY = 11  # of so many rows one is for validation, of a large text of more
 # flags that change no token, or are recorded by the names that they stand for
 UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokenized", "init_from")
@@ -77,9 +76,8 @@ class Renderer:
 
 def complaints_of(options: DataOptions) -> list[str]:
     """What is wrong with the flags that say which data set is meant."""
-    changed = [
-        name for name in ("dataset", "revision") if getattr(options, name) != getattr(type(options), name)
-    ]
+    names = ("dataset", "config", "split", "revision")
+    changed = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if options.input and changed:
         return [f"--input is a data set of its own: leave {' and '.join(f'--{name}' for name in changed)} out."]
     return []
@@ -131,7 +129,7 @@ def continued(folder: str, new: Meta) -> Meta:
         record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
         for number, (name, size, digest) in enumerate(record.pop("sources")):
             key = f"file {number + 1} of the input (name, bytes, hash)"
-            record[key] = [name, size, digest] if number < num_read else [name, digest[:8]]
+            record[key] = [name, size, digest] if number < num_read else [name, digest]
         return record
 
     then, now = recorded(old), recorded(new)
@@ -188,10 +186,10 @@ def write_shards(folder, meta, renderer, enc, found, options, prefix):
     downloads = sources.Downloads(found, os.path.join(folder, ".download"), begin[0], ahead)
     num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
     encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
-    title, total = console.plain(folder), most or None
-    bar = tqdm(total=total, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
+    title = console.plain(folder)
+    bar = tqdm(total=most or None, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
     with bar, contextlib.closing(encoded):
-        rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, sizes)
+        rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, len(found))
         for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
             if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
                 parts = in_two(parts, enc.eot_token, renderer, counts)
@@ -229,7 +227,7 @@ def read_batches(renderer, downloads, begin):
         for row_number, row in itertools.islice(enumerate(rows), first, None):
             entry, num_bytes = renderer.read(row)
             batch.append(((number, row_number), row.place, entry))
-            batch_bytes += num_bytes
+            batch_bytes += num_bytes or len(repr(row.values))  # which is held of a row that is left out
             if batch_bytes >= BATCH_BYTES:
                 yield batch, batch_bytes
                 batch, batch_bytes = [], 0
@@ -251,11 +249,11 @@ def encode_all(renderer, enc, batches, num_threads):
         return renderer.encode(worker.enc, [entry for *_, entry in batch if not isinstance(entry, Unusable)])
 
     executor = ThreadPoolExecutor(num_threads, initializer=start)
-    pending, most, waiting, failure = collections.deque(), QUEUE * num_threads, 0, None
+    pending, waiting, failure = collections.deque(), 0, None
     try:
         while True:
             try:
-                while waiting < QUEUE_BYTES and len(pending) < most and (read := next(batches, None)):
+                while waiting < QUEUE_BYTES and (read := next(batches, None)):
                     batch, num_bytes = read
                     pending.append((batch, num_bytes, executor.submit(encode, batch)))
                     waiting += num_bytes
@@ -285,20 +283,12 @@ def usable(encoded, names: list[str], counts: Counts) -> Iterator[tuple[Place, T
                 counts.add(more)
 
 
-def limit(rows, most, bar, sizes):
-    """Rows up to that with which there are `most` tokens (0: all), counted on a progress bar.
-
-    sizes: those of the files in bytes. If the bar has no total, it is estimated from the files that were read.
-    """
-    is_known, current, before = bar.total is not None, None, [0, *itertools.accumulate(sizes)]
+def limit(rows, most, bar, num_files):
+    """Rows up to that with which there are `most` tokens (0: all), counted on a progress bar."""
     num_tokens = bar.n
     for place, tokens in rows:
-        if place[0] != current and len(sizes) > 1:
-            current = place[0]
-            bar.set_postfix_str(f"file {current + 1} of {len(sizes)}", refresh=False)
-            if before[current] and not is_known:
-                bar.total = num_tokens * before[-1] // before[current]
         yield place, tokens
+        bar.set_postfix_str(f"file {place[0] + 1} of {num_files}", refresh=False)
         bar.update(len(tokens[0]))
         num_tokens += len(tokens[0])
         if most and num_tokens >= most:
@@ -380,9 +370,9 @@ def write(
     if not meta.shards:
         tokenizers.save_for_folder(enc, folder)
         save(folder, meta)
-    for file in meta.shards:  # the folder may have had another name when they were begun
-        prefix = re.sub(r"_(train|val)_\d+\.\w+$", "", file)
     prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    for file in meta.shards:  # the folder may have had another name when they were begun
+        prefix = file.rsplit("_", 2)[0]
     for split, tokens in parts.items():
         if len(tokens[0]):
             meta.documents += count_documents(tokens[0], enc.eot_token)

@@ -107,35 +107,19 @@ def explain_errors(name):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         if isinstance(error, UnicodeDecodeError):
             raise UserError(f"{name} {explain_bytes(error, suffix_of(name))}") from None
-        reason = console.first_line(error)
-        wrong = f"is damaged, or not what its name says: {reason}"
-        advice = "Replace it, and run this command again."
-        if "too much memory" in reason:
-            wrong = f"was packed by zstd with a longer window than is read here: {reason}"
-            advice = "Unpack it: zstd -d --long=31 FILE"
-        raise UserError(f"{name} {wrong}. {advice}") from None
+        wrong = f"is damaged, or not what its name says: {console.first_line(error)}"
+        raise UserError(f"{name} {wrong}. Replace it, and run this command again.") from None
 
 
 def explain_bytes(error, suffix):
     """What the bytes around one that is no UTF-8 seem to be, and the command that makes UTF-8 of them."""
-    block = error.object  # a few kilobytes; of a packed file the first ones, as its second byte is no UTF-8
-    packed = next((kind for start, kind in PACKED.items() if block.startswith(start)), "")
-    if packed:
-        return f"is a file of {packed}, and its name does not say so. Unpack it first."
-    if error.encoding.startswith("UTF-"):
-        wrong, encoding, option = f"is {error.encoding}", error.encoding, ""
-    else:
-        wrong = f"is not UTF-8 text: it has a byte 0x{block[error.start]:02x}, which grep -naxv '.*' FILE shows"
-        text = block.decode("utf-8", "replace")
-        num_wrong = text.count("\ufffd")
-        # beside bytes that are wrong there are letters that are right only where all others are UTF-8
-        is_utf8 = sum(char > "\x7f" for char in text) > 2 * num_wrong
-        encoding, option = ("UTF-8", " -c") if is_utf8 else ("WINDOWS-1252", "")
-        wrong += ". The rest is" if is_utf8 else ". It may be Windows' or Latin-1"
-    return f"{wrong}. Convert it, unpacked: iconv -f {encoding} -t UTF-8{option} FILE > NEW{suffix}"
-
-
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+    text = error.object.decode("utf-8", "replace")  # a few kilobytes
+    wrong = f"a byte 0x{error.object[error.start]:02x}, which grep -naxv '.*' FILE shows"
+    maybe, command = "It may be Windows' or Latin-1", "iconv -f WINDOWS-1252 -t UTF-8"
+    # beside bytes that are wrong there are letters that are right only where all others are UTF-8
+    if sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
+        maybe, command = "The rest is", "iconv -f UTF-8 -t UTF-8 -c"
+    return f"is not UTF-8 text: it has {wrong}. {maybe}. Convert it, unpacked: {command} FILE > NEW{suffix}"
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
@@ -210,11 +194,11 @@ COLUMN_ADVICE = (
 def read_csv(source, columns):
     """The rows of a file whose first line names its columns. A row with more or fewer fields would be read wrongly."""
     csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
-    delimiter = "\t" if suffix_of(source.name) == ".tsv" else ","
+    delimiters = "\t,;" if suffix_of(source.name) == ".tsv" else ",;\t"
     with open_text(source.path) as file:
         header = next(file, "")
-        if delimiter not in header:  # a program may write semicolons where numbers have commas
-            delimiter = max([delimiter, *",;\t|"], key=header.count)
+        # a program may write semicolons where numbers have commas
+        delimiter = next((char for char in delimiters if char in header), delimiters[0])
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
         names = next(rows, [])
         for column in columns:
@@ -223,26 +207,23 @@ def read_csv(source, columns):
                     f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
                 )
         while True:
-            begin, fields, fault = rows.line_num + 1, None, ""
+            begin, wrong = rows.line_num + 1, ""
             try:
                 fields = next(rows, None)
             except csv.Error as error:
-                fault = str(error)
-            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
-            if fault and (rows.line_num > begin or "end of data" in fault):  # an open quote swallows rows
-                raise UserError(
-                    f"{place} of {source.name} is damaged, or not what its name says: {fault}. Close its quotes, and "
-                    "write those in a text twice."
-                )
-            if fault:
-                yield Row(place, Unusable(f"is no row of CSV: {fault}"))
-            elif fields is None:
+                fields, wrong = [], f"is no row of CSV: {error}"
+            if fields is None:
                 return
-            elif fields and len(fields) != len(names):
-                has = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
-                yield Row(place, Unusable(f"{has}: a text with {delimiter!r} needs quotes around it"))
-            elif fields:
-                yield Row(place, dict(zip(names, fields)))
+            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
+            if wrong and (rows.line_num > begin or "end of data" in wrong):  # an open quote swallows rows
+                raise UserError(
+                    f"{place} of {source.name} {wrong}. Close its quotes, and write those in a text twice."
+                )
+            if fields and len(fields) != len(names):
+                wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+                wrong += f": a text with {delimiter!r} needs quotes around it"
+            if fields or wrong:
+                yield Row(place, Unusable(wrong) if wrong else dict(zip(names, fields)))
 
 
 def read_parquet(source, columns, needed):
@@ -250,16 +231,14 @@ def read_parquet(source, columns, needed):
     import pyarrow.parquet  # slow to import
 
     with pyarrow.parquet.ParquetFile(source.path) as table:
-        fields, types = table.schema_arrow.names, dict(zip(table.schema_arrow.names, table.schema_arrow.types))
-        names = list(dict.fromkeys(root_of(column, fields) for column in columns))
-        names = [name for name in names if name in fields]
-        kinds = [str(types.get(root_of(column, fields))) for column in needed]
-        if not all(re.match("string|large_string|dictionary|struct|null", kind) for kind in kinds):
-            names = fields  # the first row will say what there is
-        if not names:
+        fields = table.schema_arrow.names
+        roots = {column: root_of(column, fields) for column in columns}
+        names = [name for name in dict.fromkeys(roots.values()) if name in fields]
+        missing = [column for column in needed if roots[column] not in fields] if names else columns[:1]
+        if missing:
+            advice = COLUMN_ADVICE if needed else "Use another data set."
             raise UserError(
-                f"{source.name} has no column called {columns[0]}, but {', '.join(fields) or 'none'}. Use another data"
-                " set."
+                f"{source.name} has no column called {missing[0]!r}, but {', '.join(fields) or 'none'}. {advice}"
             )
         # a.b may be a column, or a field of a: Parquet has one name for both
         batches = (batch.select(names) for batch in table.iter_batches(256, columns=names))
@@ -323,8 +302,13 @@ def read_values(path, name):
             line, number, start = line + held.count("\n", start, end), number + 1, end
 
 
+# {how a file begins that is no text: the command that makes some of it}
+STARTS = {b"\x1f\x8b": "gzip -dc", b"\x28\xb5\x2f\xfd": "zstd -dc", b"PK\x03\x04": "unzip -p"}
+STARTS |= dict.fromkeys([b"\xff\xfe", b"\xfe\xff"], "iconv -f UTF-16 -t UTF-8")
+
+
 def open_text(path):
-    """Open a plain, .gz or .zst file as UTF-8 text; UnicodeDecodeError at once if it is UTF-16 or UTF-32."""
+    """Open a plain, .gz or .zst file as UTF-8 text; ValueError at once if it begins as another kind of file does."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
@@ -332,11 +316,10 @@ def open_text(path):
 
         stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
     start = stream.peek(4)[:4]
-    # without a mark of the byte order, every other byte of ASCII is 0, which is UTF-8, too
-    has_zeros = any(start) and b"\0\0" in (start[::2], start[1::2])
-    if has_zeros or start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        is_longer = start.count(0) == 3 or start in (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
-        raise UnicodeDecodeError("UTF-32" if is_longer else "UTF-16", start, 0, 1, "it is no UTF-8")
+    if b"\0" in start[:2]:  # UTF-16 without a mark of the byte order, which is UTF-8, too
+        start = b"\xff\xfe"
+    if command := next((STARTS[known] for known in STARTS if start.startswith(known)), ""):
+        raise ValueError(f"it is no plain text in UTF-8. Make some of it: {command} FILE > NEW")
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 

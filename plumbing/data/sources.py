@@ -11,7 +11,6 @@ import io
 import os
 import platform
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.files import atomic_write, file_sample, named_errors, open_regular, remove_folder
+from plumbing.files import atomic_write, named_errors, open_regular, remove_folder
 
 # what is never input: files beside shards, and those that tell of a data set
 NO_DATA = re.compile(r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$")
@@ -39,7 +38,6 @@ TYPES = {  # how a file is read: the ends of the names of such files; HTML and s
     ".txt": ".txt .md .html .py .text .markdown .rst .org .adoc .tex .htm .xml .pyi .js .jsx .ts .tsx .c .h .cc"
     " .cpp .hpp .cu .cs .java .go .rs .rb .php .swift .kt .scala .lua .jl .pl .r .sql .sh .css",
 }
-MAX_HASHED = 2**22  # bytes; only a sample of a larger local file is hashed
 TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
 PATIENCE = 20  # seconds; what fails later than this was tried several times by the hub's client already
@@ -64,7 +62,7 @@ class Source(NamedTuple):
 
     name: str  # its path, on this machine or in a data set of the hub
     size: int = 0  # bytes; 0 if unknown
-    digest: str = ""  # of a local file short hashes of its start and of a sample, of the hub's what its tree has
+    digest: str = ""  # of a local file a hash of its start, of the hub's what its tree has
     path: str = ""  # on this machine; `Downloads` fills it in for those of the hub
     repo: str = ""  # on the hub: the data set
     commit: str = ""
@@ -82,11 +80,6 @@ class Found(NamedTuple):
     config: str
     split: str
     sources: list[Source]
-
-
-def example(flag: str, value: str) -> str:
-    """A sentence with the command that was typed and one more flag; of a flag that is typed twice, the last counts."""
-    return f"For example: {' '.join(map(console.quote_group, ['python', *sys.argv, (flag, value)]))}"
 
 
 def file_type(name: str) -> str:
@@ -127,21 +120,18 @@ def list_names(pattern, types):
     names = [pattern]
     if is_folder or not os.path.lexists(pattern):
         places = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
-        names = sorted(glob.glob(places, recursive=True))
-    files = [name for name in names if not os.path.isdir(name)]
-    if "**" in pattern:  # it also matches the folders whose files it takes
-        names = files
-    kept = [name for name in files if file_type(name) in types and not NO_DATA.search(name)]
+        names = [name for name in sorted(glob.glob(places, recursive=True)) if not os.path.isdir(name)]
+    kept = [name for name in names if file_type(name) in types and not NO_DATA.search(name)]
     kept = [name for name in kept if name == pattern or os.path.basename(name).lower() != "readme.md"]
     left_out = sorted(set(names) - set(kept))
     if not kept:
         wrong = f"{left_out[-1]} is not of a type that is read here" if names else f"No file matches {pattern}"
-        if re.match(r"\w[\w+.-]+:/", pattern):
-            wrong = f"Addresses are not read here: fetch the file first, as with curl -LO {pattern}"
-        advice = "A data set of the hub is for fineweb.py and smoltalk.py: --dataset OWNER/NAME."
-        raise UserError(f"{wrong}. Give {what_is_read(types)}. {advice}")
+        raise UserError(
+            f"{wrong}. Give {what_is_read(types)}. A data set of the hub is for fineweb.py and smoltalk.py: --dataset "
+            "OWNER/NAME. A file on another server is fetched first: curl -LO ADDRESS."
+        )
     if left_out:
-        print(f"note: {len(left_out)} of {len(names)} names in {pattern} are left out, such as {left_out[0]}.")
+        print(f"note: {len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")
     return kept
 
 
@@ -153,15 +143,13 @@ def tells_of_data(folder):
 
 
 def local_source(name):
-    """A local file with hashes of its first bytes and of its contents, or of a sample of a large file."""
+    """A local file with a hash of its first bytes."""
     with named_errors(name), open_regular(name) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
-        contents = start + file.read() if size <= MAX_HASHED else file_sample(name)
     if start.startswith(b"version https://git-lfs.github.com/spec/"):
         raise UserError(f"{name} only says where Git LFS keeps the file. Fetch it: git lfs pull, in that clone.")
-    digest = "".join(hashlib.sha256(part).hexdigest()[:8] for part in (start, contents))
-    return Source(name, size, digest, path=name)
+    return Source(name, size, hashlib.sha256(start).hexdigest()[:16], path=name)
 
 
 # ----- Which files a data set of the hub has ------------------------------------------------------------
@@ -170,8 +158,6 @@ def local_source(name):
 def find(options: Any, types: Sequence[str] = tuple(TYPES)) -> Found:
     """The files that the options of a script name, by those called input, dataset, config, split and revision."""
     if options.input:
-        if options.config or options.split != "train":
-            raise UserError(f"{options.input[0]} is no data set with splits. Leave --config and --split out.")
         return Found("input", "", "", "", list_inputs(options.input, types))
     if options.dataset == "python-docs":
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
@@ -271,9 +257,10 @@ def check_choice(dataset, noun, value, known):
     """Raise UserError unless `value` is one of the `known` configs or splits."""
     if value not in known:
         wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
-        first = example(f"--{noun}", next(iter(known), value))
         more = f" and {len(known) - 50:,} more" if len(known) > 50 else ""
-        raise UserError(f"{dataset} has {wrong}. Choose from {', '.join(known[:50]) or 'none'}{more}. {first}")
+        raise UserError(
+            f"{dataset} has {wrong}. Choose one with --{noun}: {', '.join(known[:50]) or 'none'}{more}."
+        )
 
 
 def unclear(dataset, reason):
