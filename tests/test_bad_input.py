@@ -145,13 +145,6 @@ def without_a_weight(content):
     return content
 
 
-def with_another_tokenizer(content):
-    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
-    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
-    enc = tiktoken.Encoding("my-1a2b3c4d", **parts)
-    return content | {"tokenizer": enc.name, "tokenizer_file": train_gpt2.tokenizers.dumps(enc)}
-
-
 @pytest.mark.parametrize(
     "content, said",
     [
@@ -160,7 +153,6 @@ def with_another_tokenizer(content):
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
-        (with_another_tokenizer, "tokenizer bytes, but the model uses my-1a2b3c4d"),
         (b"To be, or not to be\n" * 9, "bad.pt cannot be read: "),
         (pickle.dumps({"model": Touch(Path("touched"))}), "bad.pt cannot be read: "),
     ],

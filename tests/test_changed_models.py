@@ -596,6 +596,16 @@ def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, d
     assert not torch.equal(average[f"module.{name}"], weights[name])
     averages, plain = losses(tmp_path / "whole", "val_ema"), losses(tmp_path / "whole", "val")
     assert averages[0] == plain[0] and averages[0] > averages[-1] > plain[-1] + 0.01, "an average lags behind"
+    if not ranks:  # the average as a model of its own
+        text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split("```py\n")[1].split("```")[0]
+        paths = {"log/model_19073.pt": tmp_path / "whole" / "model_00012.pt", "average.pt": tmp_path / "average.pt"}
+        for path_in_text, path_here in paths.items():
+            text = text.replace(path_in_text, str(path_here))
+        exec(text, {})
+        shape = {name: states[1]["config"][name] for name in states[1]["model_fields"]}
+        config = train_gpt2.GPTConfig(**shape)
+        model = from_state(train_gpt2.GPT, config, load_checkpoint(paths["average.pt"])["model"])
+        assert torch.equal(model.state_dict()[name], average[f"module.{name}"])
 
 
 HIDDEN = {

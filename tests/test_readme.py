@@ -81,6 +81,7 @@ NOT_RUN = {
     "python records/2026-11-22-first-chat/make_chats.py": "writes a file that is written shorter here",
     "curl -o tinyshakespeare.txt": "needs a network",
     "python train_gpt2.py --init-from gpt2": "needs OpenAI's weights",
+    "python train_gpt2.py --init-from log --data my_texts_4k": "needs another tokenizer: test_changed_models.py",
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",

@@ -169,7 +169,7 @@ def test_a_trial_takes_the_memory_of_a_step(gpu, ranks):
 
 STAGES = {  # where, and in which call of the process
     "validation": ("train_gpt2", "evaluate_val_loss", 2),
-    "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 2),
+    "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 1),
     "sampling": ("train_gpt2", "generate_samples", 1),
     "the export": ("plumbing.run.run", "export_huggingface", 1),
 }
