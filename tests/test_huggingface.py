@@ -35,11 +35,6 @@ def change_config(hf, **changes):
     (hf / "config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def remove(hf, pattern):
-    for path in hf.glob(pattern):
-        path.unlink()
-
-
 def read(hf):
     """(shape, weights in the order of their names) of the model in a folder."""
     shape, weights = load_huggingface(hf)
@@ -58,34 +53,26 @@ def refusal(function, *args):
 # ----- Import -------------------------------------------------------------------------------------------
 
 
-VARIANTS = dict(model_type="llama", activation_function="gelu", layer_norm_epsilon=1e-6, scale_attn_weights=False)
-VARIANTS |= dict(scale_attn_by_inverse_layer_idx=True, add_cross_attention=True, tie_word_embeddings=False)
-
-
 def test_a_variant_that_the_model_does_not_compute_and_a_config_that_is_none_are_refused(hf):
     original = (hf / "config.json").read_bytes()
-    for name, value in VARIANTS.items():
+    for name, value in dict(model_type="llama", activation_function="gelu", tie_word_embeddings=False).items():
         change_config(hf, **{name: value})
         assert f"its {name} is {value!r}, not" in refusal(load_huggingface, hf)
         (hf / "config.json").write_bytes(original)
-    for content in (b"", b"[]", b"[" * 10**6, b"\xff\xfe", b'{"n_layer": %s}' % (b"9" * 5000)):
-        (hf / "config.json").write_bytes(content)
-        assert "config.json" in refusal(load_huggingface, hf)
+    (hf / "config.json").write_bytes(b"[]")
+    assert "config.json" in refusal(load_huggingface, hf)
 
 
 def test_what_makes_no_difference_is_read_and_sizes_must_be_those_of_the_weights(hf):
     expected = read(hf)
     assert expected[0] == dict(block_size=32, vocab_size=257, n_layer=2, n_head=2, n_embd=32)
-    change_config(hf, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh", resid_pdrop=0.1)
-    change_config(hf, dtype="bfloat16", layer_norm_epsilon=0.00001)
+    change_config(hf, activation_function="gelu_pytorch_tanh", resid_pdrop=0.1, dtype="bfloat16")
     assert_same_tensors(read(hf), expected)
-    sizes = dict(vocab_size=2**40, n_positions=2**60, n_embd=None, n_head=3, n_layer=3, n_inner=64)
-    for name, value in [*sizes.items(), ("n_layer", 1), ("n_head", [2])]:
-        before = json.loads((hf / "config.json").read_text(encoding="utf-8")).get(name)
+    for name, value in dict(vocab_size=2**40, n_head=3, n_layer=1).items():
+        before = json.loads((hf / "config.json").read_text(encoding="utf-8"))[name]
         change_config(hf, **{name: value})
         assert "Copy or export the model again" in refusal(load_huggingface, hf), name
         change_config(hf, **{name: before})
-    assert_same_tensors(read(hf), expected)
 
 
 def rewrite(hf, change):
@@ -97,12 +84,10 @@ def rewrite(hf, change):
 NAME = "transformer.h.1.mlp.c_fc.weight"
 BAD_WEIGHTS = {
     "a tensor is missing": (lambda w: w.pop(NAME), NAME),
-    "a block is missing": (lambda w: [w.pop(name) for name in list(w) if ".h.1." in name], "transformer.h.1."),
     "a tensor too many": (lambda w: w.update({"score.weight": torch.ones(2, 32)}), "score.weight"),
     "another shape": (lambda w: w.update({NAME: w[NAME][1:]}), NAME),
     "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
     "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
-    "no tensors": (lambda w: w.clear(), "missing keys"),
 }
 
 
@@ -112,9 +97,8 @@ def test_weights_that_are_not_those_of_a_gpt2_are_refused(hf):
         rewrite(hf, change)
         assert reason in refusal(GPT.from_pretrained, hf), name
         (hf / "model.safetensors").write_bytes(original)
-    for length in (5000, 100, 5, 0):
-        os.truncate(hf / "model.safetensors", length)
-        assert "Could not read the weights" in refusal(load_huggingface, hf)
+    os.truncate(hf / "model.safetensors", 5000)
+    assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
 def test_pickles_are_read_where_there_is_nothing_else_and_no_code_in_them_is_run(hf, monkeypatch):
@@ -151,57 +135,35 @@ def test_parts_that_transformers_wrote_are_read_and_no_other_weights_beside_them
     model.save_pretrained(hf, max_shard_size="60KB")
     parts = sorted(hf.glob("model-*.safetensors"))
     assert len(parts) == 3
-    for name in ("model-old", "model.bf16", "model_best", "model-00001-of-00001"):
-        save_file({name: weight + 1 for name, weight in weights.items()}, hf / f"{name}.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, hf / "model_best.safetensors")
     assert_same_tensors(read(hf), expected)
     parts[1].unlink()
     assert parts[1].name in refusal(load_huggingface, hf)
-    (hf / "model.safetensors.index.json").unlink()
-    assert "no file named model.safetensors" in refusal(load_huggingface, hf)
 
 
 # ----- A folder's tokenizer -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpt2_is_bytes(monkeypatch):
-    """In these tests, GPT-2's tokenizer is the one that the folder `hf` has."""
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)
-
-
-def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, gpt2_is_bytes):
+def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, monkeypatch):
+    """A token that was added to GPT-2's, such as one for padding, only needs a row of the embedding."""
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)  # GPT-2's is the one that the folder has
     assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
-    remove(hf, "tokenizer.tiktoken*")
-    tokenizers.write_encoding(CHAT, hf / "tokenizer.tiktoken")
-    assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
-    remove(hf, "tokenizer*")
+    fields = json.loads((hf / "tokenizer.json").read_text(encoding="utf-8"))
+    for path in hf.glob("tokenizer*"):
+        path.unlink()
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES
     assert "with 50258 token ids, has a tokenizer of its own" in refusal(load_tokenizer, hf, dict(vocab_size=50258))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
-def test_a_tokenizer_in_huggingfaces_format_must_be_gpt2s(hf, name, gpt2_is_bytes):
-    """A token that was added to it, such as one for padding, only needs a row of the embedding."""
-    fields = json.loads((hf / "tokenizer.json").read_text(encoding="utf-8"))
-    remove(hf, "tokenizer*")
-    (hf / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")  # which vocab.json comes with
-    vocab = fields["model"]["vocab"]
-    assert vocab["\u0120"] == 32  # as GPT-2's files write a blank
     fields["added_tokens"].append(fields["added_tokens"][0] | {"id": 257, "content": "[PAD]"})
-
-    def write():
-        (hf / name).write_text(json.dumps(fields if name == "tokenizer.json" else vocab), encoding="utf-8")
-
-    write()
+    (hf / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
     assert load_tokenizer(hf, dict(vocab_size=258)) is BYTES
-    vocab |= {"a": 98, "b": 97}
-    write()
-    assert "has a tokenizer of its own. Only GPT-2's and those of this program are read" in refusal(
-        load_tokenizer, hf, dict(vocab_size=258)
-    )
-    (hf / name).write_text("{", encoding="utf-8")
+    fields["model"]["vocab"] |= {"a": 98, "b": 97}
+    (hf / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert "Only GPT-2's and those of this program are read" in refusal(load_tokenizer, hf, dict(vocab_size=258))
+    (hf / "tokenizer.json").write_text("{", encoding="utf-8")
     assert "Could not read the tokenizer in" in refusal(load_tokenizer, hf, dict(vocab_size=258))
+    tokenizers.write_encoding(CHAT, hf / "tokenizer.tiktoken")
+    assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
 
 
 # ----- Export -------------------------------------------------------------------------------------------
@@ -210,22 +172,16 @@ def test_a_tokenizer_in_huggingfaces_format_must_be_gpt2s(hf, name, gpt2_is_byte
 def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_deleted(hf, tmp_path):
     """But for what a killed export left."""
     (hf / "thesis.tex").write_text("precious", encoding="utf-8")
-    (tmp_path / "hf.1").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "hf.1").symlink_to(tmp_path / "nowhere")  # a link is something, too
     shutil.copytree(hf, tmp_path / ".hf.part")
     before = listing(hf)
     export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf)
     assert listing(tmp_path / "hf.2") == before
     assert sorted(os.listdir(tmp_path)) == ["hf", "hf.1", "hf.2"]
-    (tmp_path / "link").symlink_to(tmp_path / "hf.2")
-    export_huggingface(tiny_model(), BYTES, tmp_path / "link")
-    assert (tmp_path / "link" / "model.safetensors").exists() and not (tmp_path / "link").is_symlink()
-    assert (tmp_path / "link.1").is_symlink()
-    assert listing(tmp_path / "hf.2") == before
 
 
-OTHER = dict(seed=1, vocab_size=257)
 NOT_THIS_MODEL = {
-    "of other weights": lambda hf: export_huggingface(tiny_model(**OTHER), BYTES, hf, step=7),
+    "of other weights": lambda hf: export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf, step=7),
     "of another step": lambda hf: export_huggingface(tiny_model(vocab_size=257), BYTES, hf, step=8),
     "by transformers": lambda hf: rewrite(hf, lambda weights: None),
     "missing": shutil.rmtree,
@@ -236,48 +192,26 @@ NOT_THIS_MODEL = {
 @pytest.mark.parametrize("name", [None, *NOT_THIS_MODEL])
 def test_only_an_export_of_the_same_weights_after_as_many_updates_is_taken_for_the_model(tmp_path, name):
     model, hf = tiny_model(vocab_size=257), tmp_path / "hf"
-    for _ in range(3):
-        export_huggingface(model, BYTES, hf, step=7)
+    export_huggingface(model, BYTES, hf, step=7)
     if name:
         NOT_THIS_MODEL[name](hf)
     assert is_export_of(hf, model.state_dict(), 7) == (name is None)
 
 
-class Attention(CausalSelfAttention):
-    """Attention by a mask that each query has: of the causal ones (T, T), those that `visible` leaves."""
+def with_window(size):
+    """A model whose queries see so many of the newest keys."""
 
-    def forward(self, x, cache=None):
-        B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
-        mask = torch.ones(T, T, dtype=torch.bool).tril() & self.visible(T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+    class Attention(CausalSelfAttention):
+        def forward(self, x, cache=None):
+            B, T, C = x.shape
+            q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
+            mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
-
-def with_attention(visible, **shape):
-    """A model whose blocks attend as `visible`, (the model, T) -> mask, says."""
-    model = tiny_model(vocab_size=257, **shape)
+    model = tiny_model(vocab_size=257, block_size=1100)
     for block in model.transformer.h:
-        block.attn.__class__ = type("Changed", (Attention,), {"visible": lambda self, T: visible(model, T)})
-    return model
-
-
-def window(size):
-    return lambda model, T: torch.ones(T, T, dtype=torch.bool).triu(1 - size)
-
-
-def same_document(model, T):
-    return model.documents[:, None] == model.documents
-
-
-def document_masked():
-    """A model that does not attend beyond the <|endoftext|> with which the text's document begins."""
-    model = with_attention(same_document)
-
-    def note_documents(model, args):
-        model.documents = (args[0][0] == BYTES.eot_token).cumsum(0)
-
-    model.register_forward_pre_hook(note_documents)
+        block.attn.__class__ = Attention
     return model
 
 
@@ -288,36 +222,13 @@ def with_activation(activation):
     return model
 
 
-NOT_GPT2 = {
-    "a window of 64": lambda: with_attention(window(64), block_size=256),
-    "a window as large as people take them": lambda: with_attention(window(1000), block_size=1100),
-    "documents": document_masked,
-    "exact GELU": lambda: with_activation(F.gelu),
-    "quick GELU": lambda: with_activation(lambda x: x * torch.sigmoid(1.702 * x)),
-}
-
-
-@pytest.mark.parametrize("name", NOT_GPT2)
-def test_a_model_of_which_transformers_computes_other_logits_is_not_exported(name, tmp_path):
-    """However alike they are: the weights have GPT-2's names and shapes."""
-    line = refusal(export_huggingface, NOT_GPT2[name](), BYTES, tmp_path / "hf")
-    assert "no GPT-2 any more: transformers computes other logits from its weights, first at token" in line
-    assert not list(tmp_path.iterdir())
-
-
-GPT2_ALL_THE_SAME = {
-    "a window as long as the block": lambda: with_attention(window(256), block_size=256),
-    "GELU written out": lambda: with_activation(
-        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GPT2_ALL_THE_SAME)
-def test_a_model_that_computes_a_gpt2_in_another_way_is_exported(name, tmp_path):
-    model = GPT2_ALL_THE_SAME[name]()
-    export_huggingface(model, BYTES, tmp_path / "hf")
-    assert is_export_of(tmp_path / "hf", model.state_dict(), -1)
+def test_only_a_model_of_which_transformers_computes_the_same_logits_is_exported(tmp_path):
+    """However alike they are: the weights have GPT-2's names and shapes. A window is one as large as people take."""
+    for model in (with_window(1000), with_activation(F.gelu)):
+        line = refusal(export_huggingface, model, BYTES, tmp_path / "hf")
+        assert "no GPT-2 any more: transformers computes other logits from its weights, first at token" in line
+        assert not list(tmp_path.iterdir())
+    export_huggingface(with_window(1100), BYTES, tmp_path / "hf")
 
 
 # ----- Chat ---------------------------------------------------------------------------------------------
