@@ -25,7 +25,7 @@ def start_text(config=CONFIG, **changes):
     return "".join(f"{name}: {text}\n" for name, text in fields.items()) + "\n"
 
 
-LOG = "".join(f"{step} train {5 - step}\n{step} lr 0.1\n{step} norm 1.5\n{step} tok/s 500\n" for step in range(4))
+LOG = "".join(f"{step} train {5 - step}\n{step} lr 0.1\n" for step in range(4))
 EVALUATIONS = "0 val 5.5\n4 val 1.25\n4 val_bpb 0.875\n0 hella 0.24\n4 hella 0.271\n"
 RUN = start_text()
 
@@ -37,40 +37,29 @@ def run(tmp_path):
     return tmp_path
 
 
-def write(run, text=RUN, log=LOG + EVALUATIONS):
-    (run / "run.txt").write_text(text, encoding="utf-8")
-    (run / "log.txt").write_text(log, encoding="utf-8")
-
-
 def card(run, text=RUN, log=LOG + EVALUATIONS, **options):
     """The card of the run with these two files."""
-    write(run, text, log)
+    (run / "run.txt").write_text(text, encoding="utf-8")
+    (run / "log.txt").write_text(log, encoding="utf-8")
     return make_card(run / "hf", run, **options)
 
 
-def test_the_card_has_what_the_run_measured(run):
-    text = card(run, RUN + start_text(machine="Linux, 8 cores", commit=""), sample="To be,\n```or```")
+def test_the_card_has_what_the_run_measured_and_nothing_else(run):
+    text = card(run, start_text() + start_text(machine="Linux, 8 cores", commit=""), sample="To be,\n```or```")
     _, header, page = text.split("---\n", 2)
     # no license: it is not ours to say
     expected = dict(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "train_gpt2"])
     assert yaml.safe_load(header) == expected
     assert "trained from scratch" in page and "# A GPT-2 with 2 layers" in page
-    assert "2 attention heads and 32 channels" in page
     assert "| validation loss on unseen tokens, nats per token | 1.2500 | 4 |" in page
-    assert "in bits per byte, which can be compared between tokenizers | 0.8750 | 4 |" in page
     assert "| training loss of the last update, nats per token | 2.0000 | 3 |" in page
     assert "acc_norm (chance: 0.25) | 0.2710 | 4 |" in page
     assert "\n    ranks: 8\n    machine: Linux, 2 cores, NVIDIA H100\n" in page
-    assert "    commit: fd912143f159\n" in page and page.count("commit:") == 1  # git is not everywhere
-    assert "    machine: Linux, 8 cores\n" in page, "the second start is said, too"
+    assert page.count("commit:") == 1 and "    machine: Linux, 8 cores\n" in page, "the second start is said, too"
     assert "\n\n    To be,\n    ```or```\n\n" in page
     assert '"max_lr": 0.0006' in page and "/home/somebody" not in text
-
-
-def test_what_was_not_measured_is_left_out(run):
     page = card(run, log=LOG)
-    assert "training loss" in page and "validation loss" not in page and "HellaSwag" not in page
-    assert "A sample" not in page
+    assert "validation loss" not in page and "HellaSwag" not in page and "A sample" not in page
 
 
 def test_data_and_weights_of_the_hub_are_named(run):
@@ -93,17 +82,9 @@ def test_the_lines_that_load_the_model_work(run, chat, capsys):
     assert "'role': 'assistant', 'content': " in out if chat else out.startswith("The ")
 
 
-def test_text_from_files_is_shown_as_it_is(run):
-    odd = "x`<b>[a](http://b)\x1b[31m" + "y" * 1000
-    page = card(run, start_text(machine=odd, versions="# a title"), sample="a\x1b[2J\r\n<script>\u2028b")
-    assert "    machine: x`<b>[a](http://b)\\x1b[31m" in page and "y" * 201 not in page
-    assert "    versions: # a title\n" in page and "\x1b" not in page
-    assert "\n    a\\x1b[2J\n    <script>\n    b\n" in page
-
-
-@pytest.mark.parametrize("damaged", ["", "\0 \xff\n\nconfig: {", start_text(dict.fromkeys(CONFIG, "a"))])
-def test_damaged_files_never_stop_an_export(run, damaged, capsys):
-    write(run, damaged, "0 train 5\n1 train nan\n\0\xff 2 tra")
-    make_card(run / "hf", run)
-    notes = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(("note: ", "warning: ")) for line in notes) and len(notes) <= 1
+def test_text_from_files_is_shown_as_it_is_and_damaged_files_never_stop_an_export(run, capsys):
+    page = card(run, start_text(machine="x<b>[a](http://b)\x1b[31m"), sample="a\x1b[2J\r\n<script>\u2028b")
+    assert "    machine: x<b>[a](http://b)\\x1b[31m" in page
+    assert "\x1b" not in page and "\n    a\\x1b[2J\n    <script>\n    b\n" in page
+    assert card(run, "\0 \xff\n\nconfig: {", "0 train 5\n1 train nan\n") == ""
+    assert capsys.readouterr().out.startswith("note: The exported model has no README.md: ")

@@ -103,19 +103,11 @@ def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     place, line = re.search(r"    # (scalars\[.*)\n    scalars: .*\n", source).group(0, 1)
     changed = tmp_path / "train_own.py"
-    # any name may be taken, and any number
-    lines = [line, line.replace('"wte"', '"seconds"'), 'scalars["plain"] = 0.5']
-    own = "".join(f"    {line}\n" for line in lines)
-    changed.write_text(source.replace(place, place + own), encoding="utf-8")
-    assert (
-        status_of(source_code.import_trainer(str(changed)).main, tiny_flags(data, tmp_path / "run", wandb="gpt2"))
-        == 0
-    )
-    ours = read_log(tmp_path / "run", "wte")
-    assert read_log(tmp_path / "run", "seconds") == ours
-    assert set(read_log(tmp_path / "run", "plain").values()) == {"0.5"}
+    changed.write_text(source.replace(place, f"{place}    {line}\n"), encoding="utf-8")
+    main = source_code.import_trainer(str(changed)).main
+    assert status_of(main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
+    ours, mirrored = read_log(tmp_path / "run", "wte"), logged(wandb)
     assert len(ours) == 12 and "wte" not in capsys.readouterr().out
-    mirrored = logged(wandb)
     assert {step: mirrored[step, "wte"] for step in range(12)} == ours
     # first of the new weights: 320 ids times 32 channels with a standard deviation of 0.02
     assert float(ours[0]) == pytest.approx(0.02 * (320 * 32) ** 0.5, rel=0.05)
@@ -143,12 +135,12 @@ def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
         pytest.skip("wandb is optional and not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
-    out = train(data, run, wandb="gpt2", hellaswag_every=0)
+    out = train(data, run, wandb="gpt2")
     assert "warning" not in out
     (folder,) = (run / "wandb").glob("offline-run-*")
     (file,) = folder.glob("run-*.wandb")
     assert f"wandb sync {folder}" in out
-    assert all(stream in file.read_bytes() for stream in (b"train", b"val", b"lr", b"norm", b"tok/s", b"max_lr"))
+    assert all(stream in file.read_bytes() for stream in (b"train", b"val", b"lr", b"max_lr"))
     lose_the_last_steps(run)
-    train(data, run, wandb="gpt2", hellaswag_every=0)
+    train(data, run, wandb="gpt2")
     assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
