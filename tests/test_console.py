@@ -100,8 +100,6 @@ def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(data, tmp_p
         assert left[step] == pytest.approx(ends[299] - ends[step], rel=0.05, abs=8)
         # from one step to the next it falls by about what a step takes; a single evaluation moves it little
         assert abs(left[step - 1] - left[step] - 1.5) < 20
-    texts = {0: "0:00", 156: "2:36", 3599: "59m", 16_300: "4.5h", 40 * 86400: "40d"}
-    assert {seconds: console.duration(seconds) for seconds in texts} == texts
 
 
 @pytest.mark.parametrize("seconds", [[0.0, 0.0852, 0.852], [9.99, 99.9, 99.9]])
@@ -116,7 +114,9 @@ def test_a_steps_line_fits_into_80_columns_and_lines_up(peak, seconds, data, tmp
     assert len({line.index(" left") for line in lines if "0 ms" not in line}) == 1
     assert all(word in lines[0] for word in ("loss 10.98", "lr 1.2e-3", "norm 12.3", "tok/s", "left"))
     assert all(("% MFU" in line) == (peak is not None) for line in lines)
-    assert all(math.isfinite(float(value)) for value in read_log(tmp_path / "out", "tok/s").values())
+    speeds = [float(value) for value in read_log(tmp_path / "out", "tok/s").values()]
+    assert speeds[1:] == pytest.approx([128 / each for each in seconds[1:]]), "the tokens of a step in its time"
+    assert math.isfinite(speeds[0])
 
 
 def train_at_half_of_the_peak(args):
@@ -143,11 +143,10 @@ def test_run_txt_has_the_command_that_was_typed(data, tmp_path, monkeypatch):
     assert python == "python" and Path(script).samefile(train_gpt2.__file__)
     read = functools.partial(train_gpt2.read_flags, train_gpt2.TrainConfig, train_gpt2.PRESETS)
     assert read(words) == read(args)
+    for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8").items():
+        monkeypatch.setenv(name, value)
     nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"
-    for ranks, launcher in ((8, "--standalone --nproc_per_node=8"), (16, nodes)):
-        for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="8").items():
-            monkeypatch.setenv(name, value)
-        assert commands.launcher() == ["torchrun", *launcher.split()]
+    assert commands.launcher() == ["torchrun", *nodes.split()]
 
 
 class Terminal(io.StringIO):
@@ -174,14 +173,7 @@ def test_validation_and_hellaswag_have_bars_on_a_terminal_of_which_nothing_stays
     assert said.split("\r")[-1].strip() == ""
 
 
-def test_fast_steps_are_printed_twice_a_second_at_most_and_logged_all_the_same(data, tmp_path):
-    printed = train(data, tmp_path / "out", max_steps=40).splitlines()
-    shown, losses = sum("tok/s" in line for line in printed), sum("val loss" in line for line in printed)
-    assert 1 <= shown < 20 and losses == 11 and sorted(read_log(tmp_path / "out", "train")) == list(range(40))
-
-
-def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_columns(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "SECONDS_PER_LINE", 0)
+def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_two_lines_a_second(data, tmp_path):
     said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git, of what is not committed
     with patched(source_code, "git", lambda command, *words: said[command]):
         printed = train(data, tmp_path / "out", sample_every=6, sample_prompt="ab\ncd")
@@ -190,28 +182,13 @@ def test_log_txt_has_a_step_a_stream_and_a_value_per_line_and_the_console_80_col
     for stream in ("train", "lr", "norm", "tok/s"):
         assert sorted(read_log(tmp_path / "out", stream)) == list(range(12))
     assert sorted(read_log(tmp_path / "out", "val")) == [0, 4, 8, 12]
-    printed = printed.partition("step ")[2].partition("Exporting")[0].splitlines()
-    assert max(map(len, printed)) <= 80
-    updates = [line for line in printed if "norm" in line]
-    for step, line in enumerate(updates):
-        assert re.match(rf"step +{step} \| loss +\d.*lr .*norm .* ms.* tok/s.* left$", line), line
-    assert len(updates) == 12
+    assert 1 <= printed.count("tok/s") < 12 and printed.count("val loss") == 4
     [start] = logs.read_starts(tmp_path / "out" / "run.txt")
     assert {"command", "config", "versions", "machine"} <= start.keys()
     assert start["commit"] == "0123abc-dirty" and json.loads(start["changes"]) == said["diff"]
     samples = [line.partition(" ") for line in (tmp_path / "out" / "samples.txt").read_text().splitlines()]
     assert [step for step, _, _ in samples] == ["6"] * 4 + ["12"] * 4
     assert all(json.loads(text).startswith("ab\ncd") for _, _, text in samples)
-
-
-def test_tok_per_s_counts_the_tokens_of_all_ranks_by_the_steps_time(data, tmp_path):
-    """128 tokens in a step that takes a quarter of a second are 512 a second."""
-    with patched(train_gpt2.time, "perf_counter", clock(0.25)):
-        with patched(
-            train_gpt2, "train_step", lambda *args, **options: train_gpt2.Step(1.0, 1.0, 1e-3, 128, False, {})
-        ):
-            train(data, tmp_path / "out", max_steps=2, val_every=0, checkpoint_every=0)
-    assert {float(value) for value in read_log(tmp_path / "out", "tok/s").values()} == {512.0}
 
 
 def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):

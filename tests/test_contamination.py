@@ -70,11 +70,9 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     np.save(tmp_path / "x_val_000000.npy", np.zeros(20, np.uint16))
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     write_lines(tmp_path / "text.jsonl", [{"text": "a"}])
-    write_lines(tmp_path / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
     cases = [
         (tmp_path / "none", "text.jsonl", "no shards in"),
         (tmp_path, "text.jsonl", "Line 1 of"),
-        (tmp_path, "short.jsonl", "13 tokens"),
         (tmp_path, "missing.jsonl", "hellaswag.py downloads HellaSwag's"),
     ]
     for folder, name, words in cases:

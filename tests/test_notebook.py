@@ -20,7 +20,6 @@ from PIL import Image
 
 from harness import ROOT, SCRIPTS, run, train
 
-PARTS = 5  # of the lessons, each of which is a test
 MODULES = [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py")]
 
 
@@ -70,41 +69,11 @@ def run_script(*args):
     runpy.run_path(args[0], run_name="__main__")
 
 
-def names_of(cell):
-    """(the names that a cell makes, those of which it changes an item, those that it uses and does not make)."""
-    made, changed, used, parameters = set(), set(), set(), set()
-    for node in ast.walk(ast.parse(cell.source)):
-        if isinstance(node, ast.Name):
-            (made if isinstance(node.ctx, ast.Store) else used).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            made.add(node.name)
-        elif isinstance(node, ast.alias):
-            made.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.arg):
-            parameters.add(node.arg)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            changed.add(ast.unparse(node.value))
-    return made, changed, used - made - parameters
-
-
-def with_what_they_need(cells, chosen):
-    """The cells with these numbers, after those that make what they use."""
-    needed, missing = [], set()
-    for number in reversed(range(len(cells))):
-        made, changed, used = names_of(cells[number])
-        if number in chosen or (made | changed) & missing:
-            needed.insert(0, cells[number])
-            missing = missing - made | used
-    return needed
-
-
 @pytest.mark.gpt2
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings(*(f"error::{kind}Warning" for kind in ("User", "Runtime", "Future", "Syntax")))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
 @pytest.mark.usefixtures("run_cells")
-def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(part, tmp_path, monkeypatch, capfd):
-    """Each part of the course after those cells before it that it needs, so that the parts may run side by side."""
+def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch, capfd):
     for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -123,12 +92,10 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(part, tmp_path
 
     monkeypatch.setattr(plt, "show", show)
     monkeypatch.setattr(subprocess, "run", run_forked)  # it imports torch in no time
-    cells = code_cells(read_notebook("lessons.ipynb"))
-    chosen = range(len(cells) * part // PARTS, len(cells) * (part + 1) // PARTS)
-    names = {}
-    for cell in with_what_they_need(cells, chosen):
+    cells, names = code_cells(read_notebook("lessons.ipynb")), {}
+    for cell in cells:
         exec(cell.source, names)
-    assert len(pictures) >= sum("plt.show()" in cells[number].source for number in chosen) > 0
+    assert len(pictures) >= sum("plt.show()" in cell.source for cell in cells) > 0
     assert not capfd.readouterr().err
 
 
