@@ -3,8 +3,7 @@
 Each mistake is made in a folder that already holds good data and a finished run.
 """
 
-import ast
-import os
+import json
 import pickle
 import shutil
 import signal
@@ -17,9 +16,8 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import sources
-from plumbing.run import start
+from plumbing.run import run as run_folder
 from plumbing.system import devices
-from plumbing.system.distributed import World
 
 from harness import (
     Touch,
@@ -75,7 +73,6 @@ def error_of_run(folder, **changes):
         (dict(total_batch_size=1000), ["--total-batch-size 1000", "multiple of 16", "Try --total-batch-size 992"]),
         (dict(n_embd=33), ["--n-embd 33", "--n-head 2", "--n-head 3", "--n-embd 32"]),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
-        (dict(out_dir=""), ["--out-dir", "empty"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
         (dict(max_lr="nan"), ["--max-lr is nan", "above 0"]),
         pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs_float8),
@@ -84,7 +81,6 @@ def error_of_run(folder, **changes):
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(n_embd=33, val_tokens=1, total_batch_size=1000), ["--n-embd 33", "--val-tokens", "--total-batch-size"]),
         (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),
-        (dict(total_batch_size=10_240), ["hold only 4,688 tokens", "10,240", "--total-batch-size"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
         (dict(init_from="run", n_embd=64), ["--n-embd is 64, but the weights that the run begins with have 32"]),
@@ -92,9 +88,7 @@ def error_of_run(folder, **changes):
             dict(out_dir="run", max_lr=0.1, seed=7),
             ["(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
         ),
-        (dict(out_dir="run", val_tokens=256), ["(val_tokens was 512, now 256)"]),
         (dict(n_embd=2**20), ["model is too large", "Use a smaller model"]),
-        pytest.param(dict(block_size=2**40), ["model is too large"], marks=pytest.mark.gpt2),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -153,7 +147,6 @@ def without_a_weight(content):
         (lambda content: content | {"val_loss": Touch(Path("touched"))}, "code"),
         (lambda content: content.pop("tokenizer_file") and content, "it has no tokenizer_file"),
         (without_a_weight, "transformer.h.1.ln_2.bias"),
-        (b"To be, or not to be\n" * 9, "bad.pt cannot be read: "),
         (pickle.dumps({"model": Touch(Path("touched"))}), "bad.pt cannot be read: "),
     ],
 )
@@ -181,11 +174,6 @@ def test_hellaswag_is_not_there_or_damaged(folder):
     assert "ine 1" in error_of_run(folder, **options)
 
 
-def test_a_batch_that_no_number_of_ranks_divides_is_answered_with_one_that_they_do():
-    with pytest.raises(UserError, match="multiple of 2048.* 2 ranks\\). Try --total-batch-size 4096.$"):
-        start.check_config(train_gpt2.TrainConfig(total_batch_size=5000), [], World(size=2))
-
-
 def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):
     """The GPU that was asked for counts; on a CPU auto is float32 for tiny models, whatever its instructions."""
 
@@ -202,64 +190,49 @@ def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeyp
             choose(dtype, device, capability)
 
 
-@pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", "\u00e9\U0001f600", ""])
+@pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", ""])
 def test_odd_prompts_are_only_text(prompt, data, tmp_path):
-    """Longer than the block size of 32; with the text of a special token; beyond ASCII; the start of a document."""
-    said = train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2)
-    printed = said.partition(" | sample | ")[2].partition("\nExporting")[0]
-    lines = printed.replace(f"\n{'':10} | {'':6} | ", "").split("\nstep     2 | sample | ")
-    texts = list(map(ast.literal_eval, lines))
-    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
-    assert len(set(texts)) == 4
+    """Longer than the block size of 32; with the text of a special token; the start of a document."""
+    train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2)
+    lines = (tmp_path / "out" / "samples.txt").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line.partition(" ")[2]) for line in lines]
+    assert len(set(texts)) == 4 and all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
 
 
-def train_with_limit(args, num_bytes, pipe):
-    """Train where no file may grow beyond so many bytes, as on a disk that fills up; a pipe has no limit."""
+def train_with_limit(args, num_bytes):
+    """Train where no file may grow beyond so many bytes, as on a disk that fills up."""
     import resource  # not on Windows
 
-    for console in (1, 2):
-        os.dup2(os.open(pipe, os.O_WRONLY), console)
+    run_folder.SECONDS_PER_LINE = 1e9  # what is printed goes to a file, too
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Python's own setting; what comes is an error, no signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     train_gpt2.main(args)
 
 
-def error_of_limited_run(args, num_bytes, tmp_path):
-    """The one line that a run prints which the limit ends with status 2."""
-    os.mkfifo(tmp_path / "pipe")
-    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
-    run(train_with_limit, args, num_bytes, tmp_path / "pipe", ends=[2])
-    text = os.read(pipe, 2**16).decode()  # as much as a pipe holds
-    os.close(pipe)
-    assert "Traceback" not in text and "Exception ignored" not in text, text
-    return error_in(text)
-
-
-@needs("resource", "mkfifo")
-def test_a_full_disk_while_the_log_is_written_costs_one_line_and_the_same_command_goes_on(data, tmp_path):
-    options = dict(max_steps=60, val_every=0, checkpoint_every=0)
-    train(data, tmp_path / "straight", **options)
-    args = tiny_flags(data, tmp_path / "out", **options)
-    line = error_of_limited_run(args, 3000, tmp_path)
-    assert "log.txt" in line and "File too large" in line
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"log.txt", "run.txt"}
-    run(train_gpt2.main, args)
-    assert read_log(tmp_path / "out") == read_log(tmp_path / "straight")
-
-
 @pytest.mark.gpt2
-@needs("resource", "mkfifo")
-@pytest.mark.parametrize("lost", ["model_00004.pt", "hf"])
-def test_a_full_disk_leaves_the_earlier_checkpoints_whole_and_the_same_command_goes_on(lost, good, tmp_path):
-    """While the second checkpoint or the model is written, of which nothing stays."""
-    out = shutil.copytree(good / "run", tmp_path / "out")
-    shutil.rmtree(out / "hf")
-    (out / lost).unlink(missing_ok=True)
+@needs("resource")
+@pytest.mark.parametrize("lost, num_bytes", [("log.txt", 4000), ("model_00004.pt", 50_000), ("hf", 50_000)])
+def test_a_full_disk_leaves_what_was_whole_costs_one_line_and_the_same_command_goes_on(
+    lost, num_bytes, good, tmp_path
+):
+    """While the log, the second checkpoint or the model is written, of which nothing stays."""
+    out, options = tmp_path / "out", dict(OPTIONS)
+    if lost == "log.txt":
+        options = dict(max_steps=60, val_every=0, checkpoint_every=0)
+        train(good / "data", tmp_path / "straight", **options)
+    else:
+        shutil.copytree(good / "run", out)
+        shutil.rmtree(out / "hf")
+        (out / lost).unlink(missing_ok=True)
     before = listing(out)
-    args = tiny_flags(good / "data", out, **OPTIONS)
-    assert lost in error_of_limited_run(args, 50_000, tmp_path)
+    args = tiny_flags(good / "data", out, **options)
+    [said] = run(train_with_limit, args, num_bytes, ends=[2])
+    assert lost in error_in(said) and "Traceback" not in said
     after = listing(out)
-    assert after.keys() == before.keys() and after["model_00002.pt"] == before["model_00002.pt"]
+    assert lost == "log.txt" or (
+        after.keys() == before.keys() and after["model_00002.pt"] == before["model_00002.pt"]
+    )
     run(train_gpt2.main, args)
-    assert read_log(out) == read_log(good / "run")
-    assert_same_run(out, good / "run")
+    straight = tmp_path / "straight" if lost == "log.txt" else good / "run"
+    assert read_log(out) == read_log(straight)
+    assert_same_run(out, straight)
