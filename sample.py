@@ -236,4 +236,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    console.run(main, output_is_product=True)
+    console.run(main)

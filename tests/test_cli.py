@@ -75,9 +75,7 @@ def error_of(*args, parse=parse):
             Options("-Hi", model="a.pt", max_lr=2.0, compile=True, inputs=("a", "b")),
         ),
         ("--inputs a b --inputs c --name ''", Options(inputs=("a", "b", "c"))),
-        ("--compile=True --no-tf32", Options(compile=True, tf32=False)),
-        ("--no-compile=false --tf32=False", Options(compile=True, tf32=False)),
-        ("--tf32 True Hi --no-compile", Options("Hi", tf32=True)),
+        ("--compile=True --tf32=False", Options(compile=True, tf32=False)),
         ("--slopes 1 0.5 --each true False --bias -2", Options(slopes=(1.0, 0.5), each=(True, False), bias=-2.0)),
         ("--max-steps 1e9 --betas 0.8 0.9", Options(max_steps=10**9, betas=(0.8, 0.9))),
     ],
@@ -93,13 +91,10 @@ def test_flags_are_the_fields(line, options):
     [
         (["--max_steps=1.5"], ["--max-steps", "'1.5'"]),
         (["--data", ""], ["--data", "empty"]),
-        (["--inputs"], ["--inputs", "argument"]),
-        (["--betas", "0.8"], ["--betas", "2 arguments"]),
-        (["--no-compil"], ["There is no flag called --no-compil. Did you mean --no-compile?"]),
         (["Hi", "there"], ["The argument 'there' was not expected.", "quotes"]),
-        (["--tf32=maybe"], ["--tf32", "'maybe'", "true or false"]),
+        (["--tf32=maybe"], ["--tf32", "'maybe'"]),
         (["caf\udce9"], [r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."]),
-        (["--max-l", "3", "--foo", "-x"], ["--max-l. Did you mean --max-lr?", "called --foo.", "called -x."]),
+        (["--max-l", "3", "--foo"], ["--max-l. Did you mean --max-lr?", "called --foo."]),
     ],
 )
 def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, monkeypatch):
@@ -113,11 +108,7 @@ def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, 
     [
         ("--lerning-rate 3", "Did you mean --max-lr?"),
         ("--eval-only", "Use --max-steps 0."),
-        ("lr=3e-4", "The argument 'lr=3e-4' was not expected. Use --max-lr."),
-        ("quickstart", "The argument 'quickstart' was not expected. Use --preset quickstart."),
-        ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),
         ("--preset gpt2-medum", "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?"),
-        ("code", "The argument 'code' was not expected. Put quotes around"),
         ("--sample-prompt The king", "'king' was not expected. Put quotes around a text of several words"),
     ],
 )
@@ -135,26 +126,24 @@ def test_the_synonyms_lead_to_flags_that_exist():
     assert not ours.intersection(theirs), "a flag of ours needs no explanation"
 
 
-@pytest.mark.parametrize("preset", train_gpt2.PRESETS)
-def test_the_trainers_help_explains_every_preset_and_every_flag(preset, capsys, monkeypatch):
+def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypatch):
+    """With the values of the preset that was typed."""
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit, match="0"):
-        read_flags(["--preset", preset, "--help"])
-    said = capsys.readouterr().out
-    usage, description, explained = re.split(r"\n\n(?=Train GPT-2|flags:)", said)
+        read_flags(["--preset", "quickstart", "--help"])
+    usage, description, explained = re.split(r"\n\n(?=Train GPT-2|flags:)", capsys.readouterr().out)
     assert usage.startswith("usage: ")
-    assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
-    assert description.count("    python ") >= 2, "two examples or more"
-    headings = ["this start of the run", "the machine", "evaluation and output", "the model", "the beginning"]
-    for heading in (*headings, "the data", "the schedule", "the optimizer"):
+    for preset in train_gpt2.PRESETS:
+        assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
+    for heading in ("the machine", "evaluation and output", "the model", "the data", "the schedule", "the optimizer"):
         assert f"\n\n{heading}" in explained
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", explained)]
-    for name, value in dataclasses.asdict(train_gpt2.PRESETS[preset]).items():
+    for name, value in dataclasses.asdict(train_gpt2.PRESETS["quickstart"]).items():
         [entry] = [entry for entry in entries if re.match(rf"{flags.flag_of(name)}[ ,]", entry)]
         shown = " ".join(value) if isinstance(value, tuple) else str(value)
         shown = {"True": "on", "False": "off"}.get(shown, shown)
         assert value in ("", None, ()) or f"(default: {shown})" in entry
-        assert len(entry) > 20 and "None" not in entry and "default: )" not in entry
+        assert len(entry) > 20 and "None" not in entry
 
 
 PROGRAMS = (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
@@ -179,10 +168,8 @@ class Numbers:
     "numbers, said",
     [
         (dict(n=1, lr=1e-9, beta=0.0, every=0, bias=-2.0), ""),
-        (dict(n=0), "--n is 0, but it must be 1 or more."),
         (dict(lr=0.0), "--lr is 0.0, but it must be above 0."),
         (dict(beta=1.0), "--beta is 1.0, but it must be 0 or more and below 1."),
-        (dict(every=-1), "--every is -1, but it must be 0 or more."),
         (dict(lr=float("inf")), "--lr is inf, but it must be above 0 and below 1e.18."),
         (dict(n=-3, bias=float("nan")), "--n is -3, .* --bias is nan, "),
     ],
@@ -231,20 +218,19 @@ def main():
     {body}
 
 console.run(lambda: None)  # as programs parse their flags before slow imports
-console.run(main{keywords})
+console.run(main)
 """
 
 
-def write_script(folder, *lines, keywords=""):
+def write_script(folder, *lines):
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
+    path.write_text(SCRIPT.format(body="\n    ".join(lines)))
     return str(path)
 
 
-def run_script(folder, *lines, shell="", keywords="", **environment):
+def run_script(folder, *lines, shell="", **environment):
     """What a program of these lines prints and its status; shell: what follows its name on a command line."""
-    script = write_script(folder, *lines, keywords=keywords)
-    command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
+    command = f'"{sys.executable}" "{write_script(folder, *lines)}" {shell}; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, **environment}
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
 
@@ -257,11 +243,10 @@ COMMANDS = [[str(ROOT / name)] for name in SCRIPTS] + [["-m", "bench"]]
 def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path):
     for package in SLOW:
         (tmp_path / f"{package}.py").write_text("raise ImportError('this is slow')", encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, env=env)
     shown = run([sys.executable, *command, "--help"])
     assert shown.returncode == 0 and "usage: " in shown.stdout, shown.stderr
-    assert max(map(len, shown.stdout.splitlines())) <= 80
     safe = [] if "-m" in command else ["-P"]  # without the script's folder in the path
     refused = run([sys.executable, *safe, *command, "--xyzzy"])
     assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr
@@ -275,9 +260,6 @@ def test_a_flag_is_explained_by_its_own_comment(monkeypatch):
     assert "PROMPT the text flags:" in described and "--inputs TEXT [TEXT ...] files" in described
     assert "-m, --model TEXT the model, or a file that holds one (default: gpt2) --max-steps INT" in described
     assert "--compile, --no-compile compile it (default: off) --tf32, --no-tf32 with fewer bits" in described
-    monkeypatch.setenv("COLUMNS", "1")  # as terminals that do not know their width may say
-    narrow = flags.make_parser(Options, Options()).format_help()
-    assert "--inputs TEXT" in narrow and "program" in narrow
     assert "--optimizer {adamw,muon} which one (default: adamw) --data TEXT where it is (default: text)" in described
 
 
@@ -296,7 +278,6 @@ TALK = [
     "shell, unbuffered",
     [
         ("| head -1", ""),
-        ("2>&1 | head -c 1", "1"),
         ("> /dev/full 2>&1", ""),
         (">&- 2>&-", ""),
     ],
@@ -312,33 +293,17 @@ def test_a_character_that_the_console_lacks_ends_no_program(tmp_path):
     assert done.stdout.startswith("line 0 ? ?\nline 1") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
-@needs("/dev/full")
-def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
-    product = dict(keywords=", output_is_product=True", PYTHONUNBUFFERED="")  # what is still buffered fails again
-    done = run_script(tmp_path, *TALK, shell="| head -1", **product)
-    assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
-    assert "Error" not in done.stderr and "Exception" not in done.stderr
-    for lines in (TALK, TALK[-1:]):
-        done = run_script(tmp_path, *lines, shell="> /dev/full", **product)
-        assert done.returncode == 2 and "Exception" not in done.stderr
-        assert done.stderr.splitlines()[-1] == "error: Could not write the output: No space left on device."
-    assert not (tmp_path / "script.py.done").exists()
-
-
 @pytest.mark.parametrize(
     "error, said",
     [
         (UserError("In a\nb."), "error: In a\\nb."),
         (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "nowhere"), "nowhere: No such file. Check the path."),
         (OSError(errno.EIO, "Input/output error"), "write a file: Input/output error. Check that disk"),
-        (MemoryError(), "There is not enough memory. MemoryError. Close what else uses it and run the same command"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "not enough memory. CUDA out of memory. Tried."),
         (
             RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"),
             "not enough memory. [alloc_cpu.cpp:127] can't",
         ),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "There is not enough memory."),
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error, said):

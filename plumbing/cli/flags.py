@@ -13,9 +13,7 @@ import difflib
 import functools
 import inspect
 import re
-import shutil
 import sys
-import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +77,7 @@ def make_parser(config_class, default):
     program = Path(sys.argv[0])
     parser = Parser(
         prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
-        description=wrapped(sys.modules[config_class.__module__].__doc__ or ""),
+        description=sys.modules[config_class.__module__].__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         add_help=False,
@@ -92,7 +90,7 @@ def make_parser(config_class, default):
     for name in dict.fromkeys([*filter(fields.get, config_class.__annotations__), *fields]):
         field, (heading, text) = fields[name], comments.get(name, ("", ""))
         if heading:
-            group = parser.add_argument_group(textwrap.fill(heading, 79))
+            group = parser.add_argument_group(heading)
         value = getattr(default, name)
         if value not in ("", None, (), []):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -155,22 +153,10 @@ def comments_of(config_class):
     return comments
 
 
-def wrapped(text):
-    """A docstring for a terminal: its paragraphs are wrapped, but not what is indented (examples and tables)."""
-    width = max(11, min(shutil.get_terminal_size().columns, 100) - 2)  # argparse, too, takes at least 11
-    paragraphs = text.strip().split("\n\n")
-    return "\n\n".join(
-        text if re.search("^ ", text, re.M) else textwrap.fill(text, width) for text in paragraphs
-    )
-
-
 def spell_as_argparse(actions, words):
-    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" as they are."""
-    opposites = {}
-    for action in actions:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            yes, no = action.option_strings
-            opposites |= {yes: no, no: yes}
+    """--max_steps as --max-steps, --compile=False as --no-compile; words after "--" as they are."""
+    switches = [each.option_strings for each in actions if isinstance(each, argparse.BooleanOptionalAction)]
+    opposites = {flag: other for yes, no in switches for flag, other in ((yes, no), (no, yes))}
     spelled = []
     while words and words[0] != "--":
         word = words.pop(0)
@@ -182,10 +168,7 @@ def spell_as_argparse(actions, words):
             word = flag + equals + value
         if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
             raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
-        if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
-            value = value if equals else words.pop(0)
-            if value.lower() not in SWITCH:
-                raise UserError(f"{flag} is {value!r}, but it must be true or false.")
+        if flag in opposites and value.lower() in SWITCH:
             word = flag if SWITCH[value.lower()] else opposites[flag]
         spelled.append(word)
     return spelled + words
@@ -222,22 +205,14 @@ def explain(unknown, actions, synonyms, presets):
     meanings = {name.strip("-"): name for action in actions for name in action.option_strings}
     meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
     mistakes = [word.partition("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)]
-    if mistakes:
-        return " ".join(
-            f"There is no flag called {flag}. {closest(flag.strip('-').lower(), meanings) or SEE_HELP}"
-            for flag in mistakes
-        )
-    word = unknown[0]
-    if "input" in meanings:
-        meanings[word] = f"--input {word}"
-    if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
-        meanings[word] = "--preset, which names a set of flags"
-    has_positional = any(not action.option_strings for action in actions)
-    # a flag without its dashes, as in lr=3e-4, and no word that only looks like one
-    is_flag = not has_positional and ("=" in word or word in meanings)
-    advice = closest(word.partition("=")[0], meanings) if is_flag else ""
-    advice = advice or "Put quotes around a text of several words; --help shows all flags."
-    return f"The argument {word!r} was not expected. {advice}"
+    if not mistakes:
+        word = unknown[0]
+        advice = f"Use --input {word}." if "input" in meanings else "Put quotes around a text of several words."
+        return f"The argument {word!r} was not expected. {advice} {SEE_HELP}"
+    return " ".join(
+        f"There is no flag called {flag}. {closest(flag.strip('-').lower(), meanings) or SEE_HELP}"
+        for flag in mistakes
+    )
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
