@@ -133,7 +133,7 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path)
     """3 does not divide a step's 8 sequences, and validation has at most all of its split's."""
     before = listing(tmp_path)
     args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24, val_tokens=10**6, batch_size=3)
-    status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run", "TRUE", "--dry-run=true")
+    status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
     assert status == 0 and listing(tmp_path) == before
     for row in (
         "data:       4,688 training tokens; the run reads 3,072: 0.66 passes\n",
