@@ -14,7 +14,6 @@ import contextlib
 import io
 import itertools
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,12 +185,9 @@ def answer(model, enc, messages, options):
     messages.append({"role": "assistant", "content": text.strip()})
 
 
-CHAT_HELP = "Write a message. /reset starts over, /quit ends the chat, Ctrl-C stops an answer."
-
-
 def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
-    print(CHAT_HELP, file=sys.stderr)
+    print("Write a message. /reset starts over, /quit ends the chat, Ctrl-C stops an answer.", file=sys.stderr)
     if not tokenizers.has_chat_tokens(enc):
         note = (
             "was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py --init-from"
@@ -203,8 +199,6 @@ def chat(model, enc, options):
             return
         if line == "/reset":
             messages.clear()
-        elif re.fullmatch("/[a-z]+", line):  # /help, or a mistyped command
-            print(CHAT_HELP, file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": line})
             answer(model, enc, messages, options)

@@ -48,8 +48,6 @@ class Options:
     name: Annotated[str, "may be empty"] = ""  # what it is called
     inputs: tuple[str, ...] = ()  # files
     slopes: Optional[tuple[float, ...]] = None  # noqa: UP045 - how steep
-    each: tuple[bool, ...] = ()  # for each layer
-    betas: tuple[float, float] = (0.9, 0.95)  # of the averages
     bias: None | float = -1.0  # where it begins
 
 
@@ -76,8 +74,8 @@ def error_of(*args, parse=parse):
         ),
         ("--inputs a b --inputs c --name ''", Options(inputs=("a", "b", "c"))),
         ("--compile=True --tf32=False", Options(compile=True, tf32=False)),
-        ("--slopes 1 0.5 --each true False --bias -2", Options(slopes=(1.0, 0.5), each=(True, False), bias=-2.0)),
-        ("--max-steps 1e9 --betas 0.8 0.9", Options(max_steps=10**9, betas=(0.8, 0.9))),
+        ("--slopes 1 0.5 --bias -2", Options(slopes=(1.0, 0.5), bias=-2.0)),
+        ("--max-steps 1e9", Options(max_steps=10**9)),
     ],
 )
 def test_flags_are_the_fields(line, options):

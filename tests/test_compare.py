@@ -193,18 +193,16 @@ def test_mixtures_are_compared_on_each_folder_and_by_their_mean_only_where_the_s
     assert "b ends 0.1000 above" in verdict
 
 
-def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run(tmp_path, monkeypatch):
+def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run_and_that_of_a_killed_run_is_read(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "log" / "a[1]", 4.0)
-    for name in ("log/a[1]", "log/a[1]/", "log/a[1]/log.txt", "log/*"):
+    for name in ("log/a[1]", "log/a[1]/log.txt", "log/*"):
         assert compare.read_group(name).ends == {1: 4.0}
-
-
-def test_the_log_of_a_killed_run_is_read(tmp_path, capsys):
-    (tmp_path / "killed").mkdir()
     log = "0 val 6.5\n3 val 4.5\nx\n2 val 5\n3 val 4.25\n4 va"
-    (tmp_path / "killed" / "log.txt").write_text(log, encoding="utf-8")
-    [run] = logs.find_runs(f"{tmp_path}/*")
+    (tmp_path / "log" / "a[1]" / "log.txt").write_text(log, encoding="utf-8")
+    [run] = logs.find_runs("log/*")
     assert {name: dict(zip(*map(list, both))) for name, both in run.streams.items()} == {
         "val": {0: 6.5, 2: 5, 3: 4.25}
     }

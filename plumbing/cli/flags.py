@@ -99,14 +99,12 @@ def make_parser(config_class, default):
         options: dict[str, Any] = dict(help=text.replace("%", "%%"))
         is_several = get_origin(kind) in (tuple, list)
         if is_several:
-            entries = get_args(kind)
-            has_length = get_origin(kind) is tuple and ... not in entries  # tuple[float, float]
-            options |= dict(nargs=len(entries)) if has_length else dict(nargs="+", action="extend")
-            kind = entries[0]
+            options |= dict(nargs="+", action="extend")
+            kind = get_args(kind)[0]
         if kind is bool and not is_several:
             options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is Literal or kind is bool:
-            choices = SWITCH if kind is bool else {str(choice): choice for choice in get_args(kind)}
+        elif get_origin(kind) is Literal:
+            choices = {str(choice): choice for choice in get_args(kind)}
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
         elif kind in READERS:
             read, metavar = READERS[kind]
@@ -114,10 +112,9 @@ def make_parser(config_class, default):
                 read = str
             options |= dict(type=read, metavar=metavar)
         else:
-            named = getattr(kind, "__name__", kind)
             raise UserError(
-                f"The field {name} of {config_class.__name__} has the type {named!r}, of which there are no flags. Use "
-                "int, float, str, bool, Literal, or a tuple of these, without quotes."
+                f"The field {name} of {config_class.__name__} has a type of which there are no flags. Use int, float, "
+                "str, bool, Literal, or a tuple of numbers or texts, without quotes."
             )
         if "positional" in notes:
             arguments.append(name.upper())
