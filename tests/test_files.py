@@ -36,6 +36,10 @@ def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path):
     with lock_folder(tmp_path / "run"):
         pass
     assert not lock.exists()
+    lock.write_text("a file of the user's own", encoding="utf-8")
+    with lock_folder(tmp_path / "run"):
+        pass
+    assert lock.read_text(encoding="utf-8") == "a file of the user's own"
 
 
 @pytest.mark.parametrize(
