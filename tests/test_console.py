@@ -26,7 +26,6 @@ from plumbing.system import devices
 from harness import (
     examples_file,
     full_disk,
-    needs,
     patched,
     read_log,
     refusal_of,
@@ -202,16 +201,3 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
         args = tiny_flags(data, tmp_path / "out", max_steps=60, val_every=0, checkpoint_every=4)
         assert os.strerror(errno.ENOSPC) in refused(train_gpt2.main, *args)
     assert max(read_log(tmp_path / "out")) == 3
-
-
-def train_without_a_console(args):
-    for descriptor in (1, 2):
-        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
-    train_gpt2.main(args)
-
-
-@needs("/dev/full")
-def test_a_run_outlives_the_disk_or_the_reader_of_what_it_prints(data, tmp_path):
-    """As under nohup, or in a pipe to head: what is trained is worth more than what is said of it."""
-    assert run(train_without_a_console, tiny_flags(data, tmp_path / "out")) == [""]
-    assert len(read_log(tmp_path / "out")) == 12 and (tmp_path / "out" / "hf" / "config.json").exists()
