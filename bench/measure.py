@@ -14,6 +14,8 @@ import torch
 from plumbing.cli.console import output_of, progress_bar
 from plumbing.run.source_code import git_commit
 
+ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
+
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     """Call function(): (seconds, its result); on a GPU until its work is done."""
@@ -52,6 +54,18 @@ def measure(
     reference = next((side["ratio"] for name, side in measured.items() if name != ours), None)
     speed = measured[ours][f"{unit}_per_s"]
     return {"ratio": reference, f"{unit}_per_s": speed, "sides": measured}, results
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix times itself, the best of three times ten: what peak this machine reaches."""
+    n = ROWS_ON_GPU if device.startswith("cuda") else ROWS_ON_CPU
+    square = torch.randn(n, n, device=device, dtype=dtype)
+
+    def ten_times():
+        for _ in range(10):
+            torch.mm(square, square)
+
+    return 10 * 2 * n**3 / min(timed(ten_times)[0] for _ in range(3))
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -31,8 +31,9 @@ class GPT(train_gpt2.GPT):
 
 
 @pytest.fixture
-def measure(tmp_path):
+def measure(tmp_path, monkeypatch):
     """A call of `python -m bench WHAT --json`, on a CPU, that returns the numbers; tmp_path is a peer's folder."""
+    monkeypatch.setattr("bench.measure.ROWS_ON_CPU", 48)  # the peak itself is of no interest here
     (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
     examples, file = examples_file(tmp_path, [f"A man stands {i}" for i in range(12)]), tmp_path / "numbers.json"
     common = dict(settings=TINY, device="cpu", rounds=1, json=file, tokenizer="bytes", hellaswag=examples)
@@ -61,6 +62,7 @@ def test_train_is_compared_with_transformers_a_peer_and_variants(measure, tmp_pa
     assert list(losses.values()) == pytest.approx([np.log(320)] * 7, abs=0.5), "losses of random ids"
     for variant in variants[:2]:  # the same windows: sums of float32 in another order
         assert losses[f"train_gpt2 {variant}"] == pytest.approx(losses["train_gpt2"], abs=1e-4)
+    assert numbers["mfu"] > 0
 
 
 @pytest.mark.gpt2
@@ -69,7 +71,7 @@ def test_the_references_of_train_do_our_training(tmp_path):
     config = steps.configure(Options("train", "cpu", settings=f"{TINY},warmup_steps=1,max_lr=0.1"))
     steps.random_shard(tmp_path, 320)
     torch.manual_seed(0)
-    step = steps.make_transformers(config, tmp_path)
+    step, _ = steps.make_transformers(config, tmp_path)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**config.shape))
     torch.manual_seed(0)
     model.load_state_dict(transposed(steps.transformers_model(config).state_dict()))

@@ -7,6 +7,7 @@ from plumbing.cli.flags import flag_of
 from plumbing.run.checkpoint import BEST
 from plumbing.run.commands import train_command
 
+TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3)
 A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, and a usual share of it for GPT-2's sizes, in training
 
 
@@ -31,6 +32,8 @@ def print_summary(start: Any, parts: Any) -> None:
             tokens = split.num_windows * T
             passes = f"{tokens:,} tokens, {share:.1%} of the run, {share * read / tokens:.2g} passes"
             rows.append(("", f"{split.folder}: {passes}"))
+        optimal = short(TOKENS_PER_PARAMETER * N)
+        rows.append(("", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"))
     if parts.enc:
         which = "from all of the split" if c.shuffle else "the first ones"
         validated = sum(min(c.val_tokens // T, each.num_windows) * T for each in parts.val_loaders)
@@ -83,6 +86,8 @@ def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
             sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in group["params"])
     rates = {name: value for name, value in vars(config).items() if name.endswith("_lr") and name != "min_lr"}
     flag_with = {value: flag_of(name) for name, value in rates.items()}
+    warmup = f", momentum warmed up over {count(config.muon_momentum_warmup, 'step')}"
     return [
-        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
+        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}{warmup if name == 'Muon' else ''}"
+        for (name, lr), n in sizes.items()
     ]
