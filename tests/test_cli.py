@@ -216,19 +216,20 @@ def main():
     {body}
 
 console.run(lambda: None)  # as programs parse their flags before slow imports
-console.run(main)
+console.run(main{keywords})
 """
 
 
-def write_script(folder, *lines):
+def write_script(folder, *lines, keywords=""):
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(body="\n    ".join(lines)))
+    path.write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
     return str(path)
 
 
-def run_script(folder, *lines, shell="", **environment):
+def run_script(folder, *lines, shell="", keywords="", **environment):
     """What a program of these lines prints and its status; shell: what follows its name on a command line."""
-    command = f'"{sys.executable}" "{write_script(folder, *lines)}" {shell}; exit ${{PIPESTATUS[0]}}'
+    script = write_script(folder, *lines, keywords=keywords)
+    command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, **environment}
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
 
@@ -289,6 +290,19 @@ def test_the_console_does_not_end_a_program(shell, unbuffered, tmp_path):
 def test_a_character_that_the_console_lacks_ends_no_program(tmp_path):
     done = run_script(tmp_path, *TALK, PYTHONIOENCODING="ascii")
     assert done.stdout.startswith("line 0 ? ?\nline 1") and done.stdout.endswith("the end") and "9/9" in done.stderr
+
+
+@needs("/dev/full")
+def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
+    product = dict(keywords=", output_is_product=True", PYTHONUNBUFFERED="")  # what is still buffered fails again
+    done = run_script(tmp_path, *TALK, shell="| head -1", **product)
+    assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+    for lines in (TALK, TALK[-1:]):
+        done = run_script(tmp_path, *lines, shell="> /dev/full", **product)
+        assert done.returncode == 2 and "Exception" not in done.stderr
+        assert done.stderr.splitlines()[-1] == "error: Could not write the output: No space left on device."
+    assert not (tmp_path / "script.py.done").exists()
 
 
 @pytest.mark.parametrize(

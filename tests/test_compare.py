@@ -64,7 +64,9 @@ def test_the_interval_is_students(tmp_path, capsys):
         ({"max_lr": 0.002, "beta2": 0.9}, "max_lr, beta2"),
         ({"code": "relu"}, "code"),
         ({"data": {"texts": ["cccc", "bbbb"]}}, "training data"),
+        ({"data": {"texts": ["aaaa", "cccc"]}}, "what they are measured on"),
         ({"branched": {"parent": "log/base", "step": 1, "changed": {}}}, "branch: parent, branch: step"),
+        ({"init_from": "log/base"}, "init_from"),
     ],
 )
 def test_runs_of_a_group_differ_in_nothing_that_changes_what_they_learn(tmp_path, changes, named):
@@ -81,7 +83,7 @@ def test_code_that_was_changed_while_a_run_was_stopped_is_other_code(tmp_path):
         write_run(tmp_path / f"a-{seed}", 4.0, seed, code=first)
         with open(tmp_path / f"a-{seed}" / "run.txt", "a", encoding="utf-8") as file:
             file.write(f"code: {then}\n\n")
-    for pattern in ("a-[12]", "a-[23]"):
+    for pattern in ("a-[12]", "a-[13]", "a-[23]"):
         assert "differ in code." in refused(compare.main, f"{tmp_path}/{pattern}")
 
 
@@ -103,20 +105,24 @@ def test_runs_that_are_not_finished_or_have_no_such_stream_are_named_and_left_ou
     write_run(tmp_path / "a-2", 4.0, 2, max_steps=1009)
     write_run(tmp_path / "a-3", {}, 3)  # trained to the end, but validated last in the middle
     (tmp_path / "a-3" / "log.txt").write_text("0 val 5\n1 val 4\n1 train 4\n2 lr 0\n", encoding="utf-8")
-    (tmp_path / "a-4").mkdir()
-    (tmp_path / "a-4" / "log.txt").write_text("0 val 9\n2 val 3\n", encoding="utf-8")  # build-nanogpt's
+    write_run(tmp_path / "a-4", {}, 4)
+    (tmp_path / "a-4" / "log.txt").write_text("0 train 5\n1 tra", encoding="utf-8")
+    (tmp_path / "a-5").mkdir()
+    (tmp_path / "a-5" / "log.txt").write_text("0 val 9\n2 val 3\n", encoding="utf-8")  # build-nanogpt's
     *told, _, line = printed(capsys, f"{tmp_path}/a-*")
     assert told == [
         f"{tmp_path}/a-2 is left out: its last val is of step 2 of 1,009.",
         f"{tmp_path}/a-3 is left out: its last val is of step 1 of 2.",
-        f"{tmp_path}/a-4 is left out: its run.txt is missing or damaged (KeyError('seed')).",
+        f"{tmp_path}/a-4 is left out: its log has no val, but has train.",
+        f"{tmp_path}/a-5 is left out: its run.txt is missing or damaged (KeyError('seed')).",
     ]
     assert "4.0000" in line and "1 x" in line
     assert "No finished run matches" in refused(compare.main, f"{tmp_path}/a-1", f"{tmp_path}/a-2")
+    assert "No finished run matches" in refused(compare.main, f"{tmp_path}/b-*")
     assert "pattern in quotes" in refused(compare.main)
 
 
-@pytest.mark.parametrize("value", ["7", "{}", '{"seed": [1], "max_steps": "2"}', "\xff"])
+@pytest.mark.parametrize("value", ["7", "{}", '{"texts": 1}', '{"seed": [1], "max_steps": "2"}', "[" * 9999, "\xff"])
 def test_a_damaged_run_txt_is_one_line_and_no_traceback(tmp_path, capsys, value):
     for seed in (1, 2):
         write_run(tmp_path / f"a-{seed}", 4.0, seed, branched={"parent": "log/base", "step": 1, "changed": {}})
@@ -193,19 +199,37 @@ def test_mixtures_are_compared_on_each_folder_and_by_their_mean_only_where_the_s
     assert "b ends 0.1000 above" in verdict
 
 
-def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run_and_that_of_a_killed_run_is_read(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "log" / "a[1]", 4.0)
-    for name in ("log/a[1]", "log/a[1]/log.txt", "log/*"):
+    for name in ("log/a[1]", "log/a[1]/", "log/a[1]/log.txt", "log/*"):
         assert compare.read_group(name).ends == {1: 4.0}
+
+
+NANOGPT = """\
+number of parameters: 0.80M
+step 0: train loss 4.1676, val loss 4.1649
+iter 0: loss 4.1828, time 4251.39ms, mfu -100.00%
+step 2: train loss 3.2411, val loss 3.2488
+saving checkpoint to out
+iter 2: loss 3.2196, time 3311.05ms, mfu 0.01%
+"""
+
+
+def test_logs_of_nanogpt_and_of_killed_runs_are_read(tmp_path, capsys):
+    (tmp_path / "nanogpt.txt").write_text(NANOGPT, encoding="utf-8")
+    (tmp_path / "killed").mkdir()
     log = "0 val 6.5\n3 val 4.5\nx\n2 val 5\n3 val 4.25\n4 va"
-    (tmp_path / "log" / "a[1]" / "log.txt").write_text(log, encoding="utf-8")
-    [run] = logs.find_runs("log/*")
-    assert {name: dict(zip(*map(list, both))) for name, both in run.streams.items()} == {
-        "val": {0: 6.5, 2: 5, 3: 4.25}
-    }
+    (tmp_path / "killed" / "log.txt").write_text(log, encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")  # a file is a log only where it is named
+
+    def streams(pattern):
+        [run] = logs.find_runs(pattern)
+        return {name: dict(zip(*map(list, both))) for name, both in run.streams.items()}
+
+    printed_by_it = {"train": {0: 4.1828, 2: 3.2196}, "val": {0: 4.1649, 2: 3.2488}}
+    assert streams(f"{tmp_path}/nanogpt.txt") == printed_by_it
+    assert streams(f"{tmp_path}/*") == {"val": {0: 6.5, 2: 5, 3: 4.25}}
     assert "2 damaged lines of" in capsys.readouterr().out
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from harness import ROOT, SCRIPTS, run, train
 
+PARTS = 5  # of the lessons, each of which is a test
 MODULES = [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py")]
 
 
@@ -69,11 +70,41 @@ def run_script(*args):
     runpy.run_path(args[0], run_name="__main__")
 
 
+def names_of(cell):
+    """(the names that a cell makes, those of which it changes an item, those that it uses and does not make)."""
+    made, changed, used, parameters = set(), set(), set(), set()
+    for node in ast.walk(ast.parse(cell.source)):
+        if isinstance(node, ast.Name):
+            (made if isinstance(node.ctx, ast.Store) else used).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.arg):
+            parameters.add(node.arg)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            changed.add(ast.unparse(node.value))
+    return made, changed, used - made - parameters
+
+
+def with_what_they_need(cells, chosen):
+    """The cells with these numbers, after those that make what they use."""
+    needed, missing = [], set()
+    for number in reversed(range(len(cells))):
+        made, changed, used = names_of(cells[number])
+        if number in chosen or (made | changed) & missing:
+            needed.insert(0, cells[number])
+            missing = missing - made | used
+    return needed
+
+
 @pytest.mark.gpt2
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings(*(f"error::{kind}Warning" for kind in ("User", "Runtime", "Future", "Syntax")))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
 @pytest.mark.usefixtures("run_cells")
-def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch, capfd):
+def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(part, tmp_path, monkeypatch, capfd):
+    """Each part of the course after those cells before it that it needs, so that the parts may run side by side."""
     for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -92,11 +123,22 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monk
 
     monkeypatch.setattr(plt, "show", show)
     monkeypatch.setattr(subprocess, "run", run_forked)  # it imports torch in no time
-    cells, names = code_cells(read_notebook("lessons.ipynb")), {}
-    for cell in cells:
+    cells = code_cells(read_notebook("lessons.ipynb"))
+    chosen = range(len(cells) * part // PARTS, len(cells) * (part + 1) // PARTS)
+    names = {}
+    for cell in with_what_they_need(cells, chosen):
         exec(cell.source, names)
-    assert len(pictures) >= sum("plt.show()" in cell.source for cell in cells) > 0
+    assert len(pictures) >= sum("plt.show()" in cells[number].source for number in chosen) > 0
     assert not capfd.readouterr().err
+
+
+def titles():
+    return [ax.get_title(loc="left") for number in plt.get_fignums() for ax in plt.figure(number).axes]
+
+
+def recorded():
+    """Of each picture, whether its title says that the runs are recorded ones."""
+    return [plt.figure(number).get_suptitle().startswith("Recorded: records/") for number in plt.get_fignums()]
 
 
 @pytest.mark.gpt2
@@ -104,15 +146,11 @@ def test_the_dashboard_shows_a_run_that_is_in_progress_and_without_one_it_looks_
     data, tmp_path, run_cells, capsys
 ):
     """A torn last line is left alone."""
-
-    def recorded():
-        """Of each picture, whether its title says that the runs are recorded ones."""
-        return [plt.figure(number).get_suptitle().startswith("Recorded: records/") for number in plt.get_fignums()]
-
     run_cells()
     text = capsys.readouterr().out
     assert text.startswith("quickstart: 400 of 400 steps, 819,200 tokens") and "No HellaSwag scores here" in text
-    assert "95% interval" in text and "decay-from-400 leaves constant at step 400" in text and all(recorded())
+    assert "95% interval" in text and "decay-from-400 leaves constant at step 400" in text
+    assert titles()[0] == "Loss" and "Last loss: seeds, and mean" in titles() and all(recorded())
     plt.close("all")
     train(data, tmp_path / "log" / "newest", max_steps=8)
     with open(tmp_path / "log" / "newest" / "log.txt", "a", encoding="utf-8") as file:
@@ -129,18 +167,24 @@ def labels(number=-1):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_the_log_of_a_peer_is_drawn_by_steps_with_the_loss_that_it_is_to_beat(tmp_path, run_cells, capsys):
-    """It has no run.txt: only what the log says is told. At its end, build-nanogpt's has diverged."""
-    (tmp_path / "log").mkdir()
+def test_logs_of_peers_are_drawn_by_steps_with_the_loss_that_they_are_to_beat(tmp_path, run_cells, capsys):
+    """They have no run.txt: only what the log says is told. At its end, build-nanogpt's has diverged."""
+    folder = tmp_path / "log"
+    folder.mkdir()
     lines = [f"{step} train {11 - step / 100:.6f}\n" for step in range(300)]
     lines += [f"{step} val {11 - step / 100:.4f}\n{step} hella 0.2{step:03d}\n" for step in (0, 250)]
     lines += ["299 train nan\n299 val inf\n299 norm nan\n300 tra"]
-    (tmp_path / "log" / "log.txt").write_text("".join(lines), encoding="utf-8")
-    run_cells(runs=["log"])
+    (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
+    names = run_cells(runs=["log"])
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt\n") and "hella   0.2250 at step 250" in text
-    assert plt.figure(1).axes[0].get_xlabel() == "step"
+    assert plt.figure(1).axes[0].get_xlabel() == "step" and "HellaSwag" in titles()
     assert "OpenAI's GPT-2 124M, 3.292" in labels(0)
+    assert 3.2924 in [line.get_ydata()[0] for line in plt.figure(1).axes[0].lines]
+    printed = "step 0: train loss 4.2, val loss 4.2\niter 0: loss 4.2, time 9.9ms, mfu 1.00%\n"
+    (tmp_path / "nanogpt.txt").write_text(printed, encoding="utf-8")
+    names["plot_loss"](names["logs"].find_runs("nanogpt.txt"))
+    assert labels() == ["nanogpt.txt, validation 4.200"], "of characters, perhaps"
 
 
 def write_run(folder, losses, config, branched=None, streams=("train", "val")):
@@ -156,10 +200,16 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
 
 def test_openais_loss_is_that_of_its_own_text_and_tokens(tmp_path, run_cells):
     names = run_cells()
-    for name, config in {"edu": {}, "other": {"data": "texts"}, "bytes": {"vocab_size": 320}}.items():
-        write_run(tmp_path / name, [11, 7, 5], {"data": ["edu_fineweb10B"]} | config)
+    configs = {
+        "edu": {"data": "edu_fineweb10B"},
+        "edu-of-one": {"data": ["edu_fineweb10B"]},
+        "other": {"data": "texts"},
+        "bytes": {"data": "edu_fineweb10B", "vocab_size": 320},
+    }
+    for name, config in configs.items():
+        write_run(tmp_path / name, [11, 7, 5], config)
         names["plot_loss"]([names["logs"].read_run(tmp_path / name)])
-        assert ("OpenAI's GPT-2 124M, 3.292" in labels()) == (name == "edu")
+        assert ("OpenAI's GPT-2 124M, 3.292" in labels()) == name.startswith("edu")
 
 
 def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(tmp_path, run_cells, capsys):
@@ -186,12 +236,23 @@ def test_runs_in_groups_are_drawn_as_ideas_and_as_a_sweep(tmp_path, run_cells, c
             config = {"seed": seed, "max_lr": rate}
             write_run(tmp_path / "log" / f"lr-{rate}-{seed}", losses, config, streams=("train", "val", "own"))
     run_cells(runs=[f"log/lr-{rate}-*" for rate in (0.5, 1.0, 2.0)])
+    assert recorded() == [False, False, False, False, True, True] and "own" in titles()
     ideas, sweep = (plt.figure(number).axes for number in (3, 4))
     band = ideas[0].collections[0].get_paths()[0].get_extents()
     assert ideas[0].lines[0].get_ydata().tolist() == [8, 5, 3] and (band.y0, band.y1) == (2, 8)
     assert ideas[1].lines[1].get_xdata().tolist() == [2, 3]
     assert sweep[0].get_xlabel() == "max_lr" and sweep[0].lines[-1].get_ydata().tolist() == [3, 5.5, 9]
     assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in capsys.readouterr().out
+
+
+def functions_of(*wanted):
+    """These functions of the lessons, without the cells around them."""
+    names = {}
+    for cell in code_cells(read_notebook("lessons.ipynb")):
+        for node in ast.parse(cell.source).body:
+            if getattr(node, "name", "") in wanted:
+                exec(ast.unparse(node), names)
+    return names
 
 
 @pytest.mark.gpt2
@@ -202,13 +263,8 @@ def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
     16 per channel and token of a block, where a CPU, whose attention is in float32, has one more; with checkpointing,
     a block's input, and while the backward pass is in it, all of that one.
     """
-    names = {}
-    for cell in code_cells(read_notebook("lessons.ipynb")):
-        for node in ast.parse(cell.source).body:
-            if getattr(node, "name", "") == "memory_parts":
-                exec(ast.unparse(node), names)
     config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
-    parts = names["memory_parts"](config, 2, checkpointing)
+    parts = functions_of("memory_parts")["memory_parts"](config, 2, checkpointing)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
     model.activation_checkpointing = checkpointing
     assert parts["weights"] == parts["gradients"] == 4 * sum(p.numel() for p in model.parameters())
@@ -225,31 +281,38 @@ def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
     assert parts["blocks"] == pytest.approx(2 * elements, rel=0.1)
 
 
-def defined(source):
-    """The names of the functions, methods and classes in the source of a module or cell."""
-    nodes = ast.walk(ast.parse(source))
-    return {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+def defined(tree):
+    """The names of the functions, methods and classes in a module or cell."""
+    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
 @pytest.mark.parametrize("name", ["play.ipynb", "lessons.ipynb"])
-def test_they_redefine_nothing_and_hold_nothing_that_another_run_would_change(name):
-    """No counts and no times; no errors; under 1 MB."""
-    theirs = set().union(*(defined(path.read_text(encoding="utf-8")) for path in MODULES))
+def test_they_redefine_nothing_and_are_committed_with_outputs_small_and_with_prose_before_every_step(name):
+    """Nothing that another run would change: no counts and no times; no errors; under 1 MB; each step is introduced."""
+    theirs = set().union(*(defined(ast.parse(script.read_text(encoding="utf-8"))) for script in MODULES))
     assert {"GPT", "get_lr", "DataLoaderLite", "peak_flops", "get_encoding", "generate"} <= theirs
+    notebook = read_notebook(name)
     assert (ROOT / name).stat().st_size < 1e6
-    for cell in code_cells(read_notebook(name)):
-        assert not defined(cell.source) & theirs, cell.source
-        assert cell.execution_count is None and not cell.metadata
-        assert not [output for output in cell.outputs if output.output_type == "error"]
+    for before, cell in zip(notebook.cells, notebook.cells[1:]):
+        if cell.cell_type == "code":
+            assert before.cell_type == "markdown", cell.source
+            assert not defined(ast.parse(cell.source)) & theirs, cell.source
+            assert cell.execution_count is None and not cell.metadata
+            assert not [output for output in cell.outputs if output.output_type == "error"]
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert "image/png" in outputs[1 if name == "play.ipynb" else -1].data, "the curve follows the summary"
 
 
-def test_the_contents_lead_to_every_lesson_and_each_has_an_exercise_with_an_answer():
+def test_every_lesson_is_in_the_contents_and_has_a_picture_and_an_exercise_with_an_answer():
     notebook = read_notebook("lessons.ipynb")
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     # where Jupyter puts a heading's anchor
     anchors = [heading.replace(" ", "-") for heading in re.findall(r"^##? (.+)", text, re.MULTILINE)[1:]]
-    assert sorted(re.findall(r"\]\(#(.+?)\)", notebook.cells[0].source)) == sorted(anchors)
+    links = re.findall(r"\]\(#(.+?)\)", notebook.cells[0].source)
+    assert sorted(links) == sorted(anchors) and links[1:] == anchors[:-1]
+    assert code_cells(notebook)[0].source.count("\n") < 15, "the first screen is for the contents"
     numbers = re.findall(r"^## (\d+)\. ", text, re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     assert len(re.findall(r"^\*\*Exercise\.\*\*", text, re.MULTILINE)) == len(numbers)
     assert re.findall(r"^\*\*(\d+)\.\*\*", text, re.MULTILINE) == numbers, "the answers, by number"
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 
+import yaml
 from plumbing.cli.console import output_of
 
 from harness import ROOT, SCRIPTS
@@ -59,6 +60,12 @@ def test_requirements_name_every_package_that_is_imported():
     assert packages - declared <= OPTIONAL
 
 
+def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_requirements():
+    [(oldest, end)] = re.findall(r"^torch>=([\d.]+),(<[\d.]+)$", read("requirements.txt"), re.MULTILINE)
+    workflow = yaml.safe_load(read(".github/workflows/torch.yml"))
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["torch"] == [f"=={oldest}.0", end]
+
+
 def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
     trees = parsed(*PROGRAM)
     graph = {name: imported(tree) & trees.keys() for name, tree in trees.items()}
@@ -70,6 +77,13 @@ def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_impor
             assert {other.split(".")[1] for other in imports if "." in other} <= {*above}, name
             assert all(other.startswith("plumbing.") for other in imports), name
     graphlib.TopologicalSorter(graph).prepare()  # a circle is an error that names it
+
+
+def test_the_public_workflow_runs_the_readmes_commands():
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
+    runs = [step["run"] for step in workflow["jobs"]["readme"]["steps"] if "run" in step]
+    readme = read("README.md")
+    assert len(runs) == 2 and f"```bash\n{runs[0]}\n{runs[1]}\n```" in readme
 
 
 def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():

@@ -4,7 +4,6 @@ A program ends in `program.run(main)`. Importing torch takes seconds, so a progr
 once above that import, too.
 """
 
-import contextlib
 import errno
 import os
 import re
@@ -123,11 +122,11 @@ def quote(word: str) -> str:
 RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an error first
 
 
-def run(main: Callable[..., Any], *args: Any) -> Any:
+def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -> Any:
     """Run `main(*args)` and return what it returns; if that has a `status`, the process exits with it.
 
-    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that nobody takes any more, as
-    in a closed pipe or on a full disk, is dropped.
+    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that nobody takes any more is
+    dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
@@ -145,6 +144,8 @@ def run(main: Callable[..., Any], *args: Any) -> Any:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
         elif stream is getattr(sys, f"__{name}__"):  # it is no Output yet, and nobody else's
             setattr(sys, name, Output(stream))
+    if isinstance(sys.stdout, Output):
+        sys.stdout.is_product = output_is_product
     try:
         result = main(*args)
         sys.stdout.flush()  # the last line may have no newline
@@ -256,17 +257,26 @@ class Output:
     """stdout or stderr that a program outlives: once a disk is full or a reader gone, what is written is dropped."""
 
     def __init__(self, stream):
-        self.stream = stream
+        self.stream, self.is_product = stream, False
         stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
+        self.attempt(self.stream.write, text)
         return len(text)
 
     def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
+        self.attempt(self.stream.flush)
+
+    def attempt(self, function, *args):
+        try:
+            function(*args)
+        except OSError as error:
+            if not self.is_product:
+                return
+            self.is_product = False  # say so once: what is still buffered fails at the exit again
+            if isinstance(error, BrokenPipeError):
+                sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
+            raise UserError(f"Could not write the output: {error.strerror}.") from None

@@ -28,22 +28,37 @@ from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
 from plumbing.run.commands import train_command
 
-LINE = re.compile(r"(\d{1,15}) ([\w/.-]+) (-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)\n", re.ASCII)
+NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
+LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
+# what nanoGPT prints: "step 250: train loss 2.6230, val loss 2.6341" and "iter 250: loss 2.6230, time 31.07ms, ..."
+NANOGPT = re.compile(
+    rf"(?:step|iter) (\d{{1,15}}): (?:train )?loss {NUMBER},(?: val loss {NUMBER}\n)?", re.ASCII
+)
+
 NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # what the name of a stream cannot have
 
 # ----- log.txt ------------------------------------------------------------------------------------------
 
 
 def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, stream, value) of a log's lines below step `before`; damaged ones are left out, with a warning."""
-    damaged, line = 0, "\n"
+    """Yield (step, stream, value) of a log's lines below step `before`; damaged ones are left out, with a warning.
+
+    The log may be what nanoGPT prints, too.
+    """
+    damaged, printed, line = 0, False, "\n"
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         for line in file:
             match = LINE.fullmatch(line)
-            damaged += match is None
             if match and int(match[1]) < before:
                 yield int(match[1]), match[2], float(match[3])
-    if damaged > (not line.endswith("\n")):  # no warning about a last line that a crash has cut short
+            elif not match and (match := NANOGPT.match(line)):
+                printed = True
+                values = {"train": match[2], "val": match[3]} if int(match[1]) < before else {}
+                yield from ((int(match[1]), stream, float(value)) for stream, value in values.items() if value)
+            elif not match:
+                damaged += 1
+    # no warning about a last line that a crash has cut short, or about what else is printed
+    if damaged > (not line.endswith("\n")) and not printed:
         print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
 
 
@@ -142,7 +157,7 @@ def launch() -> str:
 
 @dataclasses.dataclass(eq=False)
 class Logged:
-    """A run that has a log. Without a run.txt, as for one of build-nanogpt, only its streams are known."""
+    """A run that has a log. Without a run.txt, as for one of nanoGPT or build-nanogpt, only its streams are known."""
 
     folder: Path  # or a log alone, in a file of any name
     starts: list[dict[str, Any]]  # as read_starts gives them

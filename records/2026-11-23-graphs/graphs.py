@@ -1,3 +1,4 @@
+# ran at commit 7141a9d; the tests' functions that it uses are gone since
 """What torch.compile compiles in a run and after its resumption: PYTHONPATH=.:tests python records/.../graphs.py"""
 
 import contextlib
