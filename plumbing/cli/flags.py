@@ -112,9 +112,10 @@ def make_parser(config_class, default):
                 read = str
             options |= dict(type=read, metavar=metavar)
         else:
+            named = getattr(kind, "__name__", kind)
             raise UserError(
-                f"The field {name} of {config_class.__name__} has a type of which there are no flags. Use int, float, "
-                "str, bool, Literal, or a tuple of numbers or texts, without quotes."
+                f"The field {name} of {config_class.__name__} has the type {named!r}, of which there are no flags. Use "
+                "int, float, str, bool, Literal, or a tuple of numbers or texts, without quotes."
             )
         if "positional" in notes:
             arguments.append(name.upper())
@@ -151,7 +152,7 @@ def comments_of(config_class):
 
 
 def spell_as_argparse(actions, words):
-    """--max_steps as --max-steps, --compile=False as --no-compile; words after "--" as they are."""
+    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" as they are."""
     switches = [each.option_strings for each in actions if isinstance(each, argparse.BooleanOptionalAction)]
     opposites = {flag: other for yes, no in switches for flag, other in ((yes, no), (no, yes))}
     spelled = []
@@ -165,7 +166,10 @@ def spell_as_argparse(actions, words):
             word = flag + equals + value
         if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
             raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
-        if flag in opposites and value.lower() in SWITCH:
+        if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
+            value = value if equals else words.pop(0)
+            if value.lower() not in SWITCH:
+                raise UserError(f"{flag} is {value!r}, but it must be true or false.")
             word = flag if SWITCH[value.lower()] else opposites[flag]
         spelled.append(word)
     return spelled + words
@@ -202,14 +206,22 @@ def explain(unknown, actions, synonyms, presets):
     meanings = {name.strip("-"): name for action in actions for name in action.option_strings}
     meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
     mistakes = [word.partition("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)]
-    if not mistakes:
-        word = unknown[0]
-        advice = f"Use --input {word}." if "input" in meanings else "Put quotes around a text of several words."
-        return f"The argument {word!r} was not expected. {advice} {SEE_HELP}"
-    return " ".join(
-        f"There is no flag called {flag}. {closest(flag.strip('-').lower(), meanings) or SEE_HELP}"
-        for flag in mistakes
-    )
+    if mistakes:
+        return " ".join(
+            f"There is no flag called {flag}. {closest(flag.strip('-').lower(), meanings) or SEE_HELP}"
+            for flag in mistakes
+        )
+    word = unknown[0]
+    if "input" in meanings:
+        meanings[word] = f"--input {word}"
+    if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
+        meanings[word] = "--preset, which names a set of flags"
+    has_positional = any(not action.option_strings for action in actions)
+    # a flag without its dashes, as in lr=3e-4, and no word that only looks like one
+    is_flag = not has_positional and ("=" in word or word in meanings)
+    advice = closest(word.partition("=")[0], meanings) if is_flag else ""
+    advice = advice or "Put quotes around a text of several words; --help shows all flags."
+    return f"The argument {word!r} was not expected. {advice}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
