@@ -176,9 +176,7 @@ def open_run(start: Any, parts: Any) -> Iterator["Run"]:
                 held.clear()
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
-        stack.callback(
-            gc.unfreeze
-        )  # else triton's bindings would report at the exit that their objects still live
+        stack.callback(gc.unfreeze)  # else triton's bindings report at the exit that their objects still live
         yield run
 
 
