@@ -239,6 +239,16 @@ def test_a_batch_that_cannot_fit_is_not_tried(data, tmp_path, monkeypatch):
         assert f"B {B} *" in said and "Out of memory" not in said
 
 
+@pytest.mark.parametrize("compiles, B", [(False, 2), (True, 4)])
+def test_a_dry_run_plans_for_the_compiler_that_the_run_will_use(compiles, B, data, tmp_path, monkeypatch):
+    """Compiled, a sequence is taken to keep a third: memory for two of them is enough for a batch of four."""
+    train(data, tmp_path / "all", max_steps=1, batch_size=8)
+    kept = read_starts(tmp_path / "all" / "run.txt")[0]["ran"]["kept_bytes"]
+    monkeypatch.setattr(devices, "free_memory", lambda device: 12 * 36_736 + 2.1 * kept * 2)
+    said = train(data, tmp_path / "dry", max_steps=1, batch_size=8, dry_run=True, compile=compiles)
+    assert f"B {B} *" in said
+
+
 def make_system(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,17 @@ class Trial(NamedTuple):
     def trains(self) -> bool:
         return self.config.max_steps > 0
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is to be used: by default on CUDA."""
+        asked = self.config.compile
+        return self.world.device.type == "cuda" if asked is None else asked
+
+    @property
+    def windows_per_rank(self) -> int:
+        """The windows of a step that a rank takes, of which B is a divisor."""
+        return self.config.total_batch_size // (self.config.sequence_length * self.world.size)
+
     def random_batch(self, B: int) -> torch.Tensor:
         """x and y of random ids, (2, B, T)."""
         return torch.randint(self.num_ids, (2, B, self.config.sequence_length), device=self.world.device)
@@ -72,9 +83,7 @@ def find_what_fits(trial: Trial) -> Fit:
     All ranks take the same fallback. The model may be written to: see `undone`.
     """
     config, world, raw_model = trial.config, trial.world, trial.raw_model
-    T, compiles = config.sequence_length, config.compile
-    if compiles is None:
-        compiles = world.device.type == "cuda"
+    T, compiles, windows_per_rank = config.sequence_length, trial.compiles, trial.windows_per_rank
     if world.device.type == "cuda":
         prepare_gpu(T, world)
     has_cudnn = world.device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
@@ -88,8 +97,7 @@ def find_what_fits(trial: Trial) -> Fit:
     kept_bytes, unused = found
     check_unused(unused, world)
     optional = [name for name in optional if name not in given_up]
-    windows_per_rank = config.total_batch_size // (T * world.size)
-    with_room = min(world.gather(bound_on_B(trial, kept_bytes, compiles)))
+    with_room = min(world.gather(bound_on_B(trial, kept_bytes)))
     B, tried = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room)), None
     while not tried:
         work = sum(p.numel() for p in raw_model.parameters()) * B * T
@@ -258,9 +266,7 @@ def estimate(trial: Trial) -> Fit:
             kept_bytes, _ = count_kept_bytes(trial, new)
     except Exception:  # a model that reads what it computes; then its activations are left out of the account
         kept_bytes = 0
-    windows_per_rank = config.total_batch_size // (config.sequence_length * trial.world.size)
-    with_room = bound_on_B(trial, kept_bytes, compiles=trial.world.device.type == "cuda")
-    B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
+    B = largest_divisor(trial.windows_per_rank, at_most=min(config.batch_size, bound_on_B(trial, kept_bytes)))
     return Fit(model, B, False, [], [], kept_bytes, 0.0)
 
 
@@ -284,11 +290,11 @@ def try_step(trial: Trial, model: Any, *, B: int, micro_steps: int) -> float:
     return time.perf_counter() - began
 
 
-def bound_on_B(trial: Trial, kept_bytes: int, compiles: bool) -> int:
+def bound_on_B(trial: Trial, kept_bytes: int) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process."""
     device = trial.world.device
     # compiled, GPT-2 keeps less than half as much
-    kept_bytes = max(1, kept_bytes // (3 if compiles else 1))
+    kept_bytes = max(1, kept_bytes // (3 if trial.compiles else 1))
     # gradients and the optimizer's two moments; the weights are there already
     needed = 12 * sum(p.numel() for p in trial.raw_model.parameters()) if trial.trains else 0
     free = devices.free_memory(device) - needed
@@ -321,9 +327,7 @@ def check_memory(make_model: Callable[[], Any], device: torch.device) -> None:
     try:
         with torch.device("meta"), SkipInit():
             parameters = sum(p.numel() for p in make_model().parameters())
-    except (
-        Exception
-    ):  # a model that reads its first values cannot be made without them: then torch says what is wrong
+    except Exception:  # a model that reads its first values is not made without them: torch says what is wrong
         return
     available = devices.free_memory(device)
     if 16 * parameters > available:
