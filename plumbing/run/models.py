@@ -1,10 +1,12 @@
 """A model for any purpose, as a checkpoint or another program has saved it: its settings, weights and tokenizer."""
 
+import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tiktoken
 import torch
@@ -29,16 +31,18 @@ Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-class SavedModel(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedModel:
     """A model as a checkpoint or a folder in Hugging Face format has it."""
 
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     get_encoding: Callable[[], tiktoken.Encoding]  # loads the tokenizer
-    code: source_code.Code = {}  # that trained it; {} if that is not known
+    # that trained it; {} if that is not known
+    code: source_code.Code = dataclasses.field(default_factory=dict)
     has_cache: bool | None = None  # whether that code's model was found to have one: checks.examine
 
-    @property
+    @functools.cached_property
     def enc(self) -> tiktoken.Encoding:
         return self.get_encoding()
 
