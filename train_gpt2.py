@@ -195,7 +195,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hellaswag
 from plumbing.data import tokenizers
-from plumbing.data.windows import Reader, Windows, data_tokenizer, mix, permute
+from plumbing.data.windows import Order, data_tokenizer
 from plumbing.run import models
 from plumbing.run.run import diverged, open_run
 from plumbing.run.start import begin, check_config, check_data, first_model, restore, try_out
@@ -452,51 +452,19 @@ class DataLoaderLite:
         weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str | torch.device = "cpu",
     ):  # fmt: skip
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
-        self.seed, self.shuffle, self.device = seed, shuffle, torch.device(device)
-        folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
-        self.weights = [weight for weight in weights if weight]  # what has none is not read
-        self.splits = [
-            Windows(folder, split, T) for i, folder in enumerate(folders) if not weights or weights[i]
-        ]
-        sizes = [windows.num_windows for windows in self.splits]
-        self.num_windows, self.first = sum(sizes), np.cumsum([0, *sizes])  # numbered through all folders
-        shares = self.weights or sizes
-        self.shares = [share / sum(shares) for share in shares]
+        self.order = Order(folders, split, T, weights=weights, seed=seed, shuffle=shuffle)
+        self.num_windows, self.device = self.order.num_windows, torch.device(device)
         self.position = 0  # windows of the global order read so far: all that a resume needs
-        self.executor, self.reader = ThreadPoolExecutor(1), Reader()
+        self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
-
-    def shuffle_epochs(self, places, num_windows, *folder):
-        """The windows at these places of epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
-        epochs, numbers = np.divmod(places, num_windows)
-        for epoch in np.unique(epochs) if self.shuffle else ():
-            in_epoch = epochs == epoch
-            numbers[in_epoch] = permute(numbers[in_epoch], num_windows, [self.seed, int(epoch), *folder])
-        return numbers
-
-    def locate(self, positions):
-        """[(a folder's split, number of a window in it)] at these positions of the global order."""
-        if not self.weights:
-            numbers = self.shuffle_epochs(positions, self.num_windows)
-            folders = np.searchsorted(self.first, numbers, side="right") - 1
-            numbers -= self.first[folders]
-        else:
-            folders, numbers = mix(positions, self.weights)
-            for folder in np.unique(folders).tolist():
-                of_it, size = folders == folder, self.splits[folder].num_windows
-                numbers[of_it] = self.shuffle_epochs(numbers[of_it], size, folder)
-        return [(self.splits[folder], number) for folder, number in zip(folders.tolist(), numbers.tolist())]
 
     def count_targets(self, num_windows: int) -> int:
         """The targets of the next num_windows windows, on all ranks: num_windows * T, less what masks leave out."""
-        if not any(split.masks for split in self.splits):
-            return num_windows * self.T
-        located = self.locate(self.position + np.arange(num_windows))
-        return sum(split.count_targets(number) for split, number in located)
+        return self.order.count_targets(self.position + np.arange(num_windows))
 
     def read_batch(self, position, B):
         """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
-        arrays = self.reader.read(self.locate(position + self.rank * B + np.arange(B)))
+        arrays = self.order.read(position + self.rank * B + np.arange(B))
         batch = [torch.from_numpy(array) for array in arrays]
         if self.device.type == "cuda":  # pinned memory lets the copy overlap with computation
             batch = [rows.pin_memory() for rows in batch]
@@ -525,13 +493,11 @@ class DataLoaderLite:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what fixes the order in which it is one."""
-        order = {"training data": [split.fingerprint for split in self.splits], "data_weights": self.weights}
-        order |= {"sequence_length": self.T, "seed": self.seed, "shuffle": self.shuffle}
-        return {"position": self.position, "order": order}
+        return {"position": self.position, "order": self.order.settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Go on at a saved position, and return "". If it is one of another order, begin, and return what differs."""
-        order = self.state_dict()["order"]
+        order = self.order.settings()
         different = ", ".join(name for name in order if order[name] != state["order"].get(name))
         self.position = 0 if different else state["position"]
         return different

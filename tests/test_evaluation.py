@@ -74,7 +74,7 @@ def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
     def places(**changes):
         config = train_gpt2.TrainConfig(data=(str(folder),), sequence_length=16, total_batch_size=128, **changes)
         [loader] = train_gpt2.load_data(config, World())[1]
-        return [split.place(number)[1] for split, number in loader.locate(np.arange(40))]
+        return [split.place(number)[1] for split, number in loader.order.locate(np.arange(40))]
 
     drawn = places(seed=1)
     assert places(seed=2, batch_size=3) == drawn and len(set(drawn)) == 40

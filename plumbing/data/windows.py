@@ -1,4 +1,4 @@
-"""Windows: what a run reads of a split of shards, and a permutation of them that is computed and not stored."""
+"""Windows: what a run reads of shards, and the order in which it reads them."""
 
 import os
 import re
@@ -13,6 +13,8 @@ import tiktoken
 from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
 from plumbing.files import Name
+
+AT_A_TIME = 8  # windows that are read at once
 
 
 class Windows:
@@ -54,23 +56,77 @@ class Windows:
         return self.shards[i].read(offset, self.T + 1), mask
 
 
-class Reader:
-    """Reads windows several at a time, since each may take as long as a disk behind a network needs to answer."""
+class Order:
+    """The windows of one or several folders in the order that DataLoaderLite describes: it is computed, not stored."""
 
-    def __init__(self, at_a_time: int = 8):
-        self.at_a_time, self.pool = at_a_time, ThreadPoolExecutor(at_a_time)
+    def __init__(
+        self, folders: Name | Sequence[Name], split: str, T: int, *, weights: Sequence[float], seed: int, shuffle: bool
+    ):  # fmt: skip
+        folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+        self.T, self.seed, self.shuffle = T, seed, shuffle
+        self.weights = [weight for weight in weights if weight]  # what has none is not read
+        self.splits = [
+            Windows(folder, split, T) for i, folder in enumerate(folders) if not weights or weights[i]
+        ]
+        sizes = [windows.num_windows for windows in self.splits]
+        self.num_windows, self.first = sum(sizes), np.cumsum([0, *sizes])  # numbered through all folders
+        shares = self.weights or sizes
+        self.shares = [share / sum(shares) for share in shares]
+        # a disk behind a network may take long to answer: windows are read several at a time
+        self.pool = ThreadPoolExecutor(AT_A_TIME)
 
-    def read(self, windows: list[tuple[Windows, int]]) -> list[np.ndarray]:
-        """[tokens (n, T + 1)] of n windows and, if one of their splits has masks, [their mask], of ones elsewhere."""
-        parts = [windows[i :: self.at_a_time] for i in range(min(self.at_a_time, len(windows)))]
+    def shuffle_epochs(self, places: np.ndarray, num_windows: int, *folder: int) -> np.ndarray:
+        """The windows at these places of epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
+        epochs, numbers = np.divmod(places, num_windows)
+        for epoch in np.unique(epochs) if self.shuffle else ():
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = permute(numbers[in_epoch], num_windows, [self.seed, int(epoch), *folder])
+        return numbers
+
+    def locate(self, positions: np.ndarray) -> list[tuple[Windows, int]]:
+        """[(a folder's split, number of a window in it)] at these positions of the order."""
+        if not self.weights:
+            numbers = self.shuffle_epochs(positions, self.num_windows)
+            folders = np.searchsorted(self.first, numbers, side="right") - 1
+            numbers -= self.first[folders]
+        else:
+            folders, numbers = mix(positions, self.weights)
+            for folder in np.unique(folders).tolist():
+                of_it, size = folders == folder, self.splits[folder].num_windows
+                numbers[of_it] = self.shuffle_epochs(numbers[of_it], size, folder)
+        return [(self.splits[folder], number) for folder, number in zip(folders.tolist(), numbers.tolist())]
+
+    def read(self, positions: np.ndarray) -> list[np.ndarray]:
+        """[tokens (n, T + 1)] at n positions and, if one of the splits has masks, [their mask], of ones elsewhere."""
+        windows = self.locate(positions)
+        parts = [windows[i::AT_A_TIME] for i in range(min(AT_A_TIME, len(windows)))]
         rows: list[Any] = [None] * len(windows)
         for i, part in enumerate(self.pool.map(lambda part: [split.read(n) for split, n in part], parts)):
-            rows[i :: self.at_a_time] = part
+            rows[i::AT_A_TIME] = part
         tokens = np.stack([row for row, _ in rows])
-        if not any(split.masks for split, _ in windows):
+        if not self.has_masks:
             return [tokens]
         ones = np.ones(tokens.shape[1], np.uint8)
         return [tokens, np.stack([ones if mask is None else mask for _, mask in rows])]
+
+    @property
+    def has_masks(self) -> bool:
+        return any(split.masks for split in self.splits)
+
+    def count_targets(self, positions: np.ndarray) -> int:
+        """The targets in the windows at these positions: T in each, less what masks leave out."""
+        if not self.has_masks:
+            return len(positions) * self.T
+        return sum(split.count_targets(number) for split, number in self.locate(positions))
+
+    def describe(self, positions: np.ndarray) -> str:
+        """Where the windows at these positions are, in words."""
+        return ", ".join(split.describe(number) for split, number in self.locate(positions))
+
+    def settings(self) -> dict[str, Any]:
+        """What fixes the order."""
+        data = {"training data": [split.fingerprint for split in self.splits], "data_weights": self.weights}
+        return data | {"sequence_length": self.T, "seed": self.seed, "shuffle": self.shuffle}
 
 
 def stream_names(folders: Sequence[Name]) -> list[str]:

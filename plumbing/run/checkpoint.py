@@ -244,7 +244,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any], *, as_it_was: bool) ->
 
 def fingerprint_of(loaders: list[Any]) -> str:
     """Those of all data that are read."""
-    return " ".join(split.fingerprint for loader in loaders for split in loader.splits)
+    return " ".join(split.fingerprint for loader in loaders for split in loader.order.splits)
 
 
 def check_readable(state: Any) -> None:

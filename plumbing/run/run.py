@@ -87,8 +87,10 @@ def prepare_folder(start: Any, parts: Any) -> None:
 def fingerprints(parts: Any) -> dict[str, list[str]]:
     """{a folder's name in log.txt: short fingerprints of its training and validation data}; "" for what is not read."""
     folders = parts.config.data
-    train = {split.folder: split.fingerprint[:16] for split in (parts.loader.splits if parts.loader else ())}
-    val = [loader.splits[0].fingerprint[:16] for loader in parts.val_loaders]
+    train = {
+        split.folder: split.fingerprint[:16] for split in (parts.loader.order.splits if parts.loader else ())
+    }
+    val = [loader.order.splits[0].fingerprint[:16] for loader in parts.val_loaders]
     return {
         name: [train.get(folder, ""), of_val]
         for name, folder, of_val in zip(stream_names(folders), folders, val)
@@ -201,7 +203,7 @@ class Run:
         self.names = stream_names(config.data)
         # the folders' shares, for the mean of their losses; in an evaluation, by what they are validated on
         sizes = [loader.num_windows for loader in parts.val_loaders]
-        weights = config.data_weights or (parts.loader.shares if parts.loader else sizes)
+        weights = config.data_weights or (parts.loader.order.shares if parts.loader else sizes)
         self.shares = [weight / sum(weights) for weight in weights]
         self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
         self.metadata |= {"has_cache": parts.raw_model.has_cache, "launch": logs.launch()}
@@ -379,7 +381,7 @@ class Run:
             check_ranks(self.parts.raw_model, step, self.world)
         if self.world.is_master:
             splits = [
-                split for loader in (self.parts.loader, *self.parts.val_loaders) for split in loader.splits
+                split for loader in (self.parts.loader, *self.parts.val_loaders) for split in loader.order.splits
             ]
             changed = [split.folder for split in splits if split.fingerprint_now() != split.fingerprint]
             if changed:
@@ -447,7 +449,7 @@ def diverged(step: int, parts: Any, loss: float, norm: float, *, start: int, bat
     B = (parts.loader.position - start) // len(losses)
     bad = np.flatnonzero(~np.isfinite(losses)).tolist() or range(len(losses))
     positions = [start + number * B + row for number in bad for row in range(B)][:4]
-    where = ", ".join(split.describe(number) for split, number in parts.loader.locate(np.array(positions)))
+    where = parts.loader.order.describe(np.array(positions))
     rates = "--max-lr LOWER --muon-lr LOWER" if config.optimizer == "muon" else "--max-lr LOWER"
     # from the checkpoint of this very step, no step has succeeded
     good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]

@@ -290,8 +290,8 @@ def check_data(
     found = {"the training data": fingerprint_of(loaders), "the validation data": fingerprint_of(val_loaders)}
     world.check_agreement(found | {"the tokenizer": enc.name})
     for folder, val_loader in zip(config.data, val_loaders):
-        train = [split for each in loaders for split in each.splits if split.folder == folder]
-        shards.check_folder(folder, [*train, *val_loader.splits], enc)
+        train = [split for each in loaders for split in each.order.splits if split.folder == folder]
+        shards.check_folder(folder, [*train, *val_loader.order.splits], enc)
     if loader and not config.data_weights:  # else a folder is read again, as often as its share needs
         options = dict(num_windows=loader.num_windows, at_least=config.total_batch_size)
         shards.check_size(" ".join(config.data), "train", loader.T, **options)

@@ -28,7 +28,7 @@ def print_summary(start: Any, parts: Any) -> None:
         passes = "" if c.data_weights or not there else f": {read / there:.2g} passes"
         tokens = f"{there:,} training tokens" if there else f"none yet in {' '.join(c.data)}"
         rows.append(("data", f"{tokens}; the run reads {at_most}{read:,}{'' if there else ' tokens'}{passes}"))
-        for split, share in zip(loader.splits, loader.shares) if loader and len(c.data) > 1 else ():
+        for split, share in zip(loader.order.splits, loader.order.shares) if loader and len(c.data) > 1 else ():
             tokens = split.num_windows * T
             passes = f"{tokens:,} tokens, {share:.1%} of the run, {share * read / tokens:.2g} passes"
             rows.append(("", f"{split.folder}: {passes}"))
