@@ -35,13 +35,7 @@ from typing import Any, Literal, NamedTuple
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
-from plumbing.run.options import (
-    Below1,
-    Positive,
-    RunOptions,
-    answer_flags_before_slow_imports,
-    read_flags,
-)
+from plumbing.run.options import Positive, RunOptions, answer_flags_before_slow_imports, read_flags
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -94,11 +88,11 @@ class Recipe(GPTConfig):
     # the optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, with AdamW for the rest
     weight_decay: float = 0.1  # AdamW: on tensors with 2 or more dimensions
-    beta1: Below1[float] = 0.9  # AdamW: decay rate of the first moment
-    beta2: Below1[float] = 0.95  # AdamW: decay rate of the second moment
+    beta1: float = 0.9  # AdamW: decay rate of the first moment
+    beta2: float = 0.95  # AdamW: decay rate of the second moment
     grad_clip: float = 1.0  # clip the gradient norm to this; 0: no clipping
     muon_lr: float = 0.02  # Muon: peak learning rate of the blocks' matrices, most of the parameters
-    muon_momentum: Below1[float] = 0.95  # Muon: momentum
+    muon_momentum: float = 0.95  # Muon: momentum
     muon_momentum_warmup: int = 300  # Muon: first steps of the run, in which momentum grows from 0.85
     muon_weight_decay: float = 0.01  # Muon: weight decay
 
@@ -174,6 +168,9 @@ def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any])
         yield "--passes and --max-steps both say how long the run is. Give one of them."
     if c.passes and weights:
         yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
+    for name in ("beta1", "beta2", "muon_momentum"):
+        if getattr(c, name) >= 1:
+            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be below 1."
     if c.decay_fraction > 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
@@ -198,8 +195,7 @@ from plumbing.data import tokenizers
 from plumbing.data.windows import Order, data_tokenizer
 from plumbing.run import models
 from plumbing.run.run import diverged, open_run
-from plumbing.run.start import begin, check_config, check_data, first_model, restore, try_out
-from plumbing.run.summary import print_summary
+from plumbing.run.start import begin, check_config, check_data, first_model, try_out
 from plumbing.system import kernels
 from plumbing.system.devices import choose_dtype, seed_random_numbers
 from plumbing.system.distributed import join_ranks, map_over_ranks
@@ -240,7 +236,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (B, nh, S, hs)
         # subtle: is_causal would take the T new tokens for the first of the S; a single one attends to everything
         S = k.size(2)
-        mask = kernels.causal_mask(T, S, x.device) if 1 < T < S else None
+        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
         # flash attention (Dao et al. 2022): F.scaled_dot_product_attention, on a CPU in float32, which is faster there
         y = kernels.attention(q, k, v, attn_mask=mask, is_causal=T == S)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -788,7 +784,7 @@ def accumulate_gradients(parts: Parts, num_windows: int) -> torch.Tensor:
 def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     """One optimizer step on the next windows. signals: those to stop, received so far.
 
-    UserError, on all ranks and before the update, if loss or norm is not finite.
+    An error, on all ranks and before the update, if loss or norm is not finite.
     """
     config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
     # a number put here, before or after the update, is a stream of log.txt, as rank 0 has it:
@@ -799,10 +795,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     seed_random_numbers(config.seed, step, world.rank)
     start, T = parts.loader.position, config.sequence_length
     num_windows = get_batch_size(start * T, config) // T
-    if num_windows % world.size:
-        raise console.UserError(
-            f"The {num_windows} sequences of step {step} cannot be shared by {world.size} ranks."
-        )
+    assert num_windows % world.size == 0, f"{num_windows} sequences cannot be shared by {world.size} ranks"
     losses = accumulate_gradients(parts, num_windows)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -917,11 +910,8 @@ def setup(start, world) -> Parts:
     found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)
     for each in (loader, *val_loaders) if loader else val_loaders:
         each.B = found.B
-    models = raw_model, found.model
     data = loader, val_loaders, enc, token_bytes, examples
-    parts = Parts(config, world, *models, optimizers, scaler, *data, own, found)
-    restore(start, parts)
-    return parts
+    return Parts(config, world, raw_model, found.model, optimizers, scaler, *data, own, found)
 
 
 def fit(parts: Parts, run):
@@ -955,11 +945,9 @@ def train(typed: dict[str, Any]):
             if start.ended:  # it is finished already
                 return start.ended
             parts = setup(start, world)
-            print_summary(start, parts)
-            if start.config.dry_run:
-                return None
+            # what its checkpoint holds is put back, and what it will do and cost is said: in a dry run, that is all
             with open_run(start, parts) as run:
-                return fit(parts, run)
+                return fit(parts, run) if run else None
 
 
 def main(args=None):

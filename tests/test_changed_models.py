@@ -540,7 +540,7 @@ PLACES = {  # of a digit in its number (McLeish et al. 2024), 48 to 57 in bytes
 }
 DOCUMENTS = {  # attention only within a document, each of which begins with 256
     "forward(self, x, cache=None):\n        # B": "forward(self, x, cache=None, doc=None):\n        # B",
-    "attn_mask=mask, is_causal=T == S)": "attn_mask=kernels.causal_mask(T, S, x.device) & doc if T == S else mask)",
+    "attn_mask=mask, is_causal=T == S)": "attn_mask=torch.ones(T, T).bool().tril() & doc if T == S else mask)",
     "forward(self, x, cache=None):\n        # subtle": "forward(self, x, cache=None, doc=None):\n        # subtle",
     "self.attn(self.ln_1(x).to(x.dtype), cache)": "self.attn(self.ln_1(x).to(x.dtype), cache, doc)",
     "        for block in self.transformer.h:": "        doc = (idx == 256).cumsum(1)\n"

@@ -133,13 +133,6 @@ def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
     torch.testing.assert_close(kernels.attention(q, k, v, attn_mask=mask), expected)
 
 
-def test_the_last_tokens_attend_as_they_do_in_the_whole_text():
-    q, k, v = torch.randn(3, 1, 2, 8, 4)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., 5:, :]
-    mask = kernels.causal_mask(3, 8, q.device)
-    torch.testing.assert_close(kernels.attention(q[..., 5:, :], k, v, attn_mask=mask), expected)
-
-
 def test_a_cache_gives_back_what_each_layer_has_appended_and_repeats_its_rows():
     """Two layers with one tensor and two, of other sizes; five tokens in portions of three, one and one."""
     wholes = {0: [torch.randn(2, 5, 4)], 1: [torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 6)]}

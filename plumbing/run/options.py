@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from plumbing.cli import console, flags
-from plumbing.cli.flags import Below1, Positive
+from plumbing.cli.flags import Positive
 from plumbing.run import source_code
 
 PER_NODE = "per node"
-__all__ = ["Below1", "Positive", "RunOptions", "StartOptions", "answer_flags_before_slow_imports", "read_flags"]
+__all__ = ["Positive", "RunOptions", "StartOptions", "answer_flags_before_slow_imports", "read_flags"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from plumbing.run.checkpoint import fingerprint_of, training_state
 from plumbing.run.commands import print_next_commands, train_command
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
+from plumbing.run.summary import print_summary
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
 from plumbing.system.distributed import World
@@ -164,10 +165,20 @@ def keep_samples_before(path: Path, step: int) -> None:
 
 
 @contextlib.contextmanager
-def open_run(start: Any, parts: Any) -> Iterator["Run"]:
-    """Context of a run whose folder is open: signals stop it at the end of a step, and in the end, however that comes,
-    the newest checkpoint is on disk. Ranks other than 0 write nothing.
+def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
+    """Context of a run that goes on from its checkpoint, in its open folder: signals stop it at the end of a step, and
+    in the end, however that comes, the newest checkpoint is on disk. Ranks other than 0 write nothing.
+
+    What the run will do and cost is said before; in a dry run that is all, and there is no run.
     """
+    if parts.loader:
+        checkpoints.check_readable(training_state(parts))
+        if start.saved:
+            checkpoints.restore_state(start.saved, parts, start.branched)
+    print_summary(start, parts)
+    if start.config.dry_run:
+        yield None
+        return
     with Signals() as signals, contextlib.ExitStack() as stack:
         run = Run(start, parts, signals)
         parts.world.broadcast_from_master(run.open, start, stack)

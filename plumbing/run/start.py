@@ -355,14 +355,6 @@ def try_out(
     return fit, has_cache
 
 
-def restore(start: Start, parts: Any) -> None:
-    """Continue from the checkpoint, if there is one."""
-    if parts.loader:
-        checkpoints.check_readable(checkpoints.training_state(parts))
-    if start.saved and parts.loader:
-        checkpoints.restore_state(start.saved, parts, start.branched)
-
-
 def report_finished(config: Any, step: int, model_class: type) -> None:
     """Say that the run is finished, and export its model again if hf/ does not hold it. Rank 0 does that."""
     out_dir, saved = Path(config.out_dir), checkpoints.load_state(config.out_dir)

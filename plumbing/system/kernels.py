@@ -64,11 +64,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
-def causal_mask(T: int, S: int, device: torch.device) -> torch.Tensor:
-    """(T, S), True where one of the last T of S tokens may attend: to itself and to those before it."""
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
-
-
 def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     """Context without cuDNN's attention, for inputs of many shapes: it would build a kernel for each of them."""
     others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
