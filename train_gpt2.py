@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
-from plumbing.run.options import Positive, RunOptions, answer_flags_before_slow_imports, read_flags
+from plumbing.run.options import RunOptions, answer_flags_before_slow_imports, read_flags
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -70,18 +70,18 @@ class Recipe(GPTConfig):
     # float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     # the data: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
-    total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
+    sequence_length: int = 1024  # T, tokens per sequence; by default at most block_size
+    total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
     # shares of the folders in --data; by default each window once per epoch
     data_weights: tuple[float, ...] = ()
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
-    val_tokens: Positive[int] = 10 * 2**20  # validation tokens, the same ones every time
+    val_tokens: int = 10 * 2**20  # validation tokens, the same ones every time
     # the schedule
     max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step); 0: evaluate only
     passes: float = 0.0  # passes over the training data, in place of --max-steps; 0: --max-steps counts
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
-    max_lr: Positive[float] = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, AdamW's
+    max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, AdamW's
     min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay to 0
     decay_fraction: float = 0.7  # wsd: share of max_steps that decays; 0: constant
@@ -141,10 +141,10 @@ PRESETS = {
 
 
 def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe, apart from the ranges that stand with the fields."""
-    for name in ("block_size", "n_layer", "n_head", "n_embd"):
+    """A sentence for each thing that is wrong with the recipe; what is negative is refused with all other settings."""
+    for name in "block_size n_layer n_head n_embd sequence_length total_batch_size val_tokens max_lr".split():
         if getattr(c, name) == 0:
-            yield f"--{name.replace('_', '-')} is 0, but it must be 1 or more."
+            yield f"--{name.replace('_', '-')} is 0, but it must be above 0."
     if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
         divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
         heads = min(divisors, key=lambda n: abs(n - c.n_head))
@@ -336,9 +336,9 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         x, targets = x.flatten(0, 1), targets.flatten()
-        if self.float8 and not return_logits:  # also in validation; another loss_sum was refused at the start
-            loss = kernels.cross_entropy_in_float8(x, self.lm_head.weight, targets, IGNORE_INDEX)
-            logits = None
+        if self.float8 and not return_logits:  # also in validation; a loss_sum of another kind is refused
+            logits, weight = None, self.lm_head.weight
+            loss = kernels.cross_entropy_in_float8(self.loss_sum, x, weight, targets, IGNORE_INDEX)
         else:
             logits, loss = self.loss_sum(x, targets)
         # add other losses `if self.training` only, so that validation losses can be compared between models
@@ -894,8 +894,6 @@ def setup(start, world) -> Parts:
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
     raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
-    if raw_model.float8:
-        kernels.check_float8(raw_model.loss_sum, raw_model.lm_head.weight)
     optimizers = configure_optimizers(raw_model, config)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")

@@ -16,7 +16,6 @@ from plumbing.cli.flags import Positive
 from plumbing.run import source_code
 
 PER_NODE = "per node"
-__all__ = ["Positive", "RunOptions", "StartOptions", "answer_flags_before_slow_imports", "read_flags"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,10 +117,15 @@ class InChunks(torch.autograd.Function):
 @torch.no_grad()
 def check_float8(loss_sum: Callable[..., Any], weight: torch.Tensor) -> None:
     """Raise UserError if loss_sum(x, targets) is not the plain loss of x @ weight.T, which is what float8 computes."""
-    x = torch.randn(32, weight.size(1), device=weight.device) * 10 / weight.std()  # so that a soft cap shows
-    targets = torch.randint(weight.size(0), (32,), device=weight.device)
-    expected = F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
-    if not torch.allclose(loss_sum(x, targets)[1], expected, rtol=1e-4):
+    device = weight.device
+    generator = torch.Generator(device).manual_seed(0)  # the training's random numbers stay as they are
+    x = torch.randn(32, weight.size(1), device=device, generator=generator)
+    x *= 10 / weight.std()  # so that a soft cap shows
+    targets = torch.randint(weight.size(0), (32,), device=device, generator=generator)
+    with torch.autocast(device.type, enabled=False):
+        expected = F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
+        is_plain = torch.allclose(loss_sum(x, targets)[1], expected, rtol=1e-4)
+    if not is_plain:
         raise UserError(
             "--dtype fp8 computes the output layer and the plain cross-entropy at once, but loss_sum computes "
             "something else. Use --dtype bfloat16."
@@ -128,9 +133,14 @@ def check_float8(loss_sum: Callable[..., Any], weight: torch.Tensor) -> None:
 
 
 def cross_entropy_in_float8(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
-) -> Any:
-    """The sum of the cross-entropy losses of the logits x @ weight.T, whose products are computed in float8."""
+    loss_sum: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> Any:  # fmt: skip
+    """The sum of the cross-entropy losses of the logits x @ weight.T, whose products are computed in float8.
+
+    UserError if loss_sum(x, targets) is another loss; asked without torch.compile, as the first trial of a model is.
+    """
+    if not torch.compiler.is_compiling():
+        check_float8(loss_sum, weight)
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index)
 
 
