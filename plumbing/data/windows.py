@@ -68,6 +68,7 @@ class Order:
         self.splits = [
             Windows(folder, split, T) for i, folder in enumerate(folders) if not weights or weights[i]
         ]
+        self.fingerprint = " ".join(windows.fingerprint for windows in self.splits)
         sizes = [windows.num_windows for windows in self.splits]
         self.num_windows, self.first = sum(sizes), np.cumsum([0, *sizes])  # numbered through all folders
         shares = self.weights or sizes
@@ -125,7 +126,7 @@ class Order:
 
     def settings(self) -> dict[str, Any]:
         """What fixes the order."""
-        data = {"training data": [split.fingerprint for split in self.splits], "data_weights": self.weights}
+        data = {"training data": self.fingerprint, "data_weights": self.weights}
         return data | {"sequence_length": self.T, "seed": self.seed, "shuffle": self.shuffle}
 
 

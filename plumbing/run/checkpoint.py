@@ -127,6 +127,17 @@ def load_state(source: str) -> Checkpoint | None:
     return saved
 
 
+def load_parent(source: str) -> Checkpoint:
+    """Load the checkpoint from which a new branch begins."""
+    saved = load_state(source)
+    if not saved:
+        raise UserError(
+            f"There is no checkpoint in {source} that can be continued. Give a run's folder or its model_*.pt, or use "
+            "--init-from for weights alone."
+        )
+    return saved
+
+
 def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:
     """The content of the file at `path`, a checkpoint of this program; else UserError."""
     kinds = {"model": dict, "config": dict, "model_fields": list, "tokenizer_file": str, "code": dict}
@@ -244,7 +255,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any], *, as_it_was: bool) ->
 
 def fingerprint_of(loaders: list[Any]) -> str:
     """Those of all data that are read."""
-    return " ".join(split.fingerprint for loader in loaders for split in loader.order.splits)
+    return " ".join(loader.order.fingerprint for loader in loaders)
 
 
 def check_readable(state: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from plumbing.cli.console import UserError, first_line, plain, print0
 from plumbing.cli.flags import suggest
 from plumbing.data import tokenizers
+from plumbing.data.windows import data_tokenizer
 from plumbing.files import Name
 from plumbing.run import checks, huggingface, source_code
 from plumbing.run.checkpoint import (
@@ -197,11 +198,21 @@ def check_tokenizer(name: str, enc: tiktoken.Encoding, data: str) -> None:
         )
 
 
-def same_tokens(old: tiktoken.Encoding, new: tiktoken.Encoding) -> Tensor:
-    """The id in `old` of each token of `new`, (new.n_vocab,): that of the same bytes, or -1 where it has none."""
-    before = old._mergeable_ranks | old._special_tokens
-    now = new._mergeable_ranks | new._special_tokens
-    return torch.tensor([before.get(token, -1) for token in sorted(now, key=now.__getitem__)])
+def ids_in(model: SavedModel, config: Any) -> Tensor | None:
+    """The id in a model to begin with of each token of the data, (n_vocab,): that of the same bytes, or -1.
+
+    None if the data have the model's own tokenizer, or nothing is trained.
+    """
+    new = data_tokenizer(config.data, splits=["val"], may_be_empty=config.dry_run)
+    if not new or not config.max_steps or is_tokenizer(model.enc.name, new):
+        return None
+    before, now = (enc._mergeable_ranks | enc._special_tokens for enc in (model.enc, new))
+    old_ids = torch.tensor([before.get(token, -1) for token in sorted(now, key=now.__getitem__)])
+    print0(
+        f"note: Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of "
+        f"{model.enc.name}, the model's own, and keep their embeddings. The others begin with the mean."
+    )
+    return old_ids
 
 
 def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:

@@ -15,11 +15,10 @@ import torch
 from plumbing.cli.console import UserError, print0, quote, quote_group
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
-from plumbing.data.windows import data_tokenizer
 from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, models, source_code, wandb_log
-from plumbing.run.checkpoint import Checkpoint, fingerprint_of
+from plumbing.run.checkpoint import Checkpoint
 from plumbing.run.commands import branch_command, print_next_commands, train_command
 from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, differences, inheritable, is_per_node, names_of
@@ -99,7 +98,7 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     own = load_own(asked)
     saved, model, source = own, None, asked.out_dir
     if not own and asked.branch_from:
-        saved, source = load_parent(asked), asked.branch_from
+        saved, source = checkpoints.load_parent(asked.branch_from), asked.branch_from
     elif not own and asked.init_from:
         model, source = models.load_saved_model(asked.init_from), asked.init_from
     elif not own and typed.keys() <= names_of(StartOptions) and "out_dir" in typed:
@@ -107,6 +106,8 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
             f"There is no checkpoint in {source}, so no run that could go on. Give the folder of one or, to begin a "
             f"run there, its settings, too, such as --preset {asked.preset}."
         )
+    if saved:
+        model = models.from_checkpoint(saved)
     settings = saved["config"] if saved else model.settings if model else {}
     inherited = inheritable(asked, settings, typed)
     if saved and not own:
@@ -115,40 +116,23 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         if tuple(asked.data) != tuple(inherited["data"]) and {"data"} == typed.keys() & {"data", "data_weights"}:
             del inherited["data_weights"]
     config = make_config(inherited, typed, world)
-    old_ids = ids_in(model, config) if model else None
+    old_ids = models.ids_in(model, config) if model and not saved else None
     if old_ids is not None:
         inherited.pop("vocab_size", None)  # the model gets the rows that the data's tokenizer needs
         config = make_config(inherited, typed, world)
+    changed = differences(settings, config) if saved else {}
     if own:
-        refuse_another_recipe(config, own, typed)
+        if changed:
+            refuse_another_recipe(config, own, typed, different=changed)
         if own["finished"]:
             return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
-    if saved:
-        source_code.compare(saved["code"], type(config), source, goes_on=True)
-        fields = {name: settings[name] for name in saved["model_fields"]}
-        branched = None if own else branch(config, saved)
-        return Start(config, typed, saved, fields, saved["model"], saved["tokenizer"], branched)
-    if model:
-        source_code.compare(model.code, type(config), source, goes_on=True)
-        tokenizer = model.enc.name if old_ids is None else ""
-        return Start(config, typed, None, settings, model.weights, tokenizer, old_ids=old_ids)
-    return Start(config, typed)
-
-
-def ids_in(model: models.SavedModel, config: Any) -> torch.Tensor | None:
-    """The id that each token of the data has in the model to begin with, which has another tokenizer; None if it is the
-    same, or nothing is trained.
-    """
-    enc = data_tokenizer(config.data, splits=["val"], may_be_empty=config.dry_run)
-    if not enc or not config.max_steps or models.is_tokenizer(model.enc.name, enc):
-        return None
-    old_ids = models.same_tokens(model.enc, enc)
-    print0(
-        f"note: Of the {enc.n_vocab:,} tokens of {enc.name}, {int((old_ids >= 0).sum()):,} are also of "
-        f"{model.enc.name}, the model's own, and keep their embeddings. The others begin with the mean."
-    )
-    return old_ids
+    if not model:
+        return Start(config, typed)
+    branched = branch(config, saved, changed) if saved and not own else None
+    source_code.compare(model.code, type(config), source, goes_on=True)
+    tokenizer = saved["tokenizer"] if saved else model.enc.name if old_ids is None else ""
+    return Start(config, typed, saved, model.settings, model.weights, tokenizer, branched, old_ids)
 
 
 def load_own(asked: Any) -> Checkpoint | None:
@@ -160,27 +144,18 @@ def load_own(asked: Any) -> Checkpoint | None:
     return saved if saved and saved["launch"] == logs.launch() else None
 
 
-def load_parent(asked: Any) -> Checkpoint:
-    """The checkpoint from which a new branch begins."""
-    saved = checkpoints.load_state(asked.branch_from)
-    if not saved:
-        raise UserError(
-            f"There is no checkpoint in {asked.branch_from} that can be continued. Give a run's folder or its "
-            "model_*.pt, or use --init-from for weights alone."
-        )
-    return saved
-
-
 def folder_of(source: Path) -> Path:
     """The folder of a run, of which `source` is the folder or a checkpoint."""
     return source.parent if source.is_file() else source
 
 
-def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any]) -> None:
-    """Raise UserError if what was typed is not the recipe of the run in out_dir, with the command for a branch."""
-    different = differences(saved["config"], config)
-    if not different:
-        return
+def refuse_another_recipe(
+    config: Any, saved: Checkpoint, typed: dict[str, Any], *, different: dict[str, tuple[Any, Any]]
+) -> None:
+    """Raise UserError, as what was typed is not the recipe of the run in out_dir, with the command for a branch.
+
+    different: the settings in which they differ, {name: (then, now)}.
+    """
     told = ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in different.items())
     out_dir, then = config.out_dir, saved["config"]
     rest = {n: value for n, value in typed.items() if n not in names_of(StartOptions) and value != then.get(n)}
@@ -212,7 +187,7 @@ def refuse_another_recipe(config: Any, saved: Checkpoint, typed: dict[str, Any])
     )
 
 
-def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
+def branch(config: Any, saved: Checkpoint, changed: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """What run.txt says of a new branch from the checkpoint `saved`. UserError if it cannot continue from that."""
     parent = Path(config.branch_from)
     if saved["step"] >= config.max_steps:
@@ -220,7 +195,6 @@ def branch(config: Any, saved: Checkpoint) -> dict[str, Any]:
             f"The branch would end at step {config.max_steps}, but {parent} has done {saved['step']} steps already. "
             "Give more --max-steps or --passes or, to evaluate it, use --init-from in place of --branch-from."
         )
-    changed = differences(saved["config"], config)
     changed.pop("branch_from", None)
     # the parent's best weights and its other checkpoints are not in the branch's folder
     saved["best_val_loss"], saved["temporary"] = math.inf, []
@@ -287,7 +261,8 @@ def check_data(
         return
     models.check_num_ids(num_ids, enc)
     loaders = [loader] if loader else []
-    found = {"the training data": fingerprint_of(loaders), "the validation data": fingerprint_of(val_loaders)}
+    splits = {"the training data": loaders, "the validation data": val_loaders}
+    found = {name: [each.order.fingerprint for each in of_split] for name, of_split in splits.items()}
     world.check_agreement(found | {"the tokenizer": enc.name})
     for folder, val_loader in zip(config.data, val_loaders):
         train = [split for each in loaders for split in each.order.splits if split.folder == folder]
