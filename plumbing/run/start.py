@@ -276,17 +276,16 @@ def check_data(
 def first_model(model_class: type, start: Start, device: torch.device) -> Any:
     """The model on the device, with its first weights: new ones, or those that the run begins with."""
     config = start.config.model_config
-    with named_settings(start.config):
-        if start.weights is None:
-            if start.config.dry_run:  # which is about any machine
-                with torch.device("meta"), autofit.SkipInit():
-                    return model_class(config)
-            if start.config.max_steps:
-                autofit.check_memory(lambda: model_class(config), device)
-            return autofit.new_model(model_class, config).to(device)
-        assert start.settings is not None
-        models.config_of(type(config), start.settings)  # which has no setting that this file does not know
-        model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
+    if start.weights is None:
+        if start.config.dry_run:  # which is about any machine
+            with torch.device("meta"), autofit.SkipInit():
+                return model_class(config)
+        if start.config.max_steps:
+            autofit.check_memory(lambda: model_class(config), device)
+        return autofit.new_model(model_class, config).to(device)
+    assert start.settings is not None
+    models.config_of(type(config), start.settings)  # which has no setting that this file does not know
+    model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
     own = dict(model.named_parameters())
     other = [name for name in own.keys() & start.weights.keys() if own[name].shape != start.weights[name].shape]
     if other and start.saved:
@@ -342,17 +341,3 @@ def report_finished(config: Any, step: int, model_class: type) -> None:
     print(f"Its model is in {model}.")
     print("To train again, name another --out-dir, or add --no-resume to move it aside.")
     print_next_commands(config, enc)
-
-
-@contextlib.contextmanager
-def named_settings(config: Any) -> Iterator[None]:
-    """Context in which a model is made, which may ask its GPTConfig for a setting that only the run has."""
-    try:
-        yield
-    except AttributeError as error:
-        if error.obj != config.model_config or error.name not in vars(config):
-            raise
-        raise UserError(
-            f"The model uses the setting {error.name}, which is not saved with its weights. Move it from Recipe into "
-            f"{type(error.obj).__name__}, or give one of the model's own another name."
-        ) from None

@@ -169,18 +169,8 @@ def join_ranks(typed: dict[str, Any]) -> Iterator[World]:
     cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
 
 
-# how srun and mpirun tell their tasks how many they are
-OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
-
-
 def setup_distributed(device: str) -> World:
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
-    for launcher, variable in OTHER_LAUNCHERS.items():
-        if environment_number(variable, 1) > 1 and "RANK" not in os.environ:
-            raise UserError(
-                f"{launcher} has started {os.environ[variable]} processes that do not know of one another. Start one "
-                "on each node, and let torchrun start the ranks: torchrun --nnodes=N --nproc_per_node=GPUS ..."
-            )
     rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = choose_device(device)
     if ":" in device and world_size > 1:
