@@ -140,43 +140,6 @@ PRESETS = {
 # fmt: on
 
 
-def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe; what is negative is refused with all other settings."""
-    for name in "block_size n_layer n_head n_embd sequence_length total_batch_size val_tokens max_lr".split():
-        if getattr(c, name) == 0:
-            yield f"--{name.replace('_', '-')} is 0, but it must be above 0."
-    if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
-        divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
-        heads = min(divisors, key=lambda n: abs(n - c.n_head))
-        width = max(1, round(c.n_embd / c.n_head)) * c.n_head
-        yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
-    if c.sequence_length > c.block_size:
-        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
-    if len(set(map(os.path.realpath, c.data))) < len(c.data):
-        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
-    weights = c.data_weights
-    if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
-        found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
-        yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
-    for name in ("n_layer", "n_head", "n_embd"):  # new ids and positions can be added, see GPT.extend
-        if inherited.get(name, getattr(c, name)) != getattr(c, name):
-            yield (
-                f"--{name.replace('_', '-')} is {getattr(c, name)}, but the weights that the run begins with have "
-                f"{inherited[name]}. Leave it out, or begin a new model in another --out-dir."
-            )
-    if c.passes and typed.get("max_steps"):
-        yield "--passes and --max-steps both say how long the run is. Give one of them."
-    if c.passes and weights:
-        yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
-    for name in ("beta1", "beta2", "muon_momentum"):
-        if getattr(c, name) >= 1:
-            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be below 1."
-    if c.decay_fraction > 1:
-        yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
-    if c.preset == "chat" and not (c.init_from or c.branch_from):
-        yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
-
-
 if __name__ == "__main__":
     typed = answer_flags_before_slow_imports(TrainConfig, PRESETS)
 
@@ -822,6 +785,43 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
 
 
 # ----- The run ------------------------------------------------------------------------------------------
+
+
+def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each thing that is wrong with the recipe; what is negative is refused with all other settings."""
+    for name in "block_size n_layer n_head n_embd sequence_length total_batch_size val_tokens max_lr".split():
+        if getattr(c, name) == 0:
+            yield f"--{name.replace('_', '-')} is 0, but it must be above 0."
+    if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
+        divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
+        heads = min(divisors, key=lambda n: abs(n - c.n_head))
+        width = max(1, round(c.n_embd / c.n_head)) * c.n_head
+        yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
+    if c.sequence_length > c.block_size:
+        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
+    if len(set(map(os.path.realpath, c.data))) < len(c.data):
+        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
+    weights = c.data_weights
+    if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
+        yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
+    for name in ("n_layer", "n_head", "n_embd"):  # new ids and positions can be added, see GPT.extend
+        if inherited.get(name, getattr(c, name)) != getattr(c, name):
+            yield (
+                f"--{name.replace('_', '-')} is {getattr(c, name)}, but the weights that the run begins with have "
+                f"{inherited[name]}. Leave it out, or begin a new model in another --out-dir."
+            )
+    if c.passes and typed.get("max_steps"):
+        yield "--passes and --max-steps both say how long the run is. Give one of them."
+    if c.passes and weights:
+        yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
+    for name in ("beta1", "beta2", "muon_momentum"):
+        if getattr(c, name) >= 1:
+            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be below 1."
+    if c.decay_fraction > 1:
+        yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
+    if c.preset == "chat" and not (c.init_from or c.branch_from):
+        yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
 
 
 def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> TrainConfig:
