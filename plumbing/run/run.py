@@ -115,11 +115,11 @@ def move_aside(paths: list[Path], out_dir: Path) -> Path:
     raise error
 
 
-class Signals(contextlib.AbstractContextManager["Signals"]):
+class Signals(list[int]):
     """Those signals to stop that were received, so that what is under way can finish. A second SIGINT exits at once."""
 
     def __init__(self):
-        self.received: list[int] = []
+        super().__init__()
         self.under_way = ""  # what is said to be finished first; "" for a step, which takes no time to speak of
         self.before: dict[int, Any] = {}
 
@@ -137,18 +137,12 @@ class Signals(contextlib.AbstractContextManager["Signals"]):
             signal.signal(number, handler)
 
     def record(self, number, frame):
-        if number == signal.SIGINT and number in self.received:
+        if number == signal.SIGINT and number in self:
             os._exit(128 + number)
-        if self.under_way and not self.received:
+        if self.under_way and not self:
             with contextlib.suppress(OSError):  # a stream of Python's may be in the middle of a write
                 os.write(1, f"Stopping after {self.under_way}.\n".encode())
-        self.received.append(number)
-
-    def __len__(self) -> int:
-        return len(self.received)
-
-    def __contains__(self, number: object) -> bool:
-        return number in self.received
+        self.append(number)
 
 
 def keep_samples_before(path: Path, step: int) -> None:
