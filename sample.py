@@ -47,18 +47,9 @@ class Options:
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
 
 
-# the names for these in nanoGPT, transformers and others
-SYNONYMS = {
-    "Give the text in quotes, without a flag.": "prompt start text input",
-    "--model": "out-dir init-from model-name-or-path model-type model-path checkpoint ckpt",
-    "--num-samples": "num-return-sequences samples nsamples batch-size",
-    "--max-new-tokens": "length max-length max-tokens",
-}
-
-
 def parse_args(args=None):
     """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
-    options = flags.parse(Options, args, synonyms=SYNONYMS)
+    options = flags.parse(Options, args)
     flags.check(options, complaints(options))
     return options
 
@@ -88,9 +79,7 @@ from plumbing.system.devices import choose_device, choose_dtype
 def generate_rows(model, enc, ids, options, rows=1):
     """Continue `ids`, at most a block: yield lists of the rows' next ids, None in rows that had a special token."""
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
-    # the flags may be too small for float32; below these values, only the most likely token is left
-    temperature = options.temperature if options.temperature > 1e-6 else 0
-    sampling = dict(temperature=temperature, top_k=options.top_k, top_p=max(options.top_p, 1e-9))
+    sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     special_ids = enc._special_tokens.values()
     running = [True] * rows
     for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling):

@@ -86,10 +86,9 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(model):
         assert len(ids) == 160 and max(ids) < 257
 
 
-def test_top_k_1_and_the_smallest_values_are_greedy(model):
+def test_top_k_1_and_the_smallest_top_p_are_greedy(model):
     greedy = rows_of(model, PROMPT, 20, temperature=0)
-    # 1e-300 is 0 in float32
-    for options in (dict(top_k=1), dict(top_k=0, top_p=1e-300), dict(temperature=1e-300)):
+    for options in (dict(top_k=1), dict(top_k=0, top_p=1e-6)):
         assert rows_of(model, PROMPT, 20, **options) == greedy
 
 
@@ -175,9 +174,6 @@ def test_mistakes_get_one_line_and_status_2(model, tmp_path):
         "not UTF-8": [os.fsdecode(b"a\xff\xfeb")],  # as in sys.argv: the bytes are half surrogate pairs
         "The prompt has 33 tokens": ["x" * 33],
         "--top-p is 1.5": ["x", "--top-p", "1.5"],
-        # the words of other programs
-        "Use --model.": ["--out_dir", "x"],
-        "Give the text in quotes, without a flag.": ["--prompt=x"],
     }
     for part, args in mistakes.items():
         assert part in refused(sample.main, "-m", path, *args)

@@ -164,8 +164,6 @@ def spell_as_argparse(actions, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
-        if flag.startswith("-") and value == "--":  # of which argparse makes an empty list
-            raise UserError(f"{flag} has the value '--', which only ends the flags. Give another one.")
         if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
             value = value if equals else words.pop(0)
             if value.lower() not in SWITCH:
@@ -216,12 +214,10 @@ def explain(unknown, actions, synonyms, presets):
         meanings[word] = f"--input {word}"
     if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         meanings[word] = "--preset, which names a set of flags"
-    has_positional = any(not action.option_strings for action in actions)
-    # a flag without its dashes, as in lr=3e-4, and no word that only looks like one
-    is_flag = not has_positional and ("=" in word or word in meanings)
-    advice = closest(word.partition("=")[0], meanings) if is_flag else ""
-    advice = advice or "Put quotes around a text of several words; --help shows all flags."
-    return f"The argument {word!r} was not expected. {advice}"
+    # perhaps a flag without its dashes, as in lr=3e-4
+    advice = closest(word.partition("=")[0], meanings)
+    quotes = "Put quotes around a text of several words; --help shows all flags."
+    return f"The argument {word!r} was not expected. {advice or quotes}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
