@@ -152,18 +152,9 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
         if status := getattr(result, "status", 0):
             sys.exit(status)
         return result
-    except UserError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        report_exception(*sys.exc_info())
-        leave(130)  # 128 + SIGINT
-    except Exception as error:
-        if message := explain(error):
-            fail(message)
-        if not has_other_ranks():
-            raise  # to report_exception
-        report_exception(*sys.exc_info())
-        leave(1)
+    except (KeyboardInterrupt, Exception) as error:
+        report_exception(type(error), error, error.__traceback__)
+        leave(130 if isinstance(error, KeyboardInterrupt) else 1)  # 128 + SIGINT
 
 
 ADVICE = {  # what to do about the operating system's errors
@@ -176,7 +167,9 @@ ADVICE = {  # what to do about the operating system's errors
 
 
 def explain(error: BaseException) -> str:
-    """A line on an error that is the machine's or the installation's, whichever library raised it; "" for a bug."""
+    """A line on an error of the user, the machine or the installation, whichever library raised it; "" for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, ModuleNotFoundError):
         return (
             f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
@@ -203,13 +196,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report_exception(kind, error, trace):
-    """Print a traceback, but only a line where the user can do something, and after Ctrl-C."""
-    if message := explain(error):
+    """Print a traceback, but only a line after Ctrl-C, and where the user can do something, which is status 2."""
+    if kind is KeyboardInterrupt:
+        print0("interrupted", file=sys.stderr)
+    elif message := explain(error):
         fail(message)
-    if kind is not KeyboardInterrupt:
+    else:
         sys.__excepthook__(kind, error, trace)
-    elif is_rank_0():
-        print("interrupted", file=sys.stderr, flush=True)
 
 
 def is_rank_0() -> bool:
