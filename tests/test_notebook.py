@@ -4,7 +4,6 @@ import ast
 import base64
 import io
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from PIL import Image
 
 from harness import ROOT, SCRIPTS, run, train
 
-PARTS = 5  # of the lessons, each of which is a test
 MODULES = [*(ROOT / name for name in SCRIPTS), *ROOT.glob("plumbing/**/*.py")]
 
 
@@ -70,41 +68,11 @@ def run_script(*args):
     runpy.run_path(args[0], run_name="__main__")
 
 
-def names_of(cell):
-    """(the names that a cell makes, those of which it changes an item, those that it uses and does not make)."""
-    made, changed, used, parameters = set(), set(), set(), set()
-    for node in ast.walk(ast.parse(cell.source)):
-        if isinstance(node, ast.Name):
-            (made if isinstance(node.ctx, ast.Store) else used).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            made.add(node.name)
-        elif isinstance(node, ast.alias):
-            made.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.arg):
-            parameters.add(node.arg)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            changed.add(ast.unparse(node.value))
-    return made, changed, used - made - parameters
-
-
-def with_what_they_need(cells, chosen):
-    """The cells with these numbers, after those that make what they use."""
-    needed, missing = [], set()
-    for number in reversed(range(len(cells))):
-        made, changed, used = names_of(cells[number])
-        if number in chosen or (made | changed) & missing:
-            needed.insert(0, cells[number])
-            missing = missing - made | used
-    return needed
-
-
 @pytest.mark.gpt2
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings(*(f"error::{kind}Warning" for kind in ("User", "Runtime", "Future", "Syntax")))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
 @pytest.mark.usefixtures("run_cells")
-def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(part, tmp_path, monkeypatch, capfd):
-    """Each part of the course after those cells before it that it needs, so that the parts may run side by side."""
+def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch, capfd):
     for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -123,13 +91,37 @@ def test_the_lessons_run_through_without_a_run_a_network_or_a_gpu(part, tmp_path
 
     monkeypatch.setattr(plt, "show", show)
     monkeypatch.setattr(subprocess, "run", run_forked)  # it imports torch in no time
-    cells = code_cells(read_notebook("lessons.ipynb"))
-    chosen = range(len(cells) * part // PARTS, len(cells) * (part + 1) // PARTS)
-    names = {}
-    for cell in with_what_they_need(cells, chosen):
+    cells, names = code_cells(read_notebook("lessons.ipynb")), {}
+    for cell in cells:
         exec(cell.source, names)
-    assert len(pictures) >= sum("plt.show()" in cells[number].source for number in chosen) > 0
+    assert len(pictures) >= sum("plt.show()" in cell.source for cell in cells) > 0
     assert not capfd.readouterr().err
+    for checkpointing in (False, True):
+        check_memory_estimate(names["memory_parts"], checkpointing)
+
+
+def check_memory_estimate(memory_parts, checkpointing):
+    """Weights and gradients are those of the model; in the blocks, what autograd holds of as many elements as tokens.
+
+    16 per channel and token of a block, where a CPU, whose attention is in float32, has one more; with checkpointing,
+    a block's input, and while the backward pass is in it, all of that one.
+    """
+    config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
+    parts = memory_parts(config, 2, checkpointing)
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
+    model.activation_checkpointing = checkpointing
+    assert parts["weights"] == parts["gradients"] == 4 * sum(p.numel() for p in model.parameters())
+    assert parts["optimizer"] == 2 * parts["weights"]
+    assert parts["logits"] == 2 * (2 * 80 * 50304) * 2  # bytes of bfloat16, twice
+
+    kept = {}
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
+    with keep, torch.autocast("cpu", torch.bfloat16):
+        model.hidden_states(torch.zeros(2, 80, dtype=torch.long))
+    weights = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.dim() == 2}
+    elements = sum(t.numel() for t in kept.values() if t.shape not in weights and t.numel() >= 2 * 80 * 64)
+    elements += 16 * 2 * 80 * 64 if checkpointing else 0
+    assert parts["blocks"] == pytest.approx(2 * elements, rel=0.1)
 
 
 def titles():
@@ -201,10 +193,9 @@ def write_run(folder, losses, config, branched=None, streams=("train", "val")):
 def test_openais_loss_is_that_of_its_own_text_and_tokens(tmp_path, run_cells):
     names = run_cells()
     configs = {
-        "edu": {"data": "edu_fineweb10B"},
-        "edu-of-one": {"data": ["edu_fineweb10B"]},
+        "edu": {"data": ["edu_fineweb10B"]},
         "other": {"data": "texts"},
-        "bytes": {"data": "edu_fineweb10B", "vocab_size": 320},
+        "bytes": {"data": ["edu_fineweb10B"], "vocab_size": 320},
     }
     for name, config in configs.items():
         write_run(tmp_path / name, [11, 7, 5], config)
@@ -245,42 +236,6 @@ def test_runs_in_groups_are_drawn_as_ideas_and_as_a_sweep(tmp_path, run_cells, c
     assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in capsys.readouterr().out
 
 
-def functions_of(*wanted):
-    """These functions of the lessons, without the cells around them."""
-    names = {}
-    for cell in code_cells(read_notebook("lessons.ipynb")):
-        for node in ast.parse(cell.source).body:
-            if getattr(node, "name", "") in wanted:
-                exec(ast.unparse(node), names)
-    return names
-
-
-@pytest.mark.gpt2
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_memory_estimate_counts_what_a_forward_pass_keeps(checkpointing):
-    """Weights and gradients are those of the model; in the blocks, what autograd holds of as many elements as tokens.
-
-    16 per channel and token of a block, where a CPU, whose attention is in float32, has one more; with checkpointing,
-    a block's input, and while the backward pass is in it, all of that one.
-    """
-    config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
-    parts = functions_of("memory_parts")["memory_parts"](config, 2, checkpointing)
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
-    model.activation_checkpointing = checkpointing
-    assert parts["weights"] == parts["gradients"] == 4 * sum(p.numel() for p in model.parameters())
-    assert parts["optimizer"] == 2 * parts["weights"]
-    assert parts["logits"] == 2 * (2 * 80 * 50304) * 2  # bytes of bfloat16, twice
-
-    kept = {}
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
-    with keep, torch.autocast("cpu", torch.bfloat16):
-        model.hidden_states(torch.zeros(2, 80, dtype=torch.long))
-    weights = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.dim() == 2}
-    elements = sum(t.numel() for t in kept.values() if t.shape not in weights and t.numel() >= 2 * 80 * 64)
-    elements += 16 * 2 * 80 * 64 if checkpointing else 0
-    assert parts["blocks"] == pytest.approx(2 * elements, rel=0.1)
-
-
 def defined(tree):
     """The names of the functions, methods and classes in a module or cell."""
     return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -301,20 +256,6 @@ def test_they_redefine_nothing_and_are_committed_with_outputs_small_and_with_pro
             assert not [output for output in cell.outputs if output.output_type == "error"]
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert "image/png" in outputs[1 if name == "play.ipynb" else -1].data, "the curve follows the summary"
-
-
-def test_every_lesson_is_in_the_contents_and_has_a_picture_and_an_exercise_with_an_answer():
-    notebook = read_notebook("lessons.ipynb")
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    # where Jupyter puts a heading's anchor
-    anchors = [heading.replace(" ", "-") for heading in re.findall(r"^##? (.+)", text, re.MULTILINE)[1:]]
-    links = re.findall(r"\]\(#(.+?)\)", notebook.cells[0].source)
-    assert sorted(links) == sorted(anchors) and links[1:] == anchors[:-1]
-    assert code_cells(notebook)[0].source.count("\n") < 15, "the first screen is for the contents"
-    numbers = re.findall(r"^## (\d+)\. ", text, re.MULTILINE)
-    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
-    assert len(re.findall(r"^\*\*Exercise\.\*\*", text, re.MULTILINE)) == len(numbers)
-    assert re.findall(r"^\*\*(\d+)\.\*\*", text, re.MULTILINE) == numbers, "the answers, by number"
 
 
 def with_palette(png):
