@@ -1,6 +1,5 @@
 """The command line that all programs share: flags, their help, errors in one line, a console that may fail."""
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -13,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
+from unittest import mock
 
 import bench.__main__
 import contamination
@@ -68,15 +68,10 @@ def error_of(*args, parse=parse):
 @pytest.mark.parametrize(
     "line, options",
     [
-        (
-            "-m a.pt --max_lr=2 --compile --inputs a b -- -Hi",
-            Options("-Hi", model="a.pt", max_lr=2.0, compile=True, inputs=("a", "b")),
-        ),
-        ("--inputs a b --inputs c --name ''", Options(inputs=("a", "b", "c"))),
-        ("--compile=True --tf32=False", Options(compile=True, tf32=False)),
+        ("-m a.pt --max_lr=2 --compile -- -Hi", Options("-Hi", model="a.pt", max_lr=2.0, compile=True)),
+        ("--inputs a b --inputs c --name '' --tf32=False", Options(inputs=("a", "b", "c"), tf32=False)),
         ("--tf32 True Hi --no-compile", Options("Hi", tf32=True)),
-        ("--slopes 1 0.5 --bias -2", Options(slopes=(1.0, 0.5), bias=-2.0)),
-        ("--max-steps 1e9", Options(max_steps=10**9)),
+        ("--slopes 1 0.5 --bias -2 --max-steps 1e9", Options(slopes=(1.0, 0.5), bias=-2.0, max_steps=10**9)),
     ],
 )
 def test_flags_are_the_fields(line, options):
@@ -85,47 +80,32 @@ def test_flags_are_the_fields(line, options):
     flags.check(options)
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["--max_steps=1.5"], ["--max-steps", "'1.5'"]),
-        (["--data", ""], ["--data", "empty"]),
-        (["Hi", "there"], ["The argument 'there' was not expected.", "quotes"]),
-        (["--tf32=maybe"], ["--tf32", "'maybe'", "true or false"]),
-        (["caf\udce9"], [r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."]),
-        (["--max-l", "3", "--foo"], ["--max-l. Did you mean --max-lr?", "called --foo."]),
-    ],
-)
-def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(args, said, monkeypatch):
+def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")  # no line is wrapped
-    assert all(text in error_of(*args) for text in said), error_of(*args)
+    for words, *said in (
+        (["--max-steps=1.5"], "--max-steps", "'1.5'"),
+        (["--data", ""], "--data", "empty"),
+        (["--tf32=maybe"], "--tf32", "'maybe'", "true or false"),
+        (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
+        (["--max-l", "3", "--foo"], "--max-l. Did you mean --max-lr?", "called --foo."),
+    ):
+        assert all(text in error_of(*words) for text in said), error_of(*words)
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--lerning-rate 3", "Did you mean --max-lr?"),
-        ("--eval-only", "Use --max-steps 0."),
-        ("lr=3e-4", "The argument 'lr=3e-4' was not expected. Use --max-lr."),
-        ("quickstart", "The argument 'quickstart' was not expected. Use --preset quickstart."),
-        ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),
-        ("--preset gpt2-medum", "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?"),
-        ("--sample-prompt The king", "'king' was not expected. Put quotes around a text of several words"),
-    ],
-)
-def test_the_habits_of_other_trainers_are_answered_with_ours(words, said):
-    assert said in error_of(*words.split(), parse=read_flags)
-
-
-@pytest.mark.gpt2
-def test_the_synonyms_lead_to_flags_that_exist():
-    ours = {flags.flag_of(name) for name in vars(train_gpt2.TrainConfig())} | {"--no-resume"}
-    for flag in OTHER_TRAINERS:
-        assert not flag.startswith("--") or re.split("[ ,]", flag)[0] in ours, flag
-    theirs = [f"--{name}" for names in OTHER_TRAINERS.values() for name in names.split()]
-    assert len(theirs) == len(set(theirs)), "each leads to one flag"
-    assert not ours.intersection(theirs), "a flag of ours needs no explanation"
+def test_the_habits_of_other_trainers_are_answered_with_ours():
+    answers = {
+        "--lerning-rate 3": "Did you mean --max-lr?",
+        "--eval-only": "Use --max-steps 0.",
+        "lr=3e-4": "The argument 'lr=3e-4' was not expected. Use --max-lr.",
+        "config/train_shakespeare_char.py": "Use --preset, which names a set of flags",
+        "--preset gpt2-medum": "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?",
+        "--sample-prompt The king": "'king' was not expected. Put quotes around a text of several words",
+    }
+    for words, said in answers.items():
+        assert said in error_of(*words.split(), parse=read_flags)
+    ours = {flags.flag_of(name) for name in vars(train_gpt2.TrainConfig())}
+    assert {re.split("[ ,]", flag)[0] for flag in OTHER_TRAINERS if flag.startswith("--")} <= ours, "flags that exist"
 
 
 def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypatch):
@@ -148,13 +128,10 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypa
         assert len(entry) > 20 and "None" not in entry
 
 
-PROGRAMS = (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_every_flag_of_every_program_has_a_help_text(program):
-    comments = flags.comments_of(program.Options)
-    assert all(comments[field.name][1] for field in dataclasses.fields(program.Options))
+def test_every_flag_of_every_program_has_a_help_text():
+    for program in (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer):
+        comments = flags.comments_of(program.Options)
+        assert all(comments[field.name][1] for field in dataclasses.fields(program.Options)), program
 
 
 @dataclass
@@ -166,19 +143,16 @@ class Numbers:
     bias: float = -1.0
 
 
-@pytest.mark.parametrize(
-    "numbers, said",
-    [
-        (dict(n=1, lr=1e-9, beta=0.0, every=0, bias=-2.0), ""),
+def test_a_number_is_in_the_range_that_stands_with_its_field():
+    flags.check(Numbers(n=1, lr=1e-9, beta=0.0, every=0, bias=-2.0))
+    for numbers, said in (
         (dict(lr=0.0), "--lr is 0.0, but it must be above 0."),
         (dict(beta=1.0), "--beta is 1.0, but it must be 0 or more and below 1."),
         (dict(lr=float("inf")), "--lr is inf, but it must be above 0 and below 1e.18."),
         (dict(n=-3, bias=float("nan")), "--n is -3, .* --bias is nan, "),
-    ],
-)
-def test_a_number_is_in_the_range_that_stands_with_its_field(numbers, said):
-    with pytest.raises(UserError, match=f"^{said}") if said else contextlib.nullcontext():
-        flags.check(Numbers(**numbers))
+    ):
+        with pytest.raises(UserError, match=f"^{said}"):
+            flags.check(Numbers(**numbers))
 
 
 def test_what_a_file_or_a_model_says_is_shown_and_steers_no_terminal():
@@ -277,22 +251,12 @@ TALK = [
 
 
 @needs("/dev/full")
-@pytest.mark.parametrize(
-    "shell, unbuffered",
-    [
-        ("| head -1", ""),
-        ("> /dev/full 2>&1", ""),
-        (">&- 2>&-", ""),
-    ],
-)
-def test_the_console_does_not_end_a_program(shell, unbuffered, tmp_path):
-    done = run_script(tmp_path, *TALK, shell=shell, PYTHONUNBUFFERED=unbuffered)
-    assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
-    assert (tmp_path / "script.py.done").exists()
-
-
-def test_a_character_that_the_console_lacks_ends_no_program(tmp_path):
-    done = run_script(tmp_path, *TALK, PYTHONIOENCODING="ascii")
+def test_the_console_does_not_end_a_program(tmp_path):
+    """Neither a reader that is gone nor a full disk, closed streams, or an encoding that lacks a character."""
+    for shell in ("| head -1", "> /dev/full 2>&1", ">&- 2>&-", ""):
+        done = run_script(tmp_path, *TALK, shell=shell, PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
+        assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
+        (tmp_path / "script.py.done").unlink()
     assert done.stdout.startswith("line 0 ? ?\nline 1") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
@@ -309,9 +273,9 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     assert not (tmp_path / "script.py.done").exists()
 
 
-@pytest.mark.parametrize(
-    "error, said",
-    [
+def test_what_the_machine_refuses_is_one_line(tmp_path):
+    """Whichever library says it, also while a program imports."""
+    for error, said in (
         (UserError("In a\nb."), "error: In a\\nb."),
         (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
         (OSError(errno.EIO, "Input/output error"), "write a file: Input/output error. Check that disk"),
@@ -320,30 +284,15 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
             RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"),
             "not enough memory. [alloc_cpu.cpp:127] can't",
         ),
-    ],
-)
-def test_what_the_machine_refuses_is_one_line(error, said):
-    """Whichever library says it."""
-
-    def main(args):
-        raise error
-
-    assert said in refused(main)
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("import no_such_package", "error: The package no_such_package is not installed for "),
-        ("raise ImportError('libtorch_cpu.so: failed to map segment from shared object')", "is not enough memory."),
-    ],
-)
-def test_so_is_what_it_refuses_while_a_program_imports(line, said, tmp_path):
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "is not enough memory."),
+    ):
+        main = mock.Mock(side_effect=error)
+        assert said in refused(main)
     script = Path(write_script(tmp_path, "pass"))
-    script.write_text(f"{script.read_text()}\n{line}")  # after the program has read its flags
+    script.write_text(f"{script.read_text()}\nimport no_such_package")  # after the program has read its flags
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: The package no_such_package is not installed for ")
 
 
 def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
@@ -352,13 +301,15 @@ def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
     assert run_script(tmp_path, "sys.exit(7)").returncode == 7
 
 
-@pytest.mark.parametrize(
-    "line, status", [("raise console.UserError('That is no.')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)]
-)
-def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
+def test_a_rank_that_fails_says_so_and_waits_for_no_other(tmp_path):
     wait = "import atexit; atexit.register(time.sleep, 60)"  # as a process group does whose other ranks are busy
-    done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
-    assert done.returncode == status and done.stderr
+    for line, status in (
+        ("raise console.UserError('That is no.')", 2),
+        ("1 / 0", 1),
+        ("raise KeyboardInterrupt", 130),
+    ):
+        done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
+        assert done.returncode == status and done.stderr
 
 
 # subtle: Python notes a signal between two of its steps, and one that arrives just before a long sleep begins waits for
