@@ -80,67 +80,38 @@ def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of
     model.has_cache = has_cache
     # logits below 10 have errors below 1e-5 whatever the order of their sums, and an ending has 45 tokens
     same = pytest.approx(four_rows(model, examples), abs=1e-3)
-    for batch_tokens in (0, 1, 300, 10**6):
-        assert score(model, examples, ENC.n_vocab, batch_tokens)[0] == same
-    for chunk in (1, 7, 2048):
+    for batch_tokens, chunk in ((0, 256), (1, 1), (300, 7), (10**6, 2048)):
         monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
-        assert score(model, examples, ENC.n_vocab)[0] == same
+        assert score(model, examples, ENC.n_vocab, batch_tokens)[0] == same
 
 
-@pytest.mark.parametrize("multiple", [0, 16])
 @pytest.mark.parametrize("batch_tokens", [1, 500, 2000, 10**6])
-def test_no_batch_is_larger_than_it_may_be_and_each_example_is_in_one(batch_tokens, multiple):
+def test_no_batch_is_larger_than_it_may_be_and_each_example_is_in_one(batch_tokens):
     """Its tokens are those of four rows per example, padding and the cache of what they share included."""
     rng = np.random.default_rng(0)
     rows = [([0] * rng.integers(1, 90), [[0] * rng.integers(1, 40) for _ in range(4)]) for _ in range(60)]
-    batches = list(hellaswag.make_batches(rows, batch_tokens, multiple))
-    assert sorted(number for batch, _ in batches for number in batch) == list(range(60))
-    for batch, cut in batches:
-        assert multiple == cut == 0 or (cut % multiple == 0 and cut < min(len(rows[i][0]) for i in batch))
-        longest = max(len(rows[i][0]) + max(map(len, rows[i][1])) - 1 for i in batch)
-        assert len(batch) == 1 or 4 * len(batch) * longest <= batch_tokens
+    for multiple in (0, 16):
+        batches = list(hellaswag.make_batches(rows, batch_tokens, multiple))
+        assert sorted(number for batch, _ in batches for number in batch) == list(range(60))
+        for batch, cut in batches:
+            assert multiple == cut == 0 or (cut % multiple == 0 and cut < min(len(rows[i][0]) for i in batch))
+            longest = max(len(rows[i][0]) + max(map(len, rows[i][1])) - 1 for i in batch)
+            assert len(batch) == 1 or 4 * len(batch) * longest <= batch_tokens
 
 
-def test_the_part_of_a_context_that_its_endings_share_is_read_once():
-    read = []
-
-    class Counting(Planted):
-        def hidden_states(self, idx, cache=None):
-            read.append(tuple(idx.shape))
-            return super().hidden_states(idx, cache)
-
-    example = hellaswag.Rendered([97] * 20, [[97] * 3, [97] * 2, [97], [97]], 0, [1] * 4)
-    score(Counting(), [example], ENC.n_vocab)
-    assert read == [(1, 16), (4, 4 + 3 - 1)]
-
-
-def test_in_training_no_batch_has_more_tokens_than_one_of_training():
-    """Padding and all four endings count, as the cache holds a context four times; a single example may be longer."""
-    read = []
-
-    class Reading(Planted):
-        def hidden_states(self, idx, cache=None):
-            read.append((idx.size(0), idx.size(1), cache is None or bool(cache.length)))
-            if cache:
-                cache.advance(idx.size(1))
-            return super().hidden_states(idx, cache)
-
+@pytest.mark.parametrize("B, T", [(1, 64), (4, 128), (16, 64)])
+def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T):
+    """But for a single example, whose four rows may be longer."""
+    read, model = [], Planted()
+    model.has_cache = False
+    model.hidden_states = lambda idx, cache: read.append(idx.shape) or Planted.hidden_states(model, idx)
     examples = [render_example(EXAMPLES[i % 3], ENC, harness=i % 2 == 0) for i in range(24)]
-    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(examples=examples, enc=ENC, raw_model=Reading())
-    for B, T in ((1, 64), (4, 128), (16, 64)):
-        read.clear()
-        config = train_gpt2.TrainConfig(dtype="float32", sequence_length=T)
-        parts |= dict(config=config, world=World(), val_loaders=[types.SimpleNamespace(B=B)])
-        assert train_gpt2.evaluate_hellaswag(train_gpt2.Parts(**parts)).n == 24
-        shared, sizes = 0, []
-        for rows, length, is_last in read:
-            if not is_last:
-                shared = length
-                continue
-            sizes.append((rows, rows * (shared + length)))
-            shared = 0
-        assert sum(rows for rows, _ in sizes) == 4 * 24
-        assert all(tokens <= B * T for rows, tokens in sizes if rows > 4) and (B == 1 or max(sizes)[0] > 4)
+    config = train_gpt2.TrainConfig(dtype="float32", sequence_length=T)
+    parts = dict.fromkeys(train_gpt2.Parts._fields) | dict(examples=examples, enc=ENC, raw_model=model)
+    parts |= dict(config=config, world=World(), val_loaders=[types.SimpleNamespace(B=B)])
+    assert train_gpt2.evaluate_hellaswag(train_gpt2.Parts(**parts)).n == 24
+    assert sum(rows for rows, _ in read) == 4 * 24 and (B == 1 or max(read)[0] > 4)
+    assert all(rows == 4 or rows * length <= B * T for rows, length in read)
 
 
 def test_too_long_contexts_lose_their_oldest_tokens():
@@ -160,7 +131,6 @@ HARNESS = [
     # without ctx_a and ctx_b
     ({"ctx": "A boy runs. It is hot! the boy"}, "High jump: A boy runs. It is hot! The boy"),
     ({"ctx": "A boy runs in Paris. He stops in Rome."}, "High jump: A boy runs in Paris. He stops in Rome."),
-    ({"ctx": "a boy"}, "High jump: a boy"),
     # a mark ends at the first bracket on its line; a hundred thousand that do not end took half a minute
     ({"ctx": "[a [b] c] [d\n] e [f"}, "High jump: c] [d\n] e [f"),
     ({"ctx": "[" * 100_000}, "High jump: " + "[" * 100_000),
@@ -196,16 +166,11 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
 
 
 GOOD = json.dumps(EXAMPLES[0])
-ODD = [
-    GOOD.replace('"label": 3', '"label": 4'),
-    GOOD.replace('"is using wrap.", ', ""),
-    GOOD.replace('"is using wrap."', "7"),
-    GOOD.replace('"label": 3', '"label": 3, "ctx_a": "A man.", "ctx_b": null'),
-]
-BAD = {line: "Line 1 .*bad.jsonl is not a HellaSwag example" for line in ODD} | {
+BAD = {
+    GOOD.replace('"label": 3', '"label": 4'): "Line 1 .*bad.jsonl is not a HellaSwag example",
+    GOOD.replace('"is using wrap.", ', ""): "Line 1 .*bad.jsonl is not a HellaSwag example",
     "": "bad.jsonl is empty",
     GOOD + "\n{broken\n": "Line 2 .*bad.jsonl is not a valid JSON object: Expecting property name",
-    GOOD + "\n[1]\n": "Line 2 .*bad.jsonl is not a valid JSON object: it is another JSON value",
 }
 
 
