@@ -38,7 +38,7 @@ class Options:
     data: str = "hellaswag/hellaswag_val.jsonl"  # JSON lines of examples; HellaSwag is downloaded to the default
     limit: int = 0  # score only this many examples, from the first; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
-    batch_tokens: int = 0  # tokens per batch, fewer take less memory; 0: chosen for the device
+    batch_tokens: flags.Positive[int] = 2**14  # tokens per batch, at most; fewer take less memory
     # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
     code: str = ""
 
@@ -164,15 +164,14 @@ def truncate(example, block_size):
 
 
 @torch.no_grad()
-def score(model, examples, n_vocab, batch_tokens=0, *, at_most=2**14):
+def score(model, examples, n_vocab, *, at_most=2**14):
     """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
 
     `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. With batch_tokens 0, the batch suits the device, and has no more than `at_most`.
+    vocabulary and get no probability. A batch suits the device, and has no more tokens than `at_most`.
     """
     device = next(model.parameters()).device
-    # a CPU's caches hold few rows
-    batch_tokens = batch_tokens or min(at_most, 2**14 if device.type == "cuda" else 2**10)
+    batch_tokens = min(at_most, 2**14 if device.type == "cuda" else 2**10)  # a CPU's caches hold few rows
     rows = [truncate(example, model.config.block_size) for example in examples]
     total = np.empty((len(rows), 4))
     with console.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
@@ -258,11 +257,11 @@ class Counts(NamedTuple):
     acc_char: int  # largest sum divided by characters; on the harness' text this is its acc_norm
 
 
-def evaluate(model, examples, n_vocab, batch_tokens=0, *, at_most=2**14):
+def evaluate(model, examples, n_vocab, *, at_most=2**14):
     """The Counts on rendered examples, with the arguments of `score`."""
     if not examples:  # a rank's share may be empty
         return Counts(0, 0, 0, 0)
-    scores = score(model, examples, n_vocab, batch_tokens, at_most=at_most)
+    scores = score(model, examples, n_vocab, at_most=at_most)
     correct = scores.argmax(2) == [example.label for example in examples]
     return Counts(len(examples), *correct.sum(1).tolist())
 
@@ -291,7 +290,7 @@ def main(args=None):
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
     for name, prefix, norm in CONVENTIONS:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
-        scores: Any = score(model, rendered, enc.n_vocab, options.batch_tokens)
+        scores: Any = score(model, rendered, enc.n_vocab, at_most=options.batch_tokens)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()
         acc, acc_norm = (chosen == labels).mean(1)
