@@ -23,7 +23,7 @@ from plumbing.run.start import check_config
 from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
-from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, GPTConfig, TrainConfig
+from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class Settings(TrainConfig):
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
     plain_attention: bool = False  # attention written out, without a fused kernel
-
-    @property
-    def shape(self):
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(GPTConfig)}
 
 
 def configure(options, changes="", defaults=""):
@@ -180,8 +176,8 @@ def transformers_model(config):
     import transformers  # takes seconds
 
     transformers.logging.set_verbosity_error()
-    shape = config.shape
-    shape |= dict(n_positions=shape.pop("block_size"), use_cache=False, bos_token_id=0, eos_token_id=0)
+    shape = vars(config.model_config) | dict(n_positions=config.block_size)
+    shape |= dict(use_cache=False, bos_token_id=0, eos_token_id=0)
     shape |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).to(config.device)
 
@@ -200,7 +196,9 @@ def make_nanogpt(config, folder, checkout):
     sys.path.append(checkout)
     module = importlib.import_module("model")
     with contextlib.redirect_stdout(None):
-        model = module.GPT(module.GPTConfig(**config.shape, dropout=0.0, bias=True)).to(config.device)
+        model = module.GPT(module.GPTConfig(**vars(config.model_config), dropout=0.0, bias=True)).to(
+            config.device
+        )
         betas, device_type = (config.beta1, config.beta2), config.device.split(":")[0]
         optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, device_type)
     model = torch.compile(model) if config.compile else model

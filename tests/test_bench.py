@@ -72,7 +72,7 @@ def test_the_references_of_train_do_our_training(tmp_path):
     steps.random_shard(tmp_path, 320)
     torch.manual_seed(0)
     step, _ = steps.make_transformers(config, tmp_path)
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(**config.shape))
+    model = train_gpt2.GPT(config.model_config)
     torch.manual_seed(0)
     model.load_state_dict(transposed(steps.transformers_model(config).state_dict()))
     (optimizer,) = train_gpt2.configure_optimizers(model, config)
