@@ -52,9 +52,6 @@ class Planted(nn.Module):
     def logits(self, hidden):
         return hidden @ self.table
 
-    def forward(self, idx):
-        return self.logits(self.hidden_states(idx)), None
-
 
 E_ACUTE = "\u00e9"  # one character, two bytes: c3 a9
 SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
