@@ -142,9 +142,7 @@ def harness_text(example):
 
     def clean(text):  # [header], [title] and [step] come from WikiHow
         text = text.strip().replace(" [title]", ". ")
-        # what is not closed is matched as well and left, so that a thousand brackets are not each tried in turn
-        text = re.sub(r"\[[^\]\n]*\]?", lambda match: "" if match[0].endswith("]") else match[0], text)
-        return text.replace("  ", " ")
+        return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
     context = clean(f"{example['activity_label']}: {sentences} {begun.capitalize()}")
     return context, [clean(ending) for ending in example["endings"]]
