@@ -80,13 +80,9 @@ def keep_copies(config: Any) -> None:
     """Keep the sources that run in the run's folder, once per version: to be read, as they are never run from there."""
     for name, source in sources_of(type(config)).items():
         path = Path(config.out_dir, copy_of(name, source))
-        if path.exists():
-            continue
-        try:
+        if not path.exists():
             with atomic_write(path) as file:
                 file.write(source)
-        except UserError as error:  # the run itself may need less room
-            print(f"note: {error} The run goes on, but keeps no copy of {name}.", flush=True)
 
 
 def compare(saved: Code, config_class: type, source: str, *, goes_on: bool) -> None:
