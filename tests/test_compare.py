@@ -121,7 +121,7 @@ def test_runs_that_are_not_finished_or_have_no_such_stream_are_named_and_left_ou
     assert "pattern in quotes" in refused(compare.main)
 
 
-@pytest.mark.parametrize("value", ["7", '{"texts": 1}', "\xff"])
+@pytest.mark.parametrize("value", ["[7]", '{"texts": 1}', "\xff"])
 def test_a_damaged_run_txt_is_one_line_and_no_traceback(tmp_path, capsys, value):
     for seed in (1, 2):
         write_run(tmp_path / f"a-{seed}", 4.0, seed, branched={"parent": "log/base", "step": 1, "changed": {}})
