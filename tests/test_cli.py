@@ -126,6 +126,13 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypa
         shown = {"True": "on", "False": "off"}.get(shown, shown)
         assert value in ("", None, ()) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry
+    assert "--optimizer {adamw,muon} muon: for the blocks' matrices" in " ".join(entries), (
+        "a comment in the field's line"
+    )
+    assert "--init-from TEXT initial weights" in " ".join(entries)
+    assert "--dtype {auto,float32,bfloat16,float16,fp8} auto: bfloat16 where the device" in " ".join(entries), (
+        "one above"
+    )
 
 
 def test_every_flag_of_every_program_has_a_help_text():
@@ -227,17 +234,6 @@ def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path
     safe = [] if "-m" in command else ["-P"]  # without the script's folder in the path
     refused = run([sys.executable, *safe, *command, "--xyzzy"])
     assert refused.returncode == 2 and "There is no flag called --xyzzy" in refused.stderr
-
-
-def test_a_flag_is_explained_by_its_own_comment(monkeypatch):
-    """The one in its line, else the one above it; with its choices and its default."""
-    monkeypatch.setenv("COLUMNS", "200")
-    described = " ".join(flags.make_parser(Options, Options()).format_help().split())
-    described = described.replace("-m TEXT, --model TEXT", "-m, --model TEXT")  # as Python 3.13 and later write it
-    assert "PROMPT the text flags:" in described and "--inputs TEXT [TEXT ...] files" in described
-    assert "-m, --model TEXT the model, or a file that holds one (default: gpt2) --max-steps INT" in described
-    assert "--compile, --no-compile compile it (default: off) --tf32, --no-tf32 with fewer bits" in described
-    assert "--optimizer {adamw,muon} which one (default: adamw) --data TEXT where it is (default: text)" in described
 
 
 TALK = [
