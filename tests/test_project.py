@@ -4,9 +4,11 @@ import ast
 import functools
 import graphlib
 import json
+import pkgutil
 import re
 import sys
 
+import pytest
 import yaml
 from plumbing.cli.console import output_of
 
@@ -37,13 +39,12 @@ def parsed(*patterns):
 
 
 def imported(tree):
-    """The dotted names that are imported anywhere in it; of `from a import b` both a and a.b."""
+    """The pairs (name, dotted name) of all that is imported anywhere in it, as b and a.b by `from a import b`."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found |= {(alias.asname or alias.name, package + alias.name) for alias in node.names}
     return found
 
 
@@ -52,7 +53,7 @@ def test_requirements_name_every_package_that_is_imported():
     trees = parsed(*PROGRAM, "tests/**/*.py")
     cells = [cell for name in ("play.ipynb", "lessons.ipynb") for cell in json.loads(read(name))["cells"]]
     code = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
-    packages = {name.split(".")[0] for tree in [*trees.values(), *code] for name in imported(tree)}
+    packages = {name.split(".")[0] for tree in [*trees.values(), *code] for _, name in imported(tree)}
     packages = {{"PIL": "pillow"}.get(name, name) for name in packages}
     packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
     lines = read("requirements.txt").splitlines()
@@ -68,7 +69,11 @@ def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_re
 
 def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
     trees = parsed(*PROGRAM)
-    graph = {name: imported(tree) & trees.keys() for name, tree in trees.items()}
+    modules = {
+        name: {part for _, each in imported(tree) for part in (each, each.rpartition(".")[0])}
+        for name, tree in trees.items()
+    }
+    graph = {name: found & trees.keys() for name, found in modules.items()}
     wings = re.findall(r"^    (\w+) ", ast.get_docstring(trees["plumbing.__init__"], clean=False), re.MULTILINE)
     assert len(wings) == 5
     for name, imports in graph.items():
@@ -108,3 +113,18 @@ def test_what_the_documents_link_to_is_there():
     for path in [*(ROOT / name for name in (*SCRIPTS, *notebooks)), *ROOT.glob("plumbing/**/*.py")]:
         cited |= set(re.findall(r"records/(20[\w-]+)", path.read_text(encoding="utf-8")))
     assert all((ROOT / "records" / name).exists() for name in cited)
+
+
+@pytest.mark.parametrize("script", sorted(path.relative_to(ROOT) for path in ROOT.glob("records/*/*.py")), ids=str)
+def test_all_that_a_record_takes_from_the_project_is_there_unless_it_says_at_which_commit_it_ran(script):
+    if re.match(r'(# |""")[Rr]an at commits? [0-9a-f]{7}', read(script)):
+        return
+    tree = parse(ROOT / script)
+    names = dict(imported(tree))
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {
+        f"{names[ast.unparse(node.value)]}.{node.attr}" for node in attributes if ast.unparse(node.value) in names
+    }
+    own = {"harness", *(name.split(".")[0] for name in parsed(*PROGRAM))}
+    for name in [name for name in {*names.values(), *used} if name.split(".")[0] in own]:
+        pkgutil.resolve_name(name)  # an error names what is gone
