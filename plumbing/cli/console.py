@@ -5,6 +5,7 @@ once above that import, too.
 """
 
 import errno
+import functools
 import os
 import re
 import shlex
@@ -142,10 +143,8 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the program began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
-        elif stream is getattr(sys, f"__{name}__"):  # it is no Output yet, and nobody else's
-            setattr(sys, name, Output(stream))
-    if isinstance(sys.stdout, Output):
-        sys.stdout.is_product = output_is_product
+        elif stream is getattr(sys, f"__{name}__"):  # and nobody else's
+            outlive(stream, is_product=output_is_product and name == "stdout")
     try:
         result = main(*args)
         sys.stdout.flush()  # the last line may have no newline
@@ -246,30 +245,24 @@ def fail(message):
     leave(2)
 
 
-class Output:
-    """stdout or stderr that a program outlives: once a disk is full or a reader gone, what is written is dropped."""
+def outlive(stream: Any, is_product: bool) -> None:
+    """Let the program outlive stdout or stderr: once a disk is full or a reader gone, what is written is dropped.
 
-    def __init__(self, stream):
-        self.stream, self.is_product = stream, False
-        stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
+    If it is what the program is run for (`is_product`), the first failure ends the program.
+    """
+    stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
 
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        self.attempt(self.stream.write, text)
-        return len(text)
-
-    def flush(self):
-        self.attempt(self.stream.flush)
-
-    def attempt(self, function, *args):
+    def attempt(method, *args):
+        nonlocal is_product
         try:
-            function(*args)
+            return method(stream, *args)
         except OSError as error:
-            if not self.is_product:
-                return
-            self.is_product = False  # say so once: what is still buffered fails at the exit again
+            if not is_product:
+                return None
+            is_product = False  # say so once: what is still buffered fails at the exit again
             if isinstance(error, BrokenPipeError):
                 sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
             raise UserError(f"Could not write the output: {error.strerror}.") from None
+
+    for name in ("write", "flush"):
+        setattr(stream, name, functools.partial(attempt, getattr(type(stream), name)))
