@@ -114,7 +114,7 @@ def batches(config, folder):
 
 
 def make_ours(config, folder):
-    """(A step of the trainer's own parts, put together as there, which returns its loss; its FLOPs per token.)"""
+    """A step of the trainer's own parts, put together as there, which returns its loss."""
     world, loader, steps = world_of(config), batches(config, folder), itertools.count()
     set_precision(config)  # compiled models are compiled again if it changes
     torch.manual_seed(0)
@@ -142,11 +142,11 @@ def make_ours(config, folder):
         set_precision(config)
         return train_gpt2.train_step(next(steps), parts, []).loss
 
-    return step, raw_model.flops_per_token(config.sequence_length)
+    return step
 
 
 def make_reference(config, folder, model, loss_of, optimizer):
-    """(A step of another model and optimizer in a plain training loop, which returns its loss; 0 for its FLOPs.)"""
+    """A step of another model and optimizer in a plain training loop, which returns its loss."""
     world, loader, steps = world_of(config), batches(config, folder), itertools.count()
     accumulation = config.total_batch_size // (config.batch_size * config.sequence_length)
     model.train()
@@ -168,7 +168,7 @@ def make_reference(config, folder, model, loss_of, optimizer):
         optimizer.zero_grad()
         return float(total)
 
-    return step, 0
+    return step
 
 
 def transformers_model(config):
@@ -210,18 +210,20 @@ def make_nanogpt(config, folder, checkout):
 
 def compare(makers, rounds, ours):
     """Measure {name: (the function that makes a side, its Settings)}, and the MFU of the side `ours`."""
-    sides, flops = {}, {}
+    sides = {}
     with tempfile.TemporaryDirectory() as folder:
         random_shard(folder, min(config.vocab_size for _, config in makers.values()))
         for name, (make, config) in makers.items():
             print(f"preparing {name}", flush=True)  # compiling takes a minute
-            sides[name], flops[name] = make(config, folder)
+            sides[name] = make(config, folder)
         work = {name: config.total_batch_size for name, (_, config) in makers.items()}
         numbers, losses = measure(sides, rounds, work, "tok", ours)
     config = makers[ours][1]
     is_gpu = config.device.startswith("cuda")
     peak = matmul_rate(config.device, torch.bfloat16 if is_gpu or config.dtype == "bfloat16" else torch.float32)
-    mfu = flops[ours] * numbers["tok_per_s"] / peak  # in PaLM's convention
+    with torch.device("meta"):  # which takes no memory
+        flops = GPT(config.model_config).flops_per_token(config.sequence_length)
+    mfu = flops * numbers["tok_per_s"] / peak  # in PaLM's convention
     print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
     return numbers | dict(losses=losses, settings=dataclasses.asdict(config), peak=peak, mfu=mfu)
 

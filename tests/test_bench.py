@@ -71,7 +71,7 @@ def test_the_references_of_train_do_our_training(tmp_path):
     config = steps.configure(Options("train", "cpu", settings=f"{TINY},warmup_steps=1,max_lr=0.1"))
     steps.random_shard(tmp_path, 320)
     torch.manual_seed(0)
-    step, _ = steps.make_transformers(config, tmp_path)
+    step = steps.make_transformers(config, tmp_path)
     model = train_gpt2.GPT(config.model_config)
     torch.manual_seed(0)
     model.load_state_dict(transposed(steps.transformers_model(config).state_dict()))
