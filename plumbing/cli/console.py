@@ -222,15 +222,11 @@ def print0(*args: object, file: Any = None) -> None:
         print(*args, file=file, flush=True)
 
 
-def has_other_ranks():
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def leave(status):
     """End the process; at once if there are other ranks, which shutting down the process group would wait for."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if has_other_ranks():
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)
     sys.exit(status)
 

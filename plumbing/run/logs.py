@@ -89,14 +89,6 @@ def last_values(path: Path) -> dict[str, float]:
 DICTS = ("config", "ran", "branched", "fingerprints")  # those fields that are in JSON
 
 
-def read_history(out_dir: Path) -> bytes:
-    try:
-        with open_regular(out_dir / "run.txt") as file:
-            return file.read()
-    except FileNotFoundError:
-        return b""
-
-
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """The starts that run.txt describes, each as a dict of texts and, for those in DICTS that are whole, of dicts."""
     starts = []
@@ -136,9 +128,10 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
         "branched": json.dumps(start.branched) if start.branched else "",
     }
     entry = "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
-    out_dir = Path(config.out_dir)
-    history = read_history(out_dir)
-    with atomic_write(out_dir / "run.txt") as file:
+    path, history = Path(config.out_dir, "run.txt"), b""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        history = file.read()
+    with atomic_write(path) as file:
         file.write(history + entry.encode("utf-8", "surrogateescape"))
 
 
