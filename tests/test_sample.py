@@ -209,6 +209,9 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
     assert chat(talker, "hi\nyou?\n/reset\nagain\n").out == expected
     said = chat(model, "hi\n", BYTES)
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
+    monkeypatch.setattr(sample, "stream_text", lambda *args: iter(["\n", "ok", "\n", "User:"]))
+    assert chat(model, "hi\n", BYTES).out == "\nok\n", "without markers, a line is an answer"
+    assert chat(model, "hi\n", CHAT).out == "\nok\nUser:\n"
 
 
 @pytest.mark.slow
