@@ -4,7 +4,7 @@ That is the comment at the end of the field's line or, if there is none, the com
 heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
 Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
 set, is refused except with Annotated[str, "may be empty"]. Whole numbers may be written as 1e9. The range of a number
-stands with its field, as Positive[int] or Below1[float].
+stands with its field, as Positive[int].
 """
 
 import argparse
@@ -23,9 +23,8 @@ from plumbing.cli.console import UserError
 
 Config = TypeVar("Config")
 Number = TypeVar("Number")
-ABOVE_0, BELOW_1 = "above 0", "below 1"
+ABOVE_0 = "above 0"
 Positive = Annotated[Number, ABOVE_0]  # Positive[int]: 1 or more
-Below1 = Annotated[Number, BELOW_1]  # Below1[float]: 0 or more, and less than 1
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
 
@@ -243,8 +242,8 @@ def flag_of(name):
 def check(options: Any, complaints: Iterable[str] = ()) -> None:
     """Raise one UserError with all `complaints`, and with each number that is infinite, nan or out of its range.
 
-    Numbers are 0 or more, unless the field says otherwise (Positive, Below1). A field's own default is legal, and if
-    that is negative, so are other negative numbers.
+    Numbers are 0 or more, unless the field is Positive. A field's own default is legal, and if that is negative, so are
+    other negative numbers.
     """
     errors = list(complaints)
     for field in dataclasses.fields(options):
@@ -254,11 +253,10 @@ def check(options: Any, complaints: Iterable[str] = ()) -> None:
         least = "0 or more"
         if ABOVE_0 in notes:
             least = "1 or more" if isinstance(value, int) else "above 0"
-        limit = 1 if BELOW_1 in notes else 1e18
-        if limit == 1 or not value < limit:
-            least += f" and below {limit:g}"
+        if not value < 1e18:
+            least += " and below 1e+18"
         may_be_negative = isinstance(default, (int, float)) and default < 0
-        if (value < 0 and not may_be_negative) or (value == 0 and ABOVE_0 in notes) or not abs(value) < limit:
+        if (value < 0 and not may_be_negative) or (value == 0 and ABOVE_0 in notes) or not abs(value) < 1e18:
             errors.append(f"{flag_of(field.name)} is {value}, but it must be {least}.")
     if errors:
         raise UserError(" ".join(errors))
