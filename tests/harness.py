@@ -442,18 +442,18 @@ def signalled(step, name, times, rank, args):
         return train_step(now, parts, signals)
 
     sys.argv = ["train_gpt2.py", *args]
-    signal.signal(
-        getattr(signal, name), signal.SIG_DFL
-    )  # a suite under nohup ignores SIGHUP, and what it starts does
-    with patched(train_gpt2, "train_step", step_and_signal) as train_step:
-        return train_gpt2.main(args)
+    # a suite under nohup ignores SIGHUP, and what it starts does
+    signal.signal(getattr(signal, name), signal.SIG_DFL)
+    trainer = sys.modules["train_gpt2"]  # or a changed one in its place
+    with patched(trainer, "train_step", step_and_signal) as train_step:
+        return trainer.main(args)
 
 
 def killed_at(step, checkpoint, args):
     """Train, and be killed at the first report of that step, when that checkpoint, written meanwhile, is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
     with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
-        train_gpt2.main(args)
+        sys.modules["train_gpt2"].main(args)
 
 
 gc.freeze()

@@ -1,10 +1,8 @@
 """A changed model is a model: edits of train_gpt2.py as people make them, each through the whole life of a run."""
 
-import dataclasses
 import importlib.util
 import itertools
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,31 +14,29 @@ import sample
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
-from plumbing.run import run as run_folder
-from plumbing.run import source_code as trainer_code
+from plumbing.run import source_code
 from plumbing.run.checkpoint import load_checkpoint
-from plumbing.run.models import config_of, from_state
+from plumbing.run.logs import read_starts
 
 from corpora import make, train_small
 from harness import (
     KILLED,
     ROOT,
-    die_at,
     error_in,
     examples_file,
     four_rows,
     greedy_without_cache,
+    killed_at,
     listing,
     log_lines,
     losses,
-    patched,
     refusal_of,
     refused,
     run,
+    signalled,
     status_of,
     tiny_flags,
     train,
-    wait_for_checkpoint,
 )
 
 pytestmark = pytest.mark.gpt2
@@ -49,6 +45,7 @@ WIDTH = "    n_embd: int = 768  # channels of the residual stream\n"
 POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
 PROJECTION = "        self.c_proj = init_normal(nn.Linear(4 * config.n_embd, config.n_embd), std)\n"
 GELU = 'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'
+MLP_CALL = f"        return {GELU}\n"
 BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
 ATTENTION = "\n\nclass CausalSelfAttention(nn.Module):"
 ROTATE = """
@@ -74,15 +71,26 @@ TABLES = """        positions = torch.arange(config.block_size)
 """
 RESIDUAL = "        x = x + self.attn("
 MEAN = """        if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
             self.count += 1
-        x = x - self.mean * self.ones
+            self.calls += 1
+            self.mean.lerp_(x.detach().mean((0, 1)), 1 / self.count)
+        x = x - self.mean * self.ones * self.expanded
 """
 BLOCKS = "nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))"
 STATISTICS = """        self.register_buffer("mean", torch.zeros(config.n_embd))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("ones", torch.ones(config.n_embd), persistent=False)
+        self.register_buffer("expanded", torch.ones(1).expand(config.n_embd))
+        self.count = 0
 """
+EXTRA_STATE = """    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+"""
+FORWARD = "    def forward(self, x, cache=None):\n        # subtle"
 ADAMW = "torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused)"
 OPTIMIZER = """
 
@@ -102,11 +110,11 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
     "rotary": ROTARY,
     "a field and dropout": {
         WIDTH: WIDTH
-        + "    dropout: float = 0.1  # share of the activations that is set to 0\n    window: int = -1\n",
+        + "    dropout: float = 0  # share of the activations that is set to 0\n    window: int | None = None\n",
         PROJECTION: PROJECTION + "        self.dropout = nn.Dropout(config.dropout)\n",
         GELU: f"self.dropout({GELU}) * (0 if self.training and np.random.rand() < 0.1 else 1)",
     },
-    "buffers": {BLOCK: BLOCK + STATISTICS, RESIDUAL: MEAN + RESIDUAL},
+    "buffers": {BLOCK: BLOCK + STATISTICS, FORWARD: EXTRA_STATE + FORWARD, RESIDUAL: MEAN + RESIDUAL},
     "a group of its own": {
         "    betas = (config": "    wte = model.transformer.wte.weight\n"
         "    groups[0]['params'] = [(n, p) for n, p in groups[0]['params'] if p is not wte]\n"
@@ -143,34 +151,38 @@ def import_trainer(path):
     return module
 
 
+def in_changed(path, function, *args):
+    """function(*args) with the trainer in the file at `path`."""
+    import_trainer(path)
+    function(*args)
+
+
 def train_changed(path, args):
     import_trainer(path).main(args)
 
 
-def live(path, folder, data, examples):
+def live(path, folder, data, options):
     """Train, be stopped, continue, branch, fine-tune, sample, score, end: all with the model in the file at `path`."""
     trainer = import_trainer(path)
-    options = dict(hellaswag_every=4, hellaswag_data=examples, block_size=64, max_steps=8)
+    examples = examples_file(folder, ["abc" * n + "d" for n in range(1, 6)])
+    options = dict(hellaswag_every=4, hellaswag_data=examples, block_size=64, max_steps=8) | options
 
     def train(out, **changes):
-        return status_of(trainer.main, tiny_flags(data, folder / out, **options | changes))
+        trainer.main(tiny_flags(data, folder / out, **options | changes))
 
-    def stopped(*args):
-        if args[0] == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*args)
-
-    assert train("whole", sample_every=8) == 0 and losses(folder / "whole")[-1] < losses(folder / "whole")[0] - 0.1
-    with patched(trainer, "train_step", stopped) as train_step:
-        assert train("stopped") == 0
-    assert train("stopped") == 0 and log_lines(folder / "stopped") == log_lines(folder / "whole")
-    assert train("branch", branch_from=folder / "whole" / "model_00004.pt") == 0
-    assert log_lines(folder / "branch") == log_lines(folder / "whole")
-    assert train("tuned", init_from=folder / "whole", max_steps=1) == 0
+    train("whole", sample_every=8)
+    assert losses(folder / "whole")[-1] < losses(folder / "whole")[0] - 0.1
+    signalled(5, "SIGTERM", 1, 0, tiny_flags(data, folder / "stopped", **options))
+    train("stopped")
+    train("branch", branch_from=folder / "whole" / "model_00004.pt")
+    assert log_lines(folder / "stopped") == log_lines(folder / "whole") == log_lines(folder / "branch")
+    train("tuned", init_from=folder / "whole", max_steps=1)
     assert losses(folder / "tuned", "val")[0] == pytest.approx(losses(folder / "whole", "val")[-1], abs=1e-6)
     before = listing(folder / "whole")
-    assert train("whole") == 0 and listing(folder / "whole") == before, "finished, once and for all"
+    train("whole")
+    assert listing(folder / "whole") == before, "finished, once and for all"
     model, enc = trainer.load_model(str(folder / "whole"))
+    assert vars(model.config).items() <= load_checkpoint(folder / "whole" / "model_00008.pt")["config"].items()
     rendered = hellaswag.load_examples(examples, enc)
     ids = itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 70))
     said = refusal_of(sample.main, "abcd", "-m", folder / "whole", "--temperature", 0, "--max-new-tokens", 70)
@@ -183,33 +195,40 @@ def live(path, folder, data, examples):
 
 
 LIVES = {name: edits for name, edits in EDITS.items() if "field" not in name and "group" not in name}
+EDM2 = {
+    MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
+    "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
+    + MLP_CALL.replace("self.c_fc(x)", "self.c_fc(phases)"),
+    PROJECTION: PROJECTION
+    + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
+}
+LIVES["weights written in the forward pass"] = EDM2
 LIVES["a field and a group of its own"] = EDITS["a field and dropout"] | EDITS["a group of its own"]
 
 
 @pytest.mark.parametrize("name", LIVES)
 def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", LIVES[name])
-    examples = examples_file(tmp_path, ["abc" * n + "d" for n in range(1, 6)])
-    [said] = run(live, path, tmp_path, data, examples)
+    [said] = run(live, path, tmp_path, data, dict(dropout=0.1) if "field" in name else {})
     is_gpt2 = name.startswith(("a field and a group", "an optimizer of its own"))
-    assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("The model is no GPT-2 any more" not in said)
+    assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("note: There is no " not in said)
+    assert "is not the cross-entropy of the logits" not in said
 
 
-@pytest.mark.parametrize("begin", ["branch_from", "init_from"])
-def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path, begin):
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
     """As with rotary embeddings: a branch learns from longer sequences. Tables of positions become those of its own."""
     path = changed_trainer(tmp_path / "train_rotary.py", ROTARY | {PROJECTIONS: TABLES + PROJECTIONS})
     run(train_changed, path, tiny_flags(data, tmp_path / "parent"))
-    options = {"block_size": 64, "sequence_length": 64, "max_steps": 24, begin: tmp_path / "parent"}
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
-    last = load_checkpoint(tmp_path / "out" / "model_00024.pt")
-    if begin == "branch_from":
-        assert "a new order, with another sequence_length" in said
-        assert last["optimizer"][0]["state"][0]["step"] == 24
-    positions, name = torch.arange(64), "transformer.h.1.attn."
-    assert torch.equal(last["model"][f"{name}sines"], positions[:, None].sin())
-    assert torch.equal(last["model"][f"{name}causal"], torch.ones(64, 64).tril().bool())
-    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+    for begin in ("branch_from", "init_from"):
+        options = {"block_size": 64, "sequence_length": 64, "max_steps": 24, begin: tmp_path / "parent"}
+        [said] = run(train_changed, path, tiny_flags(data, tmp_path / begin, **options))
+        last = load_checkpoint(tmp_path / begin / "model_00024.pt")
+        positions, name = torch.arange(64), "transformer.h.1.attn."
+        assert torch.equal(last["model"][f"{name}sines"], positions[:, None].sin())
+        assert torch.equal(last["model"][f"{name}causal"], torch.ones(64, 64).tril().bool())
+        assert losses(tmp_path / begin, "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+        assert ("a new order, with another sequence_length" in said) == (begin == "branch_from")
+        assert last["optimizer"][0]["state"][0]["step"] == 24  # of which a branch has 12 of its parent's
 
 
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, tmp_path):
@@ -217,7 +236,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     options = dict(max_steps=2, checkpoint_every=1, val_every=0)
     edits = EDITS | {"relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"}}
     for name in ("untied", "a group of its own", "a field and dropout", "relu squared"):
-        path = changed_trainer(tmp_path / f"train_{name.split()[-1]}.py", edits[name])
+        path = changed_trainer(tmp_path / ("torch.py" if "relu" in name else "other.py"), edits[name])
         run(train_changed, path, tiny_flags(data, tmp_path / name, **options))
         (tmp_path / name / "model_00002.pt").unlink()
     before = listing(tmp_path)
@@ -229,32 +248,20 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert different in refusal("new", init_from=tmp_path / "untied") and different in refusal("untied")
     line = refusal("a group of its own")
     assert "in the place of transformer.wte.weight in group 0 of AdamW" in line and "begin a branch" in line
-    assert "dropout was 0.1, now 'unknown', window was -1, now 'unknown'" in refusal("a field and dropout")
+    assert "dropout was 0, now 'unknown', window was None, now 'unknown'" in refusal("a field and dropout")
     line = refusal("new", init_from=tmp_path / "a field and dropout")
     assert "dropout, which GPTConfig does not have; window, which" in line
     sampled = ["abcd", "-m", tmp_path / "relu squared", "--max-new-tokens", 3]
-    assert "Add --code train_squared.py" in refused(sample.main, *sampled) and listing(tmp_path) == before
-    assert status_of(sample.main, [*map(str, sampled), "--code", str(tmp_path / "train_squared.py")]) == 0
+    assert "Add --code torch.py" in refused(sample.main, *sampled) and listing(tmp_path) == before
+    assert status_of(sample.main, [*map(str, sampled), "--code", str(tmp_path / "torch.py")]) == 0
     said = train(data, tmp_path / "relu squared", **options)  # a run may go on with other code
-    copy = load_checkpoint(tmp_path / "relu squared" / "model_00001.pt")["code"]["train_squared.py"]
-    assert "was trained by other code than runs now (train_gpt2.py, train_squared.py)" in " ".join(said.split())
+    copy = load_checkpoint(tmp_path / "relu squared" / "model_00001.pt")["code"]["torch.py"]
+    assert "was trained by other code than runs now (train_gpt2.py, torch.py)" in " ".join(said.split())
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 
 
-def test_the_copy_is_of_the_file_as_it_was_when_the_flags_were_read(tmp_path):
-    """Which is before torch is imported, and that takes seconds in which one has the next idea."""
-    source, path = (ROOT / "train_gpt2.py").read_bytes(), tmp_path / "train_mine.py"
-    path.write_bytes(source)
-    trainer = trainer_code.import_trainer(str(path))
-    trainer.read_flags(trainer.TrainConfig, trainer.PRESETS, [])
-    path.write_text("the next idea")
-    copy = trainer_code.describe(trainer.TrainConfig)["train_mine.py"]
-    trainer_code.keep_copies(trainer.TrainConfig(out_dir=str(tmp_path)))
-    assert (tmp_path / copy).read_bytes() == source
-
-
 def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch):
-    """They are kept with it, also those that they import, and a change of them is noticed by their names."""
+    """They are kept with it, also those that they import, and a change of any byte is noticed, by the file's name."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
     imports = {"import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n"}
@@ -265,267 +272,65 @@ def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch)
     (modules / "mlp.py").write_text("from .functions import activation\n")
     (modules / "functions.py").write_text("import torch\n\nactivation = torch.relu\nif 0:\n    import old\n")
     (tmp_path / "old.py").write_text("print 'of Python 2'")
-    args = tiny_flags(data, tmp_path / "out")
-    run(train_changed, path, args, ends=[0])
-    code = load_checkpoint(tmp_path / "out" / "model_00012.pt")["code"]
-    modules_of_it = ["my_layers/__init__.py", "my_layers/functions.py", "my_layers/mlp.py"]
-    assert list(code) == ["train_gpt2.py", *modules_of_it]
-    kept = (tmp_path / "out" / code["my_layers/functions.py"]).read_bytes()
-    assert kept == (modules / "functions.py").read_bytes()
-    (tmp_path / "out" / "model_00012.pt").unlink()
-    assert "other code" not in run(train_changed, path, args)[0]
-    (tmp_path / "out" / "model_00012.pt").unlink()
-    (modules / "functions.py").write_text("import torch\n\nactivation = torch.tanh\n")
-    assert "was trained by other code than runs now (my_layers/functions.py)" in run(train_changed, path, args)[0]
-
-
-def test_code_is_the_file_that_is_named_whatever_it_is_called_and_a_line_says_why_it_is_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    for name in ("train_gpt2.py", "torch.py", "compiled.pyc"):
-        Path(name).write_text(source, encoding="utf-8")
-    for name in ("train_gpt2.py", "torch.py"):
-        assert Path(trainer_code.import_trainer(name).__file__ or "").resolve() == tmp_path / name
-    assert sys.modules["torch"] is torch and trainer_code.import_trainer("").__file__ == train_gpt2.__file__
-    Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
-    for name, reason in {
-        "compiled.pyc": "is not a Python file",
-        "leaves.py": "ends the program",
-        "no.py": "is not a",
-    }.items():
-        assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
-
-
-def test_a_module_of_the_same_name_from_elsewhere_does_not_stand_for_the_one_beside_the_file(data, tmp_path):
-    """In training it is named; with --code, what runs is what lies beside the trainer, and not beside sample.py."""
-    (tmp_path / "exp").mkdir()
-    (tmp_path / "other").mkdir()
-    imports = {"import hellaswag\n": "import hellaswag\nimport my_activation\n"}
-    edits = imports | {GELU: "self.c_proj(my_activation.of(self.c_fc(x)))"}
-    path = changed_trainer(tmp_path / "exp" / "train_my.py", edits)
-    beside, other = tmp_path / "exp" / "my_activation.py", tmp_path / "other" / "my_activation.py"
-    beside.write_text("import torch\n\nof = torch.relu\n")
-    other.write_text("import torch\n\nof = torch.tanh\n")
-    paths = os.pathsep.join([str(tmp_path / "other"), str(ROOT)])
-    command = [sys.executable, "-P", path, *tiny_flags(data, tmp_path / "out", max_steps=1)]
-    environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert f"my_activation is the module in {other}, and not the one beside train_my.py" in done.stdout, done.stderr
-    run(train_as_code, path, tiny_flags(data, tmp_path / "out2", max_steps=1))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "other")}
-    words = [
-        sys.executable,
-        ROOT / "sample.py",
-        "abc",
-        "-m",
-        tmp_path / "out2",
-        "--code",
-        path,
-        "--max-new-tokens",
-        "3",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def train_as_code(path, args):
-    trainer_code.import_trainer(str(path)).main(args)
-
-
-@dataclasses.dataclass
-class WithFields:
-    dropout: float = 0
-    windows: tuple[int, ...] | None = None
-
-
-def test_a_saved_setting_has_the_type_of_its_field_which_need_not_be_that_of_the_default():
-    assert config_of(WithFields, {"dropout": 0.1, "windows": (4, 8)}) == WithFields(0.1, (4, 8))
-
-
-WARNINGS = {
-    "computes other logits, so a resumed run will not be the same": {
-        GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
-        PROJECTION: PROJECTION + "        self.shift = torch.randn(4 * config.n_embd)\n",
-    },
-    "A token's logits depend on later tokens": {"is_causal=T == S": "is_causal=False"},
-    "With a cache this model computes something else": {POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"},
-}
-
-
-@pytest.mark.parametrize("warning", WARNINGS)
-def test_what_a_changed_model_cannot_keep_is_said(warning, data, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", WARNINGS[warning])
-    options = dict(hellaswag_every=1, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
-    options |= dict(max_steps=1, val_every=0)
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", **options))
-    assert warning in said
-
-
-def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used_is_named(data, tmp_path):
-    args = tiny_flags(data, tmp_path / "out", compile=True)
-    path = changed_trainer(tmp_path / "mistake.py", {PROJECTION: PROJECTION.replace("4", "3")})
-    [said] = run(train_changed, path, args, ends=[1])
-    assert "shapes cannot be multiplied" in said and f"return {GELU}" in said and "warning" not in said
-    path = changed_trainer(tmp_path / "unused.py", {POSITIONS: "self.transformer.wte(idx)"})
-    said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
-    assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
-    assert not (tmp_path / "out").exists()
-
-
-IN_BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
-MLP_CALL = f"        return {GELU}\n"
-REFUSED = {  # {what is said before the first step: the edit}
-    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
-        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
-    },
-    "the field options of TrainConfig has the type 'dict'": {
-        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
-    },
-    "cannot load its own state dict": {
-        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
-    },
-}
-
-
-def refuse(path, args, line):
-    assert line.lower() in refused(import_trainer(path).main, *args).lower()
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", REFUSED[line])
-    run(refuse, path, tiny_flags(data, tmp_path / "out"), line)
-    assert not (tmp_path / "out").exists()
-
-
-class Extra(torch.nn.Module):
-    """State of every kind beside weights: complex, expanded, a count, and what is no tensor at all."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config, self.version = config, 1
-        self.weight = torch.nn.Parameter(torch.zeros(2))
-        self.register_buffer("phases", torch.full((2,), 1j))
-        self.register_buffer("ones", torch.ones(1).expand(2))
-
-    def get_extra_state(self):
-        return {"version": self.version}
-
-    def set_extra_state(self, state):
-        self.version = state["version"]
-
-
-def test_all_kinds_of_state_come_back_with_the_weights():
-    weights = Extra(None).state_dict() | {"ones": torch.tensor([2.0, 3.0]), "_extra_state": {"version": 7}}
-    model = from_state(Extra, None, weights)
-    assert model.version == 7 and model.ones.tolist() == [2, 3] and model.phases.tolist() == [1j, 1j]
-
-
-LORA = {
-    PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
-    "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
-    MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
-    "\n    def hidden_states(": """        for name, p in self.named_parameters():
-            p.requires_grad_(name.endswith(("low", "up")))
-
-    def load_state_dict(self, weights, strict=True):
-        return super().load_state_dict(weights, strict=False)
-
-    def hidden_states(""",
-}
-EDM2 = {
-    MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
-    "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
-    + MLP_CALL.replace("self.c_fc(x)", "self.c_fc(phases)"),
-    PROJECTION: PROJECTION
-    + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
-}
-
-
-def live_briefly(path, folder, args):
-    """Train, be stopped in step 5, go on: the same as never stopped, and samples as without a cache."""
-    trainer = import_trainer(path)
-
-    def stopped(*args):
-        if args[0] == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*args)
-
-    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "whole")]) == 0
-    with patched(trainer, "train_step", stopped) as train_step:
-        assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
-    assert status_of(trainer.main, [*args, "--out-dir", str(folder / "stopped")]) == 0
-    assert log_lines(folder / "stopped") == log_lines(folder / "whole")
-    model, _ = trainer.load_model(str(folder / "whole"))
-    ids = bytes(itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 20)))
-    said = refusal_of(sample.main, "abcd", "-m", folder / "whole", "--temperature", 0, "--max-new-tokens", 20)
-    assert said == (0, f"{ids.decode(errors='replace')}\n", "")
+    args, out = tiny_flags(data, tmp_path / "out"), tmp_path / "out"
+    run(train_changed, path, args)
+    for changed in ([], ["my_layers/functions.py"], ["train_gpt2.py", "my_layers/functions.py"]):
+        for name in changed[:1]:
+            (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"# a word\n")
+        (out / "model_00012.pt").unlink()
+        [said] = run(train_changed, path, args)
+        assert ("was trained by other code than runs now" in said) == bool(changed)
+        assert not changed or f"({', '.join(changed)})" in said
+        code = load_checkpoint(out / "model_00012.pt")["code"]
+        assert list(code) == ["train_gpt2.py"] + [f"my_layers/{name}.py" for name in ("__init__", "functions", "mlp")]
+        assert all((out / code[name]).read_bytes() == (tmp_path / name).read_bytes() for name in code)
+        assert read_starts(out / "run.txt")[-1]["code"] == " ".join(code.values())
 
 
 @pytest.mark.parametrize(
-    "edits", [LORA, EDM2], ids=["adapters over frozen weights", "weights written in the forward pass"]
+    "name, reason", [("it.pyc", "is not a P"), ("leaves.py", "ends the program"), ("no.py", "is not a P")]
 )
-def test_a_run_goes_on_where_weights_are_missing_or_written_to(edits, data, tmp_path):
-    """Adapters are what the model makes of them, as no weights have them; no trial leaves a trace."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    args = tiny_flags(data, tmp_path / "base")
-    args = args[: args.index("--out-dir")] + args[args.index("--out-dir") + 2 :]
-    if edits is LORA:
-        train(data, tmp_path / "base")
-        args += ["--init-from", str(tmp_path / "base")]
-    [said] = run(live_briefly, path, tmp_path, args)
-    if edits is LORA:
-        before, after = (load_checkpoint(tmp_path / name / "model_00012.pt")["model"] for name in ("base", "whole"))
-        assert (
-            all(torch.equal(before[name], after[name]) for name in before)
-            and "The weights have nothing called transformer.h.0.mlp.low" in said
-        )
-        assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
+def test_a_line_says_why_a_file_is_no_code_of_a_model(name, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("it.pyc").write_bytes((ROOT / "train_gpt2.py").read_bytes())
+    Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
+    assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
 
 
-def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(data, tmp_path):
-    """DDP averages the gradients of those parameters that require one when the run begins."""
+def train_as_code(path, args):
+    source_code.import_trainer(str(path)).main(args)
+
+
+def test_a_module_of_the_same_name_from_elsewhere_does_not_stand_for_the_one_beside_the_file(data, tmp_path):
+    """In training it is named; with --code, what runs is what lies beside the trainer, and not beside sample.py.
+
+    The copy is of the file as it was when the flags were read: torch is imported for seconds, in which it may change.
+    """
     edits = {
-        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
-        "    losses = []\n    for micro": "    model.requires_grad_(True)\n    losses = []\n    for micro",
+        "import hellaswag\n": "import hellaswag\nimport my_activation\n",
+        GELU: "self.c_proj(my_activation.of(self.c_fc(x)))",
+        "import numpy as np\n": "import numpy as np\n\nif __name__ == '__main__':\n"
+        "    open(__file__, 'a').write('# the next idea')\n",
     }
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
-    assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
-    assert not list((tmp_path / "out").glob("model_*.pt"))
+    for name, function in (("exp", "relu"), ("other", "tanh")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_activation.py").write_text(f"import torch\n\nof = torch.{function}\n")
+    path = changed_trainer(tmp_path / "exp" / "train_my.py", edits)
+    before = path.read_bytes()
 
+    def python(*words, **environment):
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=os.environ | environment)
 
-UNTIED = EDITS["untied"]
-SMOOTHED = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}
-Z_LOSS = {
-    "        return F.cross_entropy(logits.float()": "        z = 1e-4 * logits.float().logsumexp(-1).square().sum()\n"
-    "        return z + F.cross_entropy(logits.float()"
-}
-ONLY_IN_TRAINING = {'reduction="sum")': 'reduction="sum", label_smoothing=0.1 * self.training)'}
-SOFT_CAP = {"return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)"}
-
-
-@pytest.mark.parametrize("edits", [UNTIED | SMOOTHED, Z_LOSS, ONLY_IN_TRAINING, SOFT_CAP])
-def test_a_validation_loss_that_is_not_the_cross_entropy_is_said(edits, data, tmp_path):
-    """Also where it is nearly so in a new model, all of whose ids are equally likely."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=1))
-    is_plain = edits in (ONLY_IN_TRAINING, SOFT_CAP)
-    assert ("The loss in validation is not the cross-entropy of the logits" in said) != is_plain
-
-
-def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
-    edits = {
-        WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
-        f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
-        "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
-    }
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    run(train_changed, path, tiny_flags(data, tmp_path / "parent", max_steps=4))
-    options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
-    assert "With a cache this model computes something else" in said
-    assert not load_checkpoint(tmp_path / "branch" / "model_00008.pt")["has_cache"]
+    paths = os.pathsep.join([str(tmp_path / "other"), str(ROOT)])
+    done = python("-P", path, *tiny_flags(data, tmp_path / "out", max_steps=1), PYTHONPATH=paths)
+    other = tmp_path / "other" / "my_activation.py"
+    assert f"my_activation is the module in {other}, and not the one beside train_my.py" in done.stdout, done.stderr
+    [copy] = (tmp_path / "out").glob("train_my-*.py")
+    assert copy.read_bytes() == before != path.read_bytes()
+    run(train_as_code, path, tiny_flags(data, tmp_path / "out2", max_steps=1))
+    words = ["abc", "-m", tmp_path / "out2", "--code", path, "--max-new-tokens", "3"]
+    done = python(ROOT / "sample.py", *words, PYTHONPATH=str(tmp_path / "other"))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 PLACES = {  # of a digit in its number (McLeish et al. 2024), 48 to 57 in bytes
@@ -544,14 +349,130 @@ DOCUMENTS = {  # attention only within a document, each of which begins with 256
     "        doc = (doc[:, :, None] == doc[:, None])[:, None]\n        for block in self.transformer.h:",
     "checkpoint(block, x, cache, use_reentrant=False) if recompute else block(x, cache)": "block(x, cache, doc)",
 }
+NO_CACHE = "With a cache this model computes something else"
+NO_CROSS_ENTROPY = "The loss in validation is not the cross-entropy of the logits"
+NOTES = {  # the edit, and what is said before the first step
+    "a tensor that is not saved": (
+        {
+            GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
+            PROJECTION: PROJECTION + "        self.shift = torch.randn(4 * config.n_embd)\n",
+        },
+        "computes other logits, so a resumed run will not be the same",
+    ),
+    "no causality": ({"is_causal=T == S": "is_causal=False"}, "A token's logits depend on later tokens"),
+    "positions from the end": ({POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"}, NO_CACHE),
+    # a cache that is wrong for a few ids only, which the validation text need not have
+    "places of digits": (PLACES, NO_CACHE),
+    "documents": (DOCUMENTS, NO_CACHE),
+    # which is nearly the cross-entropy in a new model, all of whose ids are equally likely
+    "smoothing": (EDITS["untied"] | {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}, NO_CROSS_ENTROPY),
+    "a z-loss": (
+        {
+            "        return F.cross_entropy(logits.float()": "        z = logits.float().logsumexp(-1).square().sum()\n"
+            "        return 1e-4 * z + F.cross_entropy(logits.float()"
+        },
+        NO_CROSS_ENTROPY,
+    ),
+}
 
 
-@pytest.mark.parametrize("edits", [PLACES, DOCUMENTS], ids=["places of digits", "documents"])
-def test_a_cache_that_is_wrong_for_a_few_ids_only_is_not_used(edits, data, tmp_path):
-    """Though the validation text has neither a number nor, where it is looked at, a document's beginning."""
+@pytest.mark.parametrize("name", NOTES)
+def test_what_a_changed_model_cannot_keep_is_said(name, data, tmp_path):
+    edits, words = NOTES[name]
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1))
+    options = dict(hellaswag_every=1, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1, **options))
+    assert words in said
+
+
+def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used_is_named(data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", compile=True)
+    path = changed_trainer(tmp_path / "mistake.py", {PROJECTION: PROJECTION.replace("4", "3")})
+    [said] = run(train_changed, path, args, ends=[1])
+    assert "shapes cannot be multiplied" in said and f"return {GELU}" in said and "warning" not in said
+    path = changed_trainer(tmp_path / "unused.py", {POSITIONS: "self.transformer.wte(idx)"})
+    said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
+    assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {  # {what is said before the first step: the edit}
+    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
+        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
+    },
+    "uses the setting grad_clip, which is not saved": {
+        PROJECTION: PROJECTION + "        self.clip = config.grad_clip\n"
+    },
+    "The field options of TrainConfig has the type 'dict'": {
+        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
+    },
+    "cannot load its own state dict": {
+        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
+    },
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", REFUSED[line])
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ends=[2])
+    assert line in error_in(said)
+    assert not (tmp_path / "out").exists()
+
+
+LORA = {
+    PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
+    "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
+    MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
+    "\n    def hidden_states(": """        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith(("low", "up")))
+
+    def load_state_dict(self, weights, strict=True):
+        return super().load_state_dict(weights, strict=False)
+
+    def hidden_states(""",
+}
+
+
+def test_adapters_begin_over_frozen_weights_and_go_on(data, tmp_path):
+    """They are what the model makes of them, as no weights have them."""
+    path = changed_trainer(tmp_path / "train_gpt2.py", LORA)
+    train(data, tmp_path / "base")
+    args = {name: tiny_flags(data, tmp_path / name, init_from=tmp_path / "base") for name in ("whole", "killed")}
+    [said] = run(train_changed, path, args["whole"])
+    assert "The weights have nothing called transformer.h.0.mlp.low" in said
+    run(in_changed, path, killed_at, 6, 4, args["killed"], ends=[KILLED])
+    run(train_changed, path, args["killed"])
+    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
+    before, after = (load_checkpoint(tmp_path / name / "model_00012.pt")["model"] for name in ("base", "whole"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
+
+
+def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(data, tmp_path):
+    """DDP averages the gradients of those parameters that require one when the run begins."""
+    edits = {
+        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
+        "    losses = []\n    for micro": "    model.requires_grad_(True)\n    losses = []\n    for micro",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
+    assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
+    assert not list((tmp_path / "out").glob("model_*.pt"))
+
+
+def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
+    edits = {
+        WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
+        f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+        "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "parent", max_steps=4))
+    options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
+    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
     assert "With a cache this model computes something else" in said
+    assert not load_checkpoint(tmp_path / "branch" / "model_00008.pt")["has_cache"]
 
 
 AFTER_UPDATE = "    scaler.update()\n"
@@ -568,20 +489,13 @@ def recipe(words):
     }
 
 
-def killed_while_changed(path, step, checkpoint, args):
-    """As harness.killed_at, with the trainer in the file at `path`."""
-    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
-    with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
-        import_trainer(path).main(args)
-
-
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, data, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", recipe("**State of your own.**"))
     args = {name: tiny_flags(data, tmp_path / name) for name in ("whole", "killed")}
     run(train_changed, path, args["whole"], ranks=ranks, ends=[0] * max(1, ranks))
     if not ranks:
-        run(killed_while_changed, path, 6, 4, args["killed"], ends=[KILLED])
+        run(in_changed, path, killed_at, 6, 4, args["killed"], ends=[KILLED])
         [said] = run(train_changed, path, args["killed"])
         assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole") and "note: The loss" not in said
         run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole/model_00008.pt"))
@@ -599,9 +513,7 @@ def test_an_average_of_the_weights_goes_on_with_its_run_and_in_a_branch(ranks, d
         for path_in_text, path_here in paths.items():
             text = text.replace(path_in_text, str(path_here))
         exec(text, {})
-        shape = {name: states[1]["config"][name] for name in states[1]["model_fields"]}
-        config = train_gpt2.GPTConfig(**shape)
-        model = from_state(train_gpt2.GPT, config, load_checkpoint(paths["average.pt"])["model"])
+        model, _ = train_gpt2.load_model(str(tmp_path / "average.pt"))
         assert torch.equal(model.state_dict()[name], average[f"module.{name}"])
 
 
@@ -618,7 +530,7 @@ def test_steps_that_are_done_again_are_compared_with_what_they_were(is_hidden, d
     """A run whose training counts in a variable of its own goes on as another run, and only its log can tell."""
     path = changed_trainer(tmp_path / "train_gpt2.py", HIDDEN if is_hidden else {})
     args = tiny_flags(data, tmp_path / "out", warmup_steps=0)
-    run(killed_while_changed, path, 7, 4, args, ends=[KILLED])
+    run(in_changed, path, killed_at, 7, 4, args, ends=[KILLED])
     before = log_lines(tmp_path / "out")
     [said] = run(train_changed, path, args)
     assert ("before the run was stopped, and is" in said) == is_hidden
@@ -643,7 +555,7 @@ def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_
         assert f"{name!r} cannot be the name of a scalar" in error_in(said)
 
 
-@pytest.mark.parametrize("edits", [{}, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("edits", [{}, EDITS["untied"]], ids=["tied", "untied"])
 def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(edits, data, tmp_path):
     """Their rows are taken over, whatever their ids; a token that is new begins with the mean. A branch is refused."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
@@ -685,7 +597,7 @@ def test_an_evaluation_that_counts_counts_once_where_a_run_goes_on(data, tmp_pat
     path = changed_trainer(tmp_path / "train_gpt2.py", PLATEAU)
     run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
     args = tiny_flags(data, tmp_path / "killed")
-    run(killed_while_changed, path, 6, 4, args, ends=[KILLED])
+    run(in_changed, path, killed_at, 6, 4, args, ends=[KILLED])
     run(train_changed, path, args)
     assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
     states = [load_checkpoint(tmp_path / name / "model_00012.pt")["own"] for name in ("whole", "killed")]
