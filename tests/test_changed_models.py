@@ -30,6 +30,7 @@ from harness import (
     listing,
     log_lines,
     losses,
+    read_log,
     refusal_of,
     refused,
     run,
@@ -540,13 +541,15 @@ def test_steps_that_are_done_again_are_compared_with_what_they_were(is_hidden, d
 def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_update(data, tmp_path):
     edits = {
         "    for optimizer in optimizers if not overflow else ():": '    scalars["before"] = 0.1 + world.rank\n'
+        '    scalars["count"], scalars["large"] = 16_777_217, 1e300\n'
         "    for optimizer in optimizers if not overflow else ():",
         AFTER_UPDATE: AFTER_UPDATE
         + '    scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)\n',
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
     run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[0, 0])
-    assert set(losses(tmp_path / "out", "before")) == {0.1}
+    for name, text in {"before": "0.1", "count": "16777217", "large": "1e+300"}.items():
+        assert set(read_log(tmp_path / "out", name).values()) == {text}
     weight = load_checkpoint(tmp_path / "out" / "model_00012.pt")["model"]["lm_head.weight"]
     assert losses(tmp_path / "out", "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
     for name in ("train", "val/docs", "a b", ""):

@@ -7,14 +7,11 @@ import shlex
 import signal
 
 import numpy as np
-import pytest
 import torch
 import train_gpt2
-from plumbing.run import logs, source_code
 from plumbing.run.checkpoint import load_checkpoint
 
 from harness import (
-    ROOT,
     assert_same_run,
     patched,
     printed_commands,
@@ -45,33 +42,6 @@ def test_what_a_model_draws_in_a_step_is_the_same_whether_or_not_the_run_was_res
     run(train_with_random_numbers, train_gpt2.main, args)
     assert_same_run(tmp_path / "out", tmp_path / "straight")
     assert len(set(read_log(tmp_path / "straight").values())) == 12
-
-
-def train_file(path, args):
-    source_code.import_trainer(str(path)).main(args)
-
-
-def test_any_change_of_the_file_or_of_a_module_beside_it_is_other_code_in_run_txt(data, tmp_path):
-    """Also another value in a class that is no setting, or in a comment: what ran is what its bytes are."""
-    own = "import beside\n\n@dataclasses.dataclass\nclass Expert:\n    capacity: float = 1.0  # once\n"
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    variants = {
-        "whole": own,
-        "again": own,
-        "a value": own.replace("1.0", "1.25"),
-        "a word": own.replace("once", "now"),
-    }
-    found = {}
-    for name, text in {**variants, "a module": own}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train_mine.py").write_text(f"{source}\n{text}", encoding="utf-8")
-        (folder / "beside.py").write_text(f"capacity = {2 if name == 'a module' else 1}\n")
-        run(train_file, folder / "train_mine.py", tiny_flags(data, folder / "out", max_steps=1, val_every=0))
-        found[name] = logs.read_starts(folder / "out" / "run.txt")[0]["code"]
-        copies = [(folder / "out" / copy).read_bytes() for copy in found[name].split()]
-        assert copies == [(folder / file).read_bytes() for file in ("train_mine.py", "beside.py")]
-    assert found["whole"] == found["again"] and len(set(found.values())) == 4
 
 
 def test_nothing_of_a_run_stays_in_the_process_that_has_called_main(data, tmp_path, monkeypatch):
@@ -117,26 +87,3 @@ def test_a_vocabulary_that_was_typed_is_not_another_one(data, tmp_path):
         train(data, tmp_path / str(number), max_steps=1, val_every=0, **sizes)
         saved = load_checkpoint(tmp_path / str(number) / "model_00001.pt")
         assert saved["config"]["vocab_size"] == len(saved["model"]["lm_head.weight"]) == 258
-
-
-def with_scalars(scalars):
-    """train_step that hands over these, too."""
-    train_step = train_gpt2.train_step
-    return patched(train_gpt2, "train_step", lambda *args: train_step(*args)._replace(scalars=scalars))
-
-
-def test_a_scalar_of_ones_own_is_logged_as_it_is(data, tmp_path):
-    scalars = {"count": 16_777_217, "large": 1e300, "mean/wte": torch.tensor(0.5, requires_grad=True)}
-    with with_scalars(scalars):
-        train(data, tmp_path / "out", max_steps=2)
-    for name, text in {"count": "16777217", "large": "1e+300", "mean/wte": "0.5"}.items():
-        assert read_log(tmp_path / "out", name) == {0: text, 1: text}
-
-
-@pytest.mark.parametrize("name", ["train", "lr", "val/mine", "", "two words", "one\n1 val"])
-def test_a_scalar_does_not_take_the_name_of_a_stream_of_the_programs_own_nor_one_that_no_log_can_have(
-    name, data, tmp_path
-):
-    with with_scalars({name: 1.0}):
-        assert f"{name!r} cannot be the name" in refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
-    assert not (tmp_path / "out" / "log.txt").read_text().count("train")

@@ -11,7 +11,6 @@ import torch
 import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run.checkpoint import load_checkpoint
-from plumbing.run.models import load_weights
 
 from harness import (
     TINY,
@@ -28,7 +27,7 @@ from harness import (
 
 
 @pytest.mark.gpt2
-def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_model(data, tmp_path, capsys):
+def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
     """Which torch's safe loader reads without any class of ours; no prefixes, weights tied in the file."""
     train(data, tmp_path / "out")
     path = tmp_path / "out" / "model_00012.pt"
@@ -42,13 +41,6 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names_and_knows_the_code_of_its_m
     assert checkpoint["config"]["n_embd"] == 32 and checkpoint["config"]["vocab_size"] == 320
     assert checkpoint["loader"]["position"] == 12 * 8
     assert {"optimizer", "val_loss"} <= set(checkpoint)
-    train_gpt2.load_model(str(path))
-    assert not capsys.readouterr().err
-    change_checkpoint(path, lambda content: content.update(code={"train_gpt2.py": "train_gpt2-01234567.py"}))
-    train_gpt2.load_model(str(path))
-    assert "was trained by other code than runs now (train_gpt2.py)" in capsys.readouterr().err
-    change_checkpoint(path, lambda content: content.update(code={"train_relu2.py": "train_relu2-01234567.py"}))
-    assert "Add --code train_relu2.py" in refused(sample.main, "abc", "-m", path)
 
 
 @pytest.mark.gpt2
@@ -166,12 +158,9 @@ def test_a_peers_checkpoint_is_read(name, peers):
         assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
 
 
-LN_F = "module._orig_mod.transformer.ln_f.weight"
 UNUSABLE = {
     "an n_head of 3": lambda c: c["model_args"].update(n_head=3),
-    "lm_head.weight": lambda c: c["model"].update({"module._orig_mod.lm_head.weight": torch.zeros(50304, 32)}),
-    "transformer.ln_f.weight: copying a param with shape": lambda c: c["model"].update({LN_F: torch.ones(31)}),
-    "transformer.ln_f.weight": lambda c: c["model"].pop(LN_F),
+    "transformer.ln_f.weight": lambda c: c["model"].pop("module._orig_mod.transformer.ln_f.weight"),
     "not finite": lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()],
 }
 
@@ -188,14 +177,3 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, m
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = train(data, tmp_path / "out", max_steps=2)
     assert f"note: There is no {tmp_path / 'out' / 'hf'}. import of transformers halted" in said
-
-
-def test_a_models_own_refusal_of_its_weights_is_said():
-    """torch lists what it finds itself below a first line; a hook's error is that line alone."""
-
-    def refuse(*args):
-        raise RuntimeError("the rotary table is of another base")
-
-    model = tiny_model()
-    model.register_load_state_dict_pre_hook(refuse)
-    assert "the rotary table is of another base" in refused(lambda args: load_weights(model, model.state_dict()))
