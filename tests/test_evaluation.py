@@ -39,6 +39,11 @@ from harness import (
 )
 
 
+def samples_of(folder):
+    lines = (folder / "samples.txt").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
 @pytest.mark.gpt2
 @pytest.mark.parametrize("masks, batch_size", [(False, 64), (True, 5)])
 def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, batch_size, tmp_path):
@@ -70,11 +75,12 @@ def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, 
 def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
     """40 of 124 windows: none twice, from all parts, the same with another seed; in file order only on request."""
     folder = make_shards(tmp_path)
+    np.save(folder / "tiny_val_000000.npy", np.arange(2000, dtype=np.uint16))  # a token says where it stands
 
     def places(**changes):
         config = train_gpt2.TrainConfig(data=(str(folder),), sequence_length=16, total_batch_size=128, **changes)
         [loader] = train_gpt2.load_data(config, World())[1]
-        return [split.place(number)[1] for split, number in loader.order.locate(np.arange(40))]
+        return loader.next_batch(40)[0][:, 0].tolist()
 
     drawn = places(seed=1)
     assert places(seed=2, batch_size=3) == drawn and len(set(drawn)) == 40
@@ -95,10 +101,7 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     last = {line.split()[1]: line.split()[2] for line in log_lines(tmp_path / "log")}
     assert log_lines(found) == [f"0 {stream} {last[stream]}" for stream in ("val", "val_bpb", "hella")]
     assert sorted(path.suffix for path in found.iterdir() if path.name != ".lock") == [".py", ".txt", ".txt", ".txt"]
-    samples = [
-        path.read_text().splitlines()[-4:] for path in (tmp_path / "log" / "samples.txt", found / "samples.txt")
-    ]
-    assert [line.partition(" ")[2] for line in samples[0]] == [line.partition(" ")[2] for line in samples[1]]
+    assert samples_of(found) == samples_of(tmp_path / "log")[-4:]
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == before
     # a folder that was typed is the folder; training data, if there are any, are not asked for
@@ -110,8 +113,7 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     # another model, of which the folder's own run says nothing
     train(data, "wide", n_embd=48, max_steps=1)
     shape = {name: value for name, value in TINY.items() if name != "n_embd"}
-    other = flags(**shape | {"data": data, "init_from": "wide", "max_steps": 0})
-    assert status_of(train_gpt2.main, other) == 0 and found.exists()
+    assert status_of(train_gpt2.main, flags(**shape | {"data": data, "init_from": "wide", "max_steps": 0})) == 0
     assert "evaluate it: add --init-from log" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
     branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
     assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
@@ -196,11 +198,6 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     assert acc_norm not in (acc, *shares), "or this test could not tell them apart"
     for folder in ("one", "two"):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
-
-
-def samples_of(folder):
-    lines = (folder / "samples.txt").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line.partition(" ")[2]) for line in lines]
 
 
 def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):

@@ -14,10 +14,8 @@ from harness import (
     KILLED,
     assert_same_run,
     killed_at,
-    log_lines,
     losses,
     make_shards,
-    read_log,
     refused,
     run,
     tiny_flags,
@@ -135,13 +133,6 @@ def test_a_mixture_is_killed_resumed_branched_and_has_a_loss_for_each_folder(fol
         [said] = run(train_gpt2.main, args)
     assert ", from step 12 to 16" in said
     assert_same_run(tmp_path / "again", tmp_path / "branch")
-
-
-def test_one_folder_is_the_same_run_with_and_without_a_weight(folders, tmp_path):
-    train(folders[0], tmp_path / "plain", **OPTIONS)
-    run(train_gpt2.main, mixed(folders[:1], tmp_path / "weighted", (2.0,)))
-    assert log_lines(tmp_path / "plain") == log_lines(tmp_path / "weighted")
-    assert not read_log(tmp_path / "plain", "val/docs")
 
 
 def test_what_a_mixture_cannot_be_is_one_line(folders, tmp_path):
