@@ -51,6 +51,9 @@ def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
         mixed = shutil.copytree(folder, tmp_path / what)
         shutil.copy(other / f"tiny_{split}.npy", mixed)
         cases.append((({}, torch.__version__, mixed), f"Rank 1 does not agree with rank 0: the {what} data is "))
+    odd = tiny_flags(folder, tmp_path / "out", total_batch_size=9 * 16)
+    said, _ = run(train_gpt2.main, odd, ranks=2, ends=[2, 2])
+    assert "Start a number of ranks that divides 9" in error_in(said)
     for otherwise, words in cases:
         said, _ = run(train_alone_otherwise, args, *otherwise, ranks=2, ends=[2, 2])
         assert words in error_in(said) and not (tmp_path / "out").exists()
@@ -79,49 +82,48 @@ def test_ranks_do_not_train_in_two_dtypes(folder, tmp_path):
     assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "one"), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("launcher, variable", distributed.OTHER_LAUNCHERS.items())
-def test_processes_that_do_not_know_of_one_another_do_not_train_in_one_folder(launcher, variable, monkeypatch):
-    monkeypatch.setenv(variable, "1")
-    assert distributed.setup_distributed("cpu").size == 1
-    monkeypatch.setenv(variable, "4")
-    with pytest.raises(UserError, match=f"^{launcher} has started 4 processes .* torchrun --nnodes=N"):
-        distributed.setup_distributed("cpu")
-
-
-def set_rank(monkeypatch, **changes):
-    """The environment of rank 1 of 2, with these changes; nobody listens where it looks for rank 0."""
-    environment = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1") | changes
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+# rank 1 of 2, and nobody listens where it looks for rank 0
+ALONE = dict(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
 @pytest.mark.parametrize(
-    "environment, words", [({"WORLD_SIZE": "two"}, "is 'two'"), ({"RANK": "0"}, "WORLD_SIZE expe")]
+    "environment, device, words",
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "cpu", "^mpirun has started 4 processes .* torchrun --nnodes=N"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "cpu", "^srun has started 4 processes .* torchrun --nnodes=N"),
+        ({"WORLD_SIZE": "two"}, "cpu", "is 'two'"),
+        ({"RANK": "0"}, "cpu", "WORLD_SIZE expe"),
+        (ALONE, "cpu", "127.0.0.1, 1.* Start all ranks within a minute"),
+        (ALONE | {"MASTER_ADDR": "node-1"}, "cpu", "MASTER_ADDR is node-1, which this machine cannot resolve"),
+        # of GPUs, before the ranks wait for each other
+        (ALONE, "cuda:1", "--device is cuda:1, but each of several ranks has a GPU of its own"),
+        (ALONE, "cuda", "2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"),
+    ],
 )
-def test_a_strange_environment_is_refused(environment, words, folder, tmp_path, monkeypatch):
+def test_ranks_that_cannot_meet_or_do_not_know_of_one_another_do_not_train(
+    environment, device, words, folder, tmp_path, monkeypatch
+):
+    def no_name(host, port, *rest, **options):
+        if host == "node-1":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, port, *rest, **options)
+
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    monkeypatch.setattr(distributed, "choose_device", lambda name: name)
+    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        train_gpt2.main(tiny_flags(folder, tmp_path / "out"))
+        train_gpt2.main(tiny_flags(folder, tmp_path / "out", device=device))
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_do_not_share_a_gpu(monkeypatch):
-    """Which is said before they wait for each other."""
-    set_rank(monkeypatch, LOCAL_WORLD_SIZE="2")
-    monkeypatch.setattr(distributed, "choose_device", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="--device is cuda:1, but each of several ranks has a GPU of its own"):
-        distributed.setup_distributed("cuda:1")
-    with pytest.raises(UserError, match="2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"):
-        distributed.setup_distributed("cuda")
-
-
-def test_ranks_that_do_not_meet_give_up_with_a_sentence(monkeypatch):
-    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0.5)
-    set_rank(monkeypatch)
-    with pytest.raises(UserError, match="127.0.0.1, 1.* Start all ranks within a minute"):
-        distributed.setup_distributed("cpu")
+def test_a_single_task_of_a_launcher_is_a_process_like_any_other(folder, tmp_path, monkeypatch):
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.setenv(variable, "1")
+    assert "on 1 x cpu" in train(folder, tmp_path / "out", max_steps=1)
 
 
 def train_with_a_defect_on_rank_1(args):
@@ -176,19 +178,3 @@ def test_under_torchrun_one_rank_prints_the_line(data, tmp_path):
     [said] = run(forked_torchrun, train_late_on_rank_0, args, ends=[None])
     assert "--n-layer is 0" in error_in(said), said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_master_address_that_nobody_knows_is_one_line(monkeypatch):
-    """Soon after torch itself would have given up, which repeats each of its attempts."""
-    names = []
-
-    def resolve(host, port, *rest, **options):
-        names.append(host)
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 1)
-    set_rank(monkeypatch, RANK="0", MASTER_ADDR="node-1")
-    with pytest.raises(UserError, match="MASTER_ADDR is node-1, which this machine cannot resolve"):
-        distributed.setup_distributed("cpu")
-    assert len(names) > 1, "a name may be known a little later"
