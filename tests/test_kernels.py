@@ -15,9 +15,9 @@ float8_only = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("V", [320, 16432])
-def test_losses_are_those_of_float64_and_a_float8_gradient_keeps_two_bits_of_mantissa(V):
+def test_losses_are_those_of_float64_and_a_float8_gradient_keeps_two_bits_of_mantissa():
     """Logits of very different sizes, the last 47 those of padding ids, which no target has; one target is ignored."""
+    V = 16432
     logits = torch.randn(6, V) * torch.logspace(-1, 1.5, 6)[:, None] + torch.randn(6, 1) * 20
     logits, targets = logits.bfloat16(), torch.randint(V - 47, (6,))
     targets[:4] = torch.tensor([0, V - 48, -100, 7])
@@ -104,8 +104,6 @@ def test_the_compiler_gets_the_loss_in_one_graph(float8):
 TEMPERATURE = torch.ones(1, requires_grad=True)
 LOSSES = {  # as people change it
     "label smoothing": functools.partial(plain_loss, label_smoothing=0.1),
-    "class weights": functools.partial(plain_loss, weight=torch.linspace(0, 1, 48)),
-    "a soft cap": lambda logits, targets: plain_loss(30 * torch.tanh(logits / 30), targets),
     "a z-loss": lambda logits, targets: plain_loss(logits, targets) + 1e-2 * logits.logsumexp(1).square().sum(),
     "a temperature that is trained": lambda logits, targets: plain_loss(logits * TEMPERATURE * 1.1, targets),
 }
