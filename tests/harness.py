@@ -10,6 +10,7 @@ import gc
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -447,6 +448,19 @@ def signalled(step, name, times, rank, args):
     trainer = sys.modules["train_gpt2"]  # or a changed one in its place
     with patched(trainer, "train_step", step_and_signal) as train_step:
         return trainer.main(args)
+
+
+def signalled_in(name, number, rank, args):
+    """Train, and on `rank` send this process SIGTERM when its evaluation of that name and number begins."""
+    calls = itertools.count(1)
+
+    def evaluate(*args, **options):
+        if next(calls) == number and os.environ.get("RANK", "0") == str(rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole_evaluate(*args, **options)
+
+    with patched(train_gpt2, name, evaluate) as whole_evaluate:
+        train_gpt2.main(args)
 
 
 def killed_at(step, checkpoint, args):

@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 import train_gpt2
 from plumbing.run import logs
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
-from plumbing.run.run import Run
 
 from harness import (
     KILLED,
@@ -34,6 +32,7 @@ from harness import (
     refusal_of,
     refused,
     run,
+    signalled_in,
     status_of,
     steps_of,
     tiny_flags,
@@ -131,7 +130,6 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "has 384 rows in place of 320, and a branch keeps the shapes"),
-        (dict(n_layer=3), "--n-layer is 3, but the weights that the run begins with have 2. Leave it out, or begin"),
         (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
         (dict(max_steps=8), "8 steps already"),
     ],
@@ -140,37 +138,27 @@ def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent,
     assert_refused(folder, tmp_path / "out", reason, branch_from=parent / "model_00008.pt", **changes)
 
 
-# what a branch changes, and what its notes say of that
+# what a branch changes, what its notes say of that, and how many steps it reads of an order
 ANEW = {
-    "seed": (dict(seed=7), ["a new order, with another seed."]),
-    "shuffle": (dict(shuffle=False), ["with another shuffle."]),
-    "length": (dict(sequence_length=32), ["with another sequence_length."]),
+    "order": (dict(seed=7, shuffle=False, sequence_length=32), ["with another sequence_length, seed, shuffle."], 8),
+    "data": (
+        dict(data="other", data_weights=2.0),
+        ["with another training data, data_weights.", "The validation data are not the parent's"],
+        8,
+    ),
     "optimizer": (
         dict(optimizer="muon"),
         ["the parent's averages of gradients: it has group 0 of AdamW in the place"],
+        16,
     ),
-    "data": (dict(data="other"), ["with another training data.", "The validation data are not the parent's"]),
-    "shares": (dict(data_weights=2.0), ["with another data_weights."]),
 }
 
 
-def train_to_its_first_evaluation(ends, args):
-    """Train, and be killed before the first step, killed in the first evaluation, or told to stop in it."""
+def killed_in(name, args):
+    """Train, and be killed in this function of the trainer, when the first checkpoint is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
-    if ends == "killed before its first step":
-        with die_at(train_gpt2, "train_step", lambda *args: True, wait):
-            train_gpt2.main(args)
-    elif ends == "killed in its first evaluation":
-        with die_at(train_gpt2, "evaluate_val_loss", lambda *args: True, wait):
-            train_gpt2.main(args)
-    else:
-
-        def evaluate(*args):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate_val_loss(*args)
-
-        with patched(train_gpt2, "evaluate_val_loss", evaluate) as evaluate_val_loss:
-            train_gpt2.main(args)
+    with die_at(train_gpt2, name, lambda *args: True, wait):
+        train_gpt2.main(args)
 
 
 @pytest.mark.parametrize("name", ANEW)
@@ -178,29 +166,28 @@ def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_n
     name, folder, parent, tmp_path, monkeypatch
 ):
     """Also before its first step: by the same command, by the one that it prints, and by its folder alone."""
-    changes, notes = ANEW[name]
+    changes, notes, steps = ANEW[name]
     monkeypatch.chdir(tmp_path)
     make_shards("other", seed=1)
     options = dict(data=folder) | OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
     said = train(out_dir="out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
-    assert f"the run reads {128 * (16 if name == 'optimizer' else 8):,}" in said, "of its order"
+    assert f"the run reads {128 * steps:,}" in said
     weights = load_checkpoint(parent / "model_00008.pt")
     assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
     command, alone = tiny_flags(out_dir="stopped", **options), ["--out-dir", "stopped"]
-    run(train_to_its_first_evaluation, "killed before its first step", command, ends=[KILLED])
-    run(train_to_its_first_evaluation, "killed in its first evaluation", command, ends=[KILLED])
-    run(train_to_its_first_evaluation, "killed before its first step", alone, ends=[KILLED])
-    [said] = run(train_to_its_first_evaluation, "stopped in its first evaluation", alone)
+    run(killed_in, "train_step", command, ends=[KILLED])
+    run(killed_in, "evaluate_val_loss", command, ends=[KILLED])
+    run(killed_in, "train_step", alone, ends=[KILLED])
+    [said] = run(signalled_in, "evaluate_val_loss", 1, 0, alone)
     assert "Stopped after 8 steps." in said
     run(killed_at, 14, 12, printed_commands(said)[-1][2:], ends=[KILLED])
     run(train_gpt2.main, command if name < "optimizer" else alone)
     assert_same_run("stopped", "out")
     told = {n: [weights["config"][n], v] for n, v in changes.items() if not n.startswith("data")}
-    assert {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"} == told | {
-        "max_steps": [12, 16]
-    }
+    changed = {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"}
+    assert changed == told | {"max_steps": [12, 16]}
 
 
 def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
@@ -374,10 +361,10 @@ BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, 
 def train_with(script, args, step=None, checkpoint=None):
     """Train, with validation losses from `script`; be killed at that step, once that checkpoint is there."""
 
-    def log_scripted(self, step, losses):
-        log_val_loss(self, step, [(script[step], losses[0][1])])
+    def scripted(model, loader, num_windows, parts):
+        return script[parts.loader.position // 8], 1.0
 
-    with patched(Run, "log_val_loss", log_scripted) as log_val_loss:
+    with patched(train_gpt2, "evaluate_val_loss", scripted):
         killed_at(step, checkpoint, args)
 
 

@@ -40,6 +40,7 @@ from harness import (
     read_log,
     run,
     signalled,
+    signalled_in,
     steps_of,
     tiny_flags,
     tiny_model,
@@ -344,26 +345,13 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
         assert_same_tensors(slow["optimizer"], fast["optimizer"])
 
 
-def signal_in_an_evaluation(name, number, rank, args):
-    """This rank receives SIGTERM when its evaluation of that number begins."""
-    calls = itertools.count(1)
-
-    def evaluate(*args, **options):
-        if next(calls) == number and os.environ.get("RANK", "0") == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return whole_evaluate(*args, **options)
-
-    with patched(train_gpt2, name, evaluate) as whole_evaluate:
-        train_gpt2.main(args)
-
-
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
 def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_it_is_done(
     name, stream, data, tmp_path
 ):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
-    said = run(signal_in_an_evaluation, name, 2, "1", args, ranks=2)
+    said = run(signalled_in, name, 2, 1, args, ranks=2)
     assert "Stopping after this evaluation.\n" in said[1] and "Stopped after 4 steps" in said[0]
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 in read_log(tmp_path / "out", stream)
     train(data, tmp_path / "out", batch_size=2, **options)
@@ -376,7 +364,7 @@ def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_doe
 ):
     out = tmp_path / "out"
     args = tiny_flags(folder, out, **OPTIONS)
-    [said] = run(signal_in_an_evaluation, "evaluate_val_loss", 7, "0", args)
+    [said] = run(signalled_in, "evaluate_val_loss", 7, 0, args)
     assert "Stopped after 12 steps" in said and not (out / "hf").exists()
     run(train_gpt2.main, args)
     assert_same_run(out, straight)
