@@ -11,9 +11,8 @@ import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.logs import read_starts
-from plumbing.system import autofit, devices, limits
+from plumbing.system import devices, limits
 from plumbing.system.devices import has_float8
-from plumbing.system.distributed import World
 from torch.nn import functional as F
 
 from harness import losses, patched, read_log, refused, run, tiny_flags, tiny_model, train
@@ -142,18 +141,6 @@ def test_what_one_rank_cannot_do_all_give_up(data, tmp_path):
     assert np.allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), atol=2e-5, rtol=0)
 
 
-def test_the_screens_part_of_a_gpu_is_left_alone_on_windows(monkeypatch):
-    """There a full GPU is no error but slow. Others have 4 of its 10 GiB, this process 1, and 5 are free: 6 are its."""
-    parts = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", parts.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * 2**30, 10 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
-    for platform in ("linux", "win32"):
-        monkeypatch.setattr(autofit.sys, "platform", platform)
-        autofit.prepare_gpu(128, World(device=torch.device("cuda")))
-    assert parts == pytest.approx([0.95, 0.95 * 0.6])
-
-
 @pytest.mark.gpt2
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_what_a_sequence_keeps_is_counted(recomputes, data, tmp_path):
@@ -196,13 +183,6 @@ def test_a_batch_that_cannot_fit_is_not_tried(data, tmp_path, monkeypatch):
         assert f"B {B} *" in said and "Out of memory" not in said, (sequences, ranks, options)
 
 
-def make_system(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{text}\n", encoding="ascii")
-    return root
-
-
 GROUPS, JOB = "sys/fs/cgroup", "system.slice/job_1/step_0"
 OLD = {
     "proc/self/cgroup": f"3:cpu,cpuacct:/{JOB}\n4:memory:/{JOB}\n1:name=x:/",
@@ -241,10 +221,12 @@ def test_memory_and_cores_are_what_the_control_groups_of_the_process_leave(name,
     files, memory, cores = SYSTEMS[name]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(192), raising=False)
     meminfo = {"proc/meminfo": "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB"}
-    system = make_system(tmp_path, meminfo | files)
-    assert (devices.free_memory(torch.device("cpu"), system), limits.num_cores(system)) == (memory, cores)
+    for path, text in (meminfo | files).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n", encoding="ascii")
+    assert (devices.free_memory(torch.device("cpu"), tmp_path), limits.num_cores(tmp_path)) == (memory, cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
-    assert limits.num_cores(system) == 1
+    assert limits.num_cores(tmp_path) == 1
 
 
 def test_torch_has_no_more_threads_than_the_quota_has_cores(monkeypatch):
@@ -269,17 +251,6 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
     for name, device in (("cuda", "cuda"), ("gpu", "cuda"), ("gpu:1", "cuda:1")):
         with pytest.raises(UserError, match=f"PyTorch .* finds no device '{device}'.* requirements.txt"):
             devices.choose_device(name)
-
-
-@pytest.mark.parametrize("built, capability, runs", [("compute_90", (12, 0), True), ("sm_80 sm_120", (10, 0), False)])
-def test_a_gpu_for_which_torch_has_no_kernels_is_refused(built, capability, runs, monkeypatch):
-    """What the simulated GPU does not show: code that is compiled for a later GPU, and none for one between two."""
-    found = dict(is_available=True, device_count=1, get_arch_list=built.split(), get_device_name="Tesla X")
-    for name, value in (found | dict(get_device_capability=capability)).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
-    refusal = pytest.raises(UserError, match=f"for this machine's Tesla X.*sm_{capability[0]}.* requirements.txt")
-    with contextlib.nullcontext() if runs else refusal:
-        assert devices.choose_device("auto") == "cuda"
 
 
 def test_amds_float8_is_another_format(monkeypatch):

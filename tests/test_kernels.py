@@ -8,31 +8,10 @@ import torch.nn.functional as F
 from plumbing.cli.console import UserError, is_out_of_memory
 from plumbing.system import kernels
 from plumbing.system.devices import has_float8, peak_flops
-from plumbing.system.kernels import LinearCrossEntropy, losses_and_gradient
 
 float8_only = pytest.mark.skipif(
     not has_float8(torch.device("cpu")), reason="this processor does not multiply float8 matrices"
 )
-
-
-def test_losses_are_those_of_float64_and_a_float8_gradient_keeps_two_bits_of_mantissa():
-    """Logits of very different sizes, the last 47 those of padding ids, which no target has; one target is ignored."""
-    V = 16432
-    logits = torch.randn(6, V) * torch.logspace(-1, 1.5, 6)[:, None] + torch.randn(6, 1) * 20
-    logits, targets = logits.bfloat16(), torch.randint(V - 47, (6,))
-    targets[:4] = torch.tensor([0, V - 48, -100, 7])
-    logits64 = logits.double().requires_grad_()
-    expected = F.cross_entropy(logits64, targets, reduction="none", ignore_index=-100)
-    expected_gradient = torch.autograd.grad(expected.sum(), logits64)[0]
-    losses, gradient = losses_and_gradient(logits, targets, -100)
-    # float32: the sum of V exponentials is off by at most V roundings of 2**-24 each
-    torch.testing.assert_close(losses.double(), expected.detach(), rtol=2**-23, atol=V * 2**-24)
-    # e5m2 rounds to 3 bits, so by at most 1/8; the smallest number is 2**-16, here divided by 2**15
-    assert gradient.dtype == torch.float8_e5m2
-    scaled = gradient.double() / kernels.GRADIENT_SCALE
-    torch.testing.assert_close(scaled, expected_gradient, rtol=1 / 8 + V * 2**-24, atol=2**-31)
-    assert losses[2] == 0 and not gradient[2].float().any(), "the target that is ignored"
-    assert (scaled[0, -47:] > 0).all(), "padding ids belong to the softmax, as in F.cross_entropy"
 
 
 @float8_only
@@ -44,7 +23,7 @@ def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_i
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.cross_entropy(x64 @ weight64.T, targets, reduction="sum")
     (expected * share).backward()
-    loss = LinearCrossEntropy.apply(x.requires_grad_(), weight.requires_grad_(), targets, -100)
+    loss = kernels.cross_entropy_in_float8(x.requires_grad_(), weight.requires_grad_(), targets, -100)
     (loss * share).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=0.01)
     # roundings are off by at most 1/16 in e4m3 and 1/8 in e5m2; uniform between, a product's mean square is a third
@@ -78,32 +57,8 @@ def test_the_loss_on_a_cpu_is_pytorchs_whatever_the_chunks(dtype, chunk, monkeyp
     assert leaf.grad.dtype == dtype and not leaf.grad[2].any() and not leaf.grad[4].any()
 
 
-def loss_of(x, weight, targets, float8=False):
-    if float8:
-        return kernels.cross_entropy_in_float8(loss_sum(weight), x, weight, targets, -100)
-    return kernels.in_chunks(plain_loss, F.linear(x, weight), targets)
-
-
-def loss_sum(weight, loss=plain_loss):
-    return lambda x, targets: (None, loss(F.linear(x, weight), targets))
-
-
-@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=float8_only)])
-def test_the_compiler_gets_the_loss_in_one_graph(float8):
-    """In training, and in validation, where no gradient is wanted: the numbers are those without the compiler."""
-    compiled = torch.compile(loss_of, backend="aot_eager", dynamic=False, fullgraph=True)
-    x, weight, targets = torch.randn(16, 32).requires_grad_(), torch.randn(48, 32), torch.randint(48, (16,))
-    expected, loss = loss_of(x, weight, targets, float8), compiled(x, weight, targets, float8)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss / 7, x), torch.autograd.grad(expected / 7, x))
-    assert (loss != loss_of(x, weight, targets)) == float8
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x, weight, targets, float8), expected)
-
-
 TEMPERATURE = torch.ones(1, requires_grad=True)
 LOSSES = {  # as people change it
-    "label smoothing": functools.partial(plain_loss, label_smoothing=0.1),
     "a z-loss": lambda logits, targets: plain_loss(logits, targets) + 1e-2 * logits.logsumexp(1).square().sum(),
     "a temperature that is trained": lambda logits, targets: plain_loss(logits * TEMPERATURE * 1.1, targets),
 }
@@ -132,24 +87,6 @@ def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
     mask = torch.full((8, 8), -torch.inf, dtype=torch.bfloat16).triu(1)
     expected = kernels.attention(q, k, v, is_causal=True)
     torch.testing.assert_close(kernels.attention(q, k, v, attn_mask=mask), expected)
-
-
-def test_a_cache_gives_back_what_each_layer_has_appended_and_repeats_its_rows():
-    """Two layers with one tensor and two, of other sizes; five tokens in portions of three, one and one."""
-    wholes = {0: [torch.randn(2, 5, 4)], 1: [torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 6)]}
-    cache = kernels.KVCache(7)
-    for start, end in ((0, 3), (3, 4), (4, 5)):
-        for layer, tensors in wholes.items():
-            so_far = cache.append(layer, *(x[..., start:end, :] for x in tensors))
-            assert all(torch.equal(found, x[..., :end, :]) for found, x in zip(so_far, tensors, strict=True))
-        cache.advance(end - start)
-        assert cache.length == end
-    cache.state[1]["last"] = torch.tensor([[1.0], [2.0]])
-    cache.repeat(2)
-    more = torch.randn(4, 2, 4)
-    expected = torch.cat([wholes[0][0][[0, 0, 1, 1]], more], 1)
-    assert torch.equal(cache.append(0, more)[0], expected)
-    assert cache.state[1]["last"].flatten().tolist() == [1, 1, 2, 2]
 
 
 def test_out_of_memory_is_known_in_whatever_it_is_wrapped():

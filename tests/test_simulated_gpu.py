@@ -11,13 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hellaswag
 import numpy as np
 import pytest
 import torch
 import train_gpt2
 from plumbing.run.checkpoint import list_checkpoints, load_checkpoint
-from plumbing.system import autofit, distributed
 from plumbing.system.devices import has_float8
 from torch.nn import functional as F
 
@@ -31,7 +29,6 @@ from harness import (
     read_log,
     signalled,
     tiny_flags,
-    tiny_model,
     train,
 )
 from simulated_gpu import gpu as simulated
@@ -139,31 +136,6 @@ def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
         assert np.allclose(losses(tmp_path / f"{B}"), losses(tmp_path / "8"), atol=1e-5, rtol=0)
 
 
-def print_the_memory_of_a_trial(ranks):
-    """The bytes per weight at the peak of a trial's step, which the other ranks, if there are any, have no part in."""
-    if ranks > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    world = distributed.World(0, ranks, torch.device("cuda:0"))
-    config = train_gpt2.TrainConfig(dtype="float32", n_embd=768, vocab_size=512, sequence_length=16)
-    with torch.device("cuda"):
-        model = train_gpt2.GPT(config.model_config)
-    trial = autofit.Trial(model, train_gpt2.wrap, train_gpt2.autocast, 257, config, world)
-    autofit.try_step(trial, train_gpt2.wrap(model, False, world), B=1, micro_steps=2)
-    print("\nbytes", torch.ops.card.peak() / sum(p.numel() for p in model.parameters()))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_trial_takes_the_memory_of_a_step(gpu, ranks):
-    """16 bytes per weight: itself, its gradient, in DDP a bucket's part, and Adam's two moments, all of 4 bytes.
-
-    A sequence's activations and the gradient of one matrix, which is added to an earlier one, take less than one more.
-    """
-    status, said = gpu(print_the_memory_of_a_trial, ranks)
-    assert status == 0 and 16 <= float(said.rpartition("bytes ")[2]) < 17, said
-
-
 STAGES = {  # where, and in which call of the process
     "validation": ("train_gpt2", "evaluate_val_loss", 2),
     "HellaSwag": ("train_gpt2", "evaluate_hellaswag", 1),
@@ -228,32 +200,6 @@ def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_p
     found = json.loads(said.splitlines()[-1])
     assert found["step"] == [1] * 4
     assert len(found["loader"]) >= 8 and not any(found["loader"])
-
-
-def print_waits_in_hellaswag():
-    """How often the host waits in each batch of HellaSwag, and in all."""
-    found = []
-
-    def noting(*args):
-        before = torch.ops.card.waits()
-        result = score_batch(*args)
-        found.append(torch.ops.card.waits() - before)
-        return result
-
-    model, rng = tiny_model(block_size=64).to("cuda"), np.random.default_rng(0)
-    texts = [[rng.integers(257, size=rng.integers(1, most)).tolist() for most in (50, 9, 9, 9, 9)] for _ in range(40)]
-    examples = [hellaswag.Rendered(context, endings, 0, [1] * 4) for context, *endings in texts]
-    began = torch.ops.card.waits()
-    with patched(hellaswag, "score_batch", noting) as score_batch:
-        hellaswag.evaluate(model, examples, 257, at_most=1000)
-    print(json.dumps([found, torch.ops.card.waits() - began]))
-
-
-def test_in_hellaswag_the_host_waits_only_for_the_results(gpu):
-    """It prepares a batch while the GPU works on those before it."""
-    _, said = gpu(print_waits_in_hellaswag)
-    batches, waits = json.loads(said.splitlines()[-1])
-    assert len(batches) > 5 and not any(batches) and waits == len(batches), said
 
 
 # ----- Decisions ----------------------------------------------------------------------------------------
