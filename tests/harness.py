@@ -51,6 +51,7 @@ from plumbing.data import tokenizers
 from plumbing.run import run as run_folder
 from plumbing.run import source_code
 from plumbing.run.checkpoint import list_checkpoints, newest_checkpoint
+from plumbing.system import devices
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._pytree import tree_flatten
@@ -66,8 +67,9 @@ TINY |= dict(val_every=4, val_tokens=512, hellaswag_every=0, sample_every=0, che
 LETTERS = b"abcdefghijklmnop"  # what the tiny shards are made of
 
 
-# what Windows and macOS may lack
+# what Windows, macOS and a processor may lack
 ON_THIS_SYSTEM = {
+    "float8": devices.has_float8(torch.device("cpu")),
     "SIGKILL": hasattr(signal, "SIGKILL"),
     "SIGHUP": hasattr(signal, "SIGHUP"),
     "mkfifo": hasattr(os, "mkfifo"),
@@ -433,21 +435,33 @@ def wait_for_checkpoint(out_dir, step):
     return wait
 
 
+@contextlib.contextmanager
+def at_steps(before=lambda step, parts: None, after=lambda step, parts, done: None):
+    """Inside the `with`, call these before and after each step of a run in this process."""
+
+    def step_between(step, parts, signals):
+        before(step, parts)
+        done = train_step(step, parts, signals)
+        after(step, parts, done)
+        return done
+
+    with patched(sys.modules["train_gpt2"], "train_step", step_between) as train_step:
+        yield
+
+
 def signalled(step, name, times, rank, args):
     """Train, and on `rank` send this process a signal in the middle of a step."""
 
-    def step_and_signal(now, parts, signals):
+    def send(now, parts):
         if now == step and os.environ.get("RANK", "0") == str(rank):
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
-        return train_step(now, parts, signals)
 
     sys.argv = ["train_gpt2.py", *args]
     # a suite under nohup ignores SIGHUP, and what it starts does
     signal.signal(getattr(signal, name), signal.SIG_DFL)
-    trainer = sys.modules["train_gpt2"]  # or a changed one in its place
-    with patched(trainer, "train_step", step_and_signal) as train_step:
-        return trainer.main(args)
+    with at_steps(send):
+        return sys.modules["train_gpt2"].main(args)
 
 
 def signalled_in(name, number, rank, args):

@@ -12,7 +12,20 @@ import pytest
 import train_gpt2
 from plumbing.files import lock_folder
 
-from harness import KILLED, killed_at, listing, make_shards, needs, patched, read_log, refused, run, tiny_flags, train
+from harness import (
+    KILLED,
+    at_steps,
+    killed_at,
+    listing,
+    make_shards,
+    needs,
+    patched,
+    read_log,
+    refused,
+    run,
+    tiny_flags,
+    train,
+)
 
 OPTIONS = dict(max_steps=6, checkpoint_every=2, keep_checkpoints=3, val_every=3)
 
@@ -63,13 +76,12 @@ def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder):
     others = shutil.copytree(folder / "straight", folder / "others")
     before = listing(others)
 
-    def step_and_replace(*args, **options):
+    def replace(step, parts):
         if not (folder / "run").is_symlink():
             (folder / "run").rename(folder / "moved")
             (folder / "run").symlink_to(others)
-        return train_step(*args, **options)
 
-    with patched(train_gpt2, "train_step", step_and_replace) as train_step:
+    with at_steps(replace):
         assert "has been moved or replaced" in refused_resume(folder)
     assert listing(others) == before
 

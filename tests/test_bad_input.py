@@ -35,9 +35,6 @@ from harness import (
 )
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-needs_float8 = pytest.mark.skipif(
-    not devices.has_float8(torch.device("cpu")), reason="no float8 matrices on this processor"
-)
 OPTIONS = dict(max_steps=4, val_every=2, checkpoint_every=2)
 
 
@@ -77,7 +74,7 @@ def error_of_run(folder, **changes):
         ),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
-        pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs_float8),
+        pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs("float8")),
         (dict(vocab_size=200), ["room for 200 token ids", "to 257 or more"]),
         (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),

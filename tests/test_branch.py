@@ -20,6 +20,7 @@ from harness import (
     KILLED,
     assert_same_run,
     assert_same_tensors,
+    at_steps,
     die_at,
     flags,
     killed_at,
@@ -268,12 +269,10 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, reques
     parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
     steps, before = [], listing(parent)
 
-    def watched_step(step, parts, signals):
-        done = train_step(step, parts, signals)
+    def note(step, parts, done):
         steps.append((step, done.tokens, parts.config, groups_of(parts.optimizers)))
-        return done
 
-    with patched(train_gpt2, "train_step", watched_step) as train_step:
+    with at_steps(after=note):
         options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
         train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
     assert listing(parent) == before

@@ -15,11 +15,7 @@ from plumbing.system import devices, limits
 from plumbing.system.devices import has_float8
 from torch.nn import functional as F
 
-from harness import losses, patched, read_log, refused, run, tiny_flags, tiny_model, train
-
-needs_float8 = pytest.mark.skipif(
-    not has_float8(torch.device("cpu")), reason="this processor does not multiply float8 matrices"
-)
+from harness import losses, needs, patched, read_log, refused, run, tiny_flags, tiny_model, train
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +25,7 @@ def full(folder):
     return losses(folder.parent / "full")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("fp8", marks=needs_float8)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("fp8", marks=needs("float8"))])
 def test_half_precision_trains_and_keeps_float32_weights(dtype, folder, full, tmp_path):
     train(folder, tmp_path / "half", dtype=dtype, max_steps=24, max_lr=1e-2, val_every=0)
     half = losses(tmp_path / "half")
@@ -52,7 +48,7 @@ def test_the_residual_stream_is_in_bfloat16_or_float32(dtype, expected):
     assert seen == [expected]
 
 
-@needs_float8
+@needs("float8")
 def test_only_training_computes_the_logits_in_8_bits():
     model, idx = tiny_model(), torch.randint(320, (2, 16))
     logits = model(idx)[0]

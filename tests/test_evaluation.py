@@ -18,6 +18,7 @@ from train_gpt2 import IGNORE_INDEX
 
 from harness import (
     TINY,
+    at_steps,
     examples_file,
     flags,
     listing,
@@ -25,7 +26,6 @@ from harness import (
     losses,
     make_shards,
     parrot_model,
-    patched,
     printed_commands,
     read_log,
     refusal_of,
@@ -163,16 +163,11 @@ def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, monkeypatch)
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
     """The losses bit for bit; and dropout would be on in every step."""
 
-    def step(number, parts, signals):
-        seen.append(parts.model.training)
-        return train_step(number, parts, signals)
-
-    seen = []
-    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
+    seen, hellaswag_data = [], examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
     off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
     on = dict(val_every=1, sample_every=2, hellaswag_every=5, hellaswag_data=hellaswag_data, checkpoint_every=3)
     train(data, tmp_path / "off", **off)
-    with patched(train_gpt2, "train_step", step) as train_step:
+    with at_steps(lambda step, parts: seen.append(parts.model.training)):
         train(data, tmp_path / "on", **on)
     assert seen == [True] * 12 and read_log(tmp_path / "off") == read_log(tmp_path / "on")
     assert sorted(read_log(tmp_path / "on", "hella")) == [0, 5, 10, 12]  # the last update is evaluated too

@@ -7,14 +7,12 @@ import torch
 import torch.nn.functional as F
 from plumbing.cli.console import UserError, is_out_of_memory
 from plumbing.system import kernels
-from plumbing.system.devices import has_float8, peak_flops
+from plumbing.system.devices import peak_flops
 
-float8_only = pytest.mark.skipif(
-    not has_float8(torch.device("cpu")), reason="this processor does not multiply float8 matrices"
-)
+from harness import needs
 
 
-@float8_only
+@needs("float8")
 @pytest.mark.parametrize("share, size", [(2.0**-40, 1e-9), (1 / 4096, 1.0), (2.0**10, 1e9)])
 def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_in_the_step(share, size):
     """The loss is a `share` of a larger one, as in gradient accumulation; not even float8's gradient goes under."""

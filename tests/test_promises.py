@@ -13,6 +13,7 @@ from plumbing.run.checkpoint import load_checkpoint
 
 from harness import (
     assert_same_run,
+    at_steps,
     patched,
     printed_commands,
     read_log,
@@ -67,11 +68,7 @@ def test_from_python_the_command_is_that_of_what_was_passed(data, tmp_path, monk
     monkeypatch.setattr("sys.argv", ["a_notebook.py", "--its-own", "7"])
     args = tiny_flags(data, tmp_path / "out", sample_prompt="It's")
 
-    def stop(step, *rest):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(step, *rest)
-
-    with patched(train_gpt2, "train_step", stop) as train_step:
+    with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGTERM)):
         said = train(data, tmp_path / "out", sample_prompt="It's")
     command = ["python", os.path.relpath(train_gpt2.__file__), *args]
     assert printed_commands(said) == [command]

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import losses, make_shards, patched, run, tiny_flags, tiny_model, train, windows
+from harness import at_steps, losses, make_shards, patched, run, tiny_flags, tiny_model, train, windows
 
 
 def plain_loop(hf_directory, folder, masks):
@@ -96,12 +96,10 @@ def train_and_report(args):
     """Train, and print a digest of this rank's weights after each step, and how often gradients were reduced."""
     digests, reductions, seeds = [], [], []
 
-    def step_and_digest(step, parts, signals):
-        result = train_step(step, parts, signals)
+    def digest(step, parts, done):
         flat = torch.cat([p.detach().flatten() for p in [*parts.model.parameters(), *parts.model.buffers()]])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         seeds.append(torch.initial_seed())
-        return result
 
     def counting_ddp(*args, **options):
         model = DDP(*args, **options)
@@ -113,12 +111,9 @@ def train_and_report(args):
         model.register_comm_hook(None, reduce)
         return model
 
-    with patched(train_gpt2, "train_step", step_and_digest) as train_step:
-        with patched(train_gpt2, "DDP", counting_ddp) as DDP:
-            try:
-                train_gpt2.main(args)
-            finally:
-                print(json.dumps({"weights": digests, "reductions": len(reductions), "seeds": seeds}), flush=True)
+    with at_steps(after=digest), patched(train_gpt2, "DDP", counting_ddp) as DDP:
+        train_gpt2.main(args)
+    print(json.dumps({"weights": digests, "reductions": len(reductions), "seeds": seeds}), flush=True)
 
 
 def check_ranks_agree(said, steps):

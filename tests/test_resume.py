@@ -28,6 +28,7 @@ from harness import (
     KILLED,
     assert_same_run,
     assert_same_tensors,
+    at_steps,
     die_at,
     examples_file,
     forked_torchrun,
@@ -113,19 +114,16 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
-def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
+@pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2)])
+def test_a_damaged_checkpoint_is_skipped_with_a_word_and_what_a_killed_process_leaves_is_swept_away(
+    damage, keep_checkpoints, folder, straight, stopped
+):
+    """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
     with open(stopped / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 tra")
     (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / ".hf.part").mkdir()
     (stopped / ".hf.part" / "config.json").write_text("{", encoding="utf-8")
-    train(folder, stopped, **OPTIONS)
-    assert_same_run(stopped, straight)
-
-
-@pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2)])
-def test_a_damaged_checkpoint_is_skipped_with_a_word(damage, keep_checkpoints, folder, straight, stopped):
-    """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
     path = stopped / "model_00008.pt"
     content = bytearray(path.read_bytes())
     half = len(content) // 2
@@ -268,12 +266,11 @@ def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder,
 
 
 def train_killed_once(args):
-    def step(*args):
-        if args[0] == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    def kill(step, parts):
+        if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (6, "1", "0"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(*args)
 
-    with patched(train_gpt2, "train_step", step) as train_step:
+    with at_steps(kill):
         train_gpt2.main(args)
 
 
@@ -376,13 +373,11 @@ def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_doe
 def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, tmp_path):
     """The last update spoils the weights, which no later step shows."""
 
-    def step(number, parts, signals):
-        done = train_step(number, parts, signals)
-        if number == 11:
+    def spoil(step, parts, done):
+        if step == 11:
             torch.nn.init.constant_(parts.raw_model.lm_head.weight, torch.nan)
-        return done
 
-    with patched(train_gpt2, "train_step", step) as train_step:
+    with at_steps(after=spoil):
         train(folder, tmp_path / "out", keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
     assert steps_of(tmp_path / "out") == [8, 12]
     assert all(

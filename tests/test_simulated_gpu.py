@@ -16,10 +16,10 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.run.checkpoint import list_checkpoints, load_checkpoint
-from plumbing.system.devices import has_float8
 from torch.nn import functional as F
 
 from harness import (
+    ON_THIS_SYSTEM,
     assert_same_run,
     error_in,
     examples_file,
@@ -82,8 +82,8 @@ RUNS = {  # cards, what torch was built for, flags, and what the summary says
 def test_a_run_with_everything(gpu, name, folder, tmp_path):
     """In float32 it computes what the CPU computes. Its checkpoints are whole: copies to the host have ended."""
     cards, build, changes, words = RUNS[name]
-    if name == "fp8" and not has_float8(torch.device("cpu")):
-        pytest.skip("this processor does not multiply float8 matrices")
+    if name == "fp8" and not ON_THIS_SYSTEM["float8"]:
+        pytest.skip("needs float8")
     out_dir = tmp_path / "out"
     status, said = gpu(train_gpt2.main, all_flags(folder, out_dir, max_steps=6, **changes), cards=cards, build=build)
     assert status == 0 and words in said and "warning" not in said.lower(), said
