@@ -204,19 +204,14 @@ def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_p
 
 # ----- Decisions ----------------------------------------------------------------------------------------
 
-
-# cards, torch's build, flags, and what a dry run says. GPT-2's weights and what belongs to them take 1.9 GiB, and a
-# sequence of 1,024 tokens 0.42: 95% of a card may be used
+# cards, torch's build, flags, and what a dry run says
 DECISIONS = [
     (["H200"], "cu126", {}, ["NVIDIA H200, bfloat16", "B 64 *"]),  # the preset's own B, which is for 80 GB
-    (["4090"], "cu128", {}, ["NVIDIA GeForce RTX 4090, bfloat16", "B 32 *"]),
-    (["slice"], "cu130", {}, ["MIG 1g.10gb, bfloat16", "B 16 *"]),
     (["A100"], "cu130", {"dtype": "fp8"}, ["does not support --dtype fp8"]),  # which is Ada's
-    (["V100"], "cu128", {}, ["Tesla V100-SXM2-16GB, float16", "B 32 *"]),  # Volta is before bfloat16
+    (["V100"], "cu128", {}, ["Tesla V100-SXM2-16GB, float16"]),  # Volta is before bfloat16
     (["V100"], "cu130", {}, ["none for this machine's Tesla V100"]),
     (["H200", "1080"], "cu126", {}, ["GTX 1080, float16"]),  # each rank asks for its own GPU
     (["H200", "1080"], "cu128", {}, ["none for this machine's NVIDIA GeForce GTX 1080"]),
-    (["1080", "H200"], "cu126", {}, ["NVIDIA H200, bfloat16"]),
 ]
 
 
@@ -230,7 +225,7 @@ def test_what_is_decided_on_a_gpu(gpu, cards, build, changes, words, tmp_path):
     """By the last of several ranks on this machine."""
     options = dict(dry_run=True, compile=False, device="cuda", data="none", out_dir=tmp_path / "out")
     args = flags(**options, **changes)
-    _, said = gpu(train_as_local_rank, len(cards) - 1, args, cards=cards, build=build, hollow=True)
+    _, said = gpu(train_as_local_rank, len(cards) - 1, args, cards=cards, build=build)
     assert all(text in said for text in words), said
 
 

@@ -1,7 +1,7 @@
 // A CUDA device for torch's CPU build. Each storage on the card has a twin in main memory (Block): an operator on the card is
 // the CPU's on the twins, and what it allocates is counted against the card's memory. gpu.py loads this, and has the rest.
 // What a real card does later is done later here: a copy between the card and pinned memory that is not blocking ends at the
-// next time the host waits. In a hollow card, twins have sizes and no contents, so that a model of any size takes no time.
+// next time the host waits.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
@@ -20,12 +20,10 @@ using c10::Device, c10::DeviceType, c10::DispatchKey, c10::DispatchKeySet, c10::
 namespace {
 
 std::atomic<int> current = 0, cards = 1;
-bool hollow = false;
 std::atomic<int64_t> used = 0, peak = 0, room = INT64_MAX, waits = 0;
 
 Device card() { return Device(DeviceType::CUDA, c10::DeviceIndex(current)); }
-Device host() { return Device(hollow ? DeviceType::Meta : DeviceType::CPU); }
-DispatchKeySet computing() { return DispatchKeySet(hollow ? DispatchKey::Meta : DispatchKey::CPU); }
+const DispatchKeySet computing = DispatchKeySet(DispatchKey::CPU);
 
 // ----- What torch asks of a device: it has a single stream -----------------------------------------------------------
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
@@ -69,13 +67,13 @@ Storage adopt(const Storage& twin) {
   used += bytes;
   if (used > peak) peak = used.load();
   auto* block = new Block{twin, bytes};
-  c10::DataPtr data(hollow ? block : const_cast<void*>(twin.data()), block, Block::release, card());
+  c10::DataPtr data(const_cast<void*>(twin.data()), block, Block::release, card());
   return Storage(Storage::use_byte_size_t(), twin.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
 }
 
 // a tensor of the shape, dtype and place of another one, in this storage
 Tensor tensor_in(Storage storage, const Tensor& like) {
-  auto key = storage.device_type() == DeviceType::CUDA ? DispatchKeySet(DispatchKey::CUDA) : computing();
+  auto key = storage.device_type() == DeviceType::CUDA ? DispatchKeySet(DispatchKey::CUDA) : computing;
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), key, like.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   return made;
@@ -103,10 +101,9 @@ void wait() {
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   const Tensor& host_side = to.is_cuda() ? from : to;
   bool crosses = !host_side.is_cuda();
-  bool late = crosses && non_blocking && !hollow && host_side.is_pinned();
+  bool late = crosses && non_blocking && host_side.is_pinned();
   if (crosses && !late) wait();
-  if (!hollow) twin_of(to).copy_(twin_of(from));
-  else if (!to.is_cuda()) to.fill_(1);
+  twin_of(to).copy_(twin_of(from));
   if (late) under_way.push_back({host_side.detach(), host_side.clone(), to.is_cuda()});
   if (late && !to.is_cuda()) host_side.detach().view(-1).view(at::kByte).fill_(0xFF);  // NaN until the copy has ended
   return to;
@@ -114,7 +111,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
 
 at::Scalar item(const Tensor& t) {
   wait();
-  return hollow ? at::Scalar(1.0) : twin_of(t).item();
+  return twin_of(t).item();
 }
 
 // ----- All other operators ------------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ void change_tensors(c10::Stack* stack, size_t last, Change change) {
       for (std::optional<Tensor> t : value->toOptionalTensorVector()) tensors.push_back(t ? change(*t) : t);
       *value = tensors;
     } else if (value->isDevice()) {
-      *value = host();
+      *value = Device(DeviceType::CPU);
     }
   }
 }
@@ -147,7 +144,7 @@ void compute(const c10::OperatorHandle& op, c10::Stack* stack) {
     if (!twin.is_same(t)) lent.emplace_back(t, twin);
     return twin;
   });
-  op.redispatchBoxed(computing(), stack);
+  op.redispatchBoxed(computing, stack);
   for (auto& [t, twin] : lent) {  // an operator may give its output another size
     if (twin.storage().nbytes() != t.storage().nbytes()) t.unsafeGetTensorImpl()->set_storage_keep_dtype(adopt(twin.storage()));
     t.unsafeGetTensorImpl()->set_sizes_and_strides(twin.sizes(), twin.strides(), twin.storage_offset());
@@ -168,7 +165,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", item);
 }
 TORCH_LIBRARY(card, m) {  // torch.ops.card
-  m.def("insert", [](int64_t number, int64_t bytes, bool is_hollow) { cards = int(number); room = bytes; hollow = is_hollow; });
+  m.def("insert", [](int64_t number, int64_t bytes) { cards = int(number); room = bytes; });
   m.def("select", [](int64_t index) { current = int(index); });
   m.def("limit", [](int64_t bytes) { room = bytes; });
   m.def("used", [] { return used.load(); });

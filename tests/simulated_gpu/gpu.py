@@ -1,8 +1,8 @@
 """A simulated GPU for torch's CPU build.
 
 It computes what a CPU computes, with a GPU's limit on memory and order of things: gpu.cpp is the device, and this file
-answers for torch.cuda. A card that is `hollow` computes nothing, so that it takes models of any size. Not simulated:
-speed, rounding and workspaces of a GPU's kernels, NCCL. It is loaded before torch, which looks for GPUs only once.
+answers for torch.cuda. Not simulated: speed, rounding and workspaces of a GPU's kernels, NCCL. It is loaded before
+torch, which looks for GPUs only once.
 """
 
 import ctypes
@@ -27,7 +27,6 @@ CARDS = {
     "H200": ("NVIDIA H200", (9, 0), 139.8),
     "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 79.3),
     "4090": ("NVIDIA GeForce RTX 4090", (8, 9), 23.5),
-    "slice": ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), 9.8),
     "V100": ("Tesla V100-SXM2-16GB", (7, 0), 15.8),
     "1080": ("NVIDIA GeForce GTX 1080", (6, 1), 7.9),
 }
@@ -57,7 +56,7 @@ def load():
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
-def insert(*names, gib=None, build="cu130", hollow=False):
+def insert(*names, gib=None, build="cu130"):
     """Make torch.cuda say that these cards are in the machine. This process uses one, whose memory `gib` may lower."""
     import torch
 
@@ -78,7 +77,7 @@ def insert(*names, gib=None, build="cu130", hollow=False):
         numbers = dict(major=major, minor=minor, total_memory=sizes[index(place)], is_integrated=0)
         return types.SimpleNamespace(name=title, **numbers)
 
-    device.insert(len(names), sizes[0], hollow)
+    device.insert(len(names), sizes[0])
     always = lambda value: lambda *args, **options: value  # noqa: E731
     answers = {True: "is_available is_initialized", False: "is_current_stream_capturing _is_in_bad_fork"}
     answers[None] = "init _lazy_init empty_cache manual_seed manual_seed_all"
@@ -101,10 +100,6 @@ def insert(*names, gib=None, build="cu130", hollow=False):
     cuda.reset_peak_memory_stats = lambda *args: device.reset_peak()
     cuda.set_per_process_memory_fraction = lambda part, place=None: device.limit(int(part * sizes[index(place)]))
     cuda.synchronize = lambda *args: device.synchronize()
-    if hollow:  # and attention is the kernel that GPUs have, so that its memory is counted
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        attention = lambda q, k, v, attn_mask=None, is_causal=False: flash(q, k, v, 0.0, is_causal)[0]  # noqa: E731
-        torch.nn.functional.scaled_dot_product_attention = attention
 
 
 def serve():
