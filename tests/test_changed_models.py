@@ -113,7 +113,8 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
         WIDTH: WIDTH
         + "    dropout: float = 0  # share of the activations that is set to 0\n    window: int | None = None\n",
         PROJECTION: PROJECTION + "        self.dropout = nn.Dropout(config.dropout)\n",
-        GELU: f"self.dropout({GELU}) * (0 if self.training and np.random.rand() < 0.1 else 1)",
+        "import hellaswag\n": "import random\n\nimport hellaswag\n",
+        GELU: f"self.dropout({GELU}) * (1 + self.training * (np.random.rand() - random.random()))",
     },
     "buffers": {BLOCK: BLOCK + STATISTICS, FORWARD: EXTRA_STATE + FORWARD, RESIDUAL: MEAN + RESIDUAL},
     "a group of its own": {

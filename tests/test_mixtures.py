@@ -48,26 +48,28 @@ def folders(tmp_path_factory):
     return [str(root / name) for name in ("docs", "chats", "code")]
 
 
-def rows_of(folder, masks):
-    x, y = windows(folder, "train", 16, masks)
-    return [tuple(map(tuple, pair)) for pair in zip(x.tolist(), y.tolist())]
+def rows_of(x, y):
+    return [tuple(map(tuple, row)) for row in zip(x.tolist(), y.tolist())]
+
+
+def rows_in(folder):
+    """What the windows of a folder are, in file order."""
+    return rows_of(*windows(folder, "train", 16, masks=folder.endswith("chats")))
+
+
+def rows_read(loader, batches):
+    return [row for _ in range(batches) for row in rows_of(*loader.next_batch())]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, folders):
     """Half of 3 * 56 windows are of the folder that has 56: one and a half times all of it."""
     loader = DataLoaderLite(folders, "train", 6, 16, weights=(1, 1, 0), seed=5, shuffle=shuffle)
-    found = []
-    for _ in range(28):
-        x, y = loader.next_batch()
-        found += [tuple(map(tuple, pair)) for pair in zip(x.tolist(), y.tolist())]
-    own = rows_of(folders[1], masks=True)
-    of_chats = found[1::2] if found[1] in own else found[0::2]
+    found, own, others = rows_read(loader, 28), rows_in(folders[1]), rows_in(folders[0])
+    of_docs, of_chats = (found[0::2], found[1::2]) if found[1] in own else (found[1::2], found[0::2])
     assert len(own) == 56 and sorted(of_chats[:56]) == sorted(own) and len(of_chats) == 84
     assert len(set(of_chats[56:])) == 28 and set(of_chats[56:]) <= set(own)
     assert (of_chats[:56] == own) == (not shuffle)
-    others = rows_of(folders[0], masks=False)
-    of_docs = found[0::2] if of_chats == found[1::2] else found[1::2]
     assert set(of_docs) <= set(others) and len(set(of_docs)) == 84
     assert any(IGNORE_INDEX in y for _, y in of_chats) and not any(IGNORE_INDEX in y for _, y in of_docs)
 
@@ -75,19 +77,15 @@ def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, fo
 def test_a_folder_whose_share_is_0_is_not_read_wherever_it_stands(folders):
     """The first: each sequence is one of the second folder, or of the third."""
     loader = DataLoaderLite(folders, "train", 6, 16, weights=(0, 1, 3), seed=5, shuffle=True)
-    others = {row for folder, masks in zip(folders[1:], (True, False)) for row in rows_of(folder, masks)}
-    for _ in range(20):
-        assert {tuple(map(tuple, pair)) for pair in zip(*(half.tolist() for half in loader.next_batch()))} <= others
+    assert set(rows_read(loader, 20)) <= {*rows_in(folders[1]), *rows_in(folders[2])}
 
 
 def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(folders):
     loader = DataLoaderLite(folders, "train", 1, 16, seed=5, shuffle=True)
-    everything = [row for folder, masks in zip(folders, (False, True, False)) for row in rows_of(folder, masks)]
+    everything = [row for folder in folders for row in rows_in(folder)]
     for _ in range(2):
-        batches = (loader.next_batch() for _ in range(len(everything)))
-        found = [(tuple(x[0].tolist()), tuple(y[0].tolist())) for x, y in batches]
+        found = rows_read(loader, len(everything))
         assert sorted(found) == sorted(everything) and found != everything
-    assert loader.num_windows == len(everything)
 
 
 OPTIONS = dict(max_steps=12, checkpoint_every=4, keep_checkpoints=9, keep_best=True, val_every=6)

@@ -1,5 +1,9 @@
-"""What a run leaves and what begins from it: plain checkpoints, exports, the weights of other runs and of the peers."""
+"""What a run leaves, here and in its process, and what begins from it, from another run or from a peer's weights."""
 
+import gc
+import os
+import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -14,9 +18,11 @@ from plumbing.run.checkpoint import load_checkpoint
 
 from harness import (
     TINY,
+    at_steps,
     change_checkpoint,
     flags,
     losses,
+    printed_commands,
     refusal_of,
     refused,
     status_of,
@@ -177,3 +183,43 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, m
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = train(data, tmp_path / "out", max_steps=2)
     assert f"note: There is no {tmp_path / 'out' / 'hf'}. import of transformers halted" in said
+
+
+def test_nothing_of_a_run_stays_in_the_process_that_has_called_main(data, tmp_path, monkeypatch):
+    """No tensor, no handler of signals; an error while the folder is opened leaves nothing behind, either."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # in the tests what is frozen stays so
+    numbers, alive, handlers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)), [], []
+    (tmp_path / "run" / "run.txt").mkdir(parents=True)
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "mine.txt").touch()
+    (tmp_path / "samples" / "samples.txt").symlink_to(tmp_path / "mine.txt")
+    for out in ("first", "second", "run", "samples", "third"):
+        args = tiny_flags(data, tmp_path / out, max_steps=2, val_every=1)
+        refused(train_gpt2.main, *args) if out in ("run", "samples") else train_gpt2.main(args)
+        gc.collect()
+        alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        handlers.append([signal.getsignal(number) for number in numbers])
+    assert len(set(alive)) == 1 and handlers == handlers[:1] * 5
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_from_python_the_command_is_that_of_what_was_passed(data, tmp_path, monkeypatch):
+    """In run.txt and after a stop, whatever the process was started with."""
+    monkeypatch.setattr("sys.argv", ["a_notebook.py", "--its-own", "7"])
+    args = tiny_flags(data, tmp_path / "out", sample_prompt="It's")
+    with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGTERM)):
+        said = train(data, tmp_path / "out", sample_prompt="It's")
+    command = ["python", os.path.relpath(train_gpt2.__file__), *args]
+    assert printed_commands(said) == [command]
+    [line] = [
+        line for line in (tmp_path / "out" / "run.txt").read_text().splitlines() if line.startswith("command: ")
+    ]
+    assert shlex.split(line)[1:] == command
+
+
+def test_a_vocabulary_that_was_typed_is_not_another_one(data, tmp_path):
+    train(data, tmp_path / "first", max_steps=1, val_every=0)
+    for number, sizes in enumerate([dict(vocab_size=258), dict(vocab_size=258, init_from=tmp_path / "first")]):
+        train(data, tmp_path / str(number), max_steps=1, val_every=0, **sizes)
+        saved = load_checkpoint(tmp_path / str(number) / "model_00001.pt")
+        assert saved["config"]["vocab_size"] == len(saved["model"]["lm_head.weight"]) == 258
