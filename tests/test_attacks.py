@@ -19,7 +19,6 @@ from harness import (
     listing,
     make_shards,
     needs,
-    patched,
     read_log,
     refused,
     run,
@@ -144,10 +143,9 @@ def test_what_is_no_regular_file_is_one_line(name, folder):
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("refuses", ["mkdir", "rename"])
-def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(refuses, folder):
+def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(refuses, folder, monkeypatch):
     """The folder is a mount point, so that a rename crosses to another disk, or its parent belongs to someone else."""
-    run, outside = folder / "run", folder.resolve() / "run.1"
-
+    run, outside, original = folder / "run", folder.resolve() / "run.1", getattr(Path, refuses)
     moved = []  # the first file can be moved
 
     def refuse_outside(path, *args, **options):
@@ -155,6 +153,6 @@ def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(ref
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         return original(path, *args, **options)
 
-    with patched(Path, refuses, refuse_outside) as original:
-        resume(folder, resume=False)
+    monkeypatch.setattr(Path, refuses, refuse_outside)
+    resume(folder, resume=False)
     assert (run / "old.1" / "log.txt").exists() and (run / "hf").exists() and not (folder / "run.1").exists()

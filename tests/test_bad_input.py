@@ -14,10 +14,8 @@ import pytest
 import tiktoken
 import torch
 import train_gpt2
-from plumbing.cli.console import UserError
 from plumbing.data import sources
 from plumbing.run import run as run_folder
-from plumbing.system import devices
 
 from harness import (
     Touch,
@@ -168,22 +166,6 @@ def test_hellaswag_is_not_there_or_damaged(folder):
     assert "hellaswag_val.jsonl" in line and "network" in line and "--hellaswag-every 0" in line
     (folder / "hellaswag.jsonl").write_text('{"ctx": "a"}\n', encoding="utf-8")
     assert "ine 1" in error_of_run(folder, **options)
-
-
-def test_a_dtype_that_the_device_lacks_is_refused_and_auto_takes_another(monkeypatch):
-    """The GPU that was asked for counts; on a CPU auto is float32 for tiny models, whatever its instructions."""
-
-    def choose(dtype, device, capability, is_wide=True):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", {torch.device(device): capability}.get)
-        return devices.choose_dtype(dtype, torch.device(device), is_wide)
-
-    assert choose("auto", "cuda:3", (7, 5)) == "float16"
-    assert choose("auto", "cuda:0", (8, 0)) == "bfloat16"
-    assert choose("auto", "cpu", None, is_wide=False) == "float32"
-    assert choose("fp8", "cuda", (8, 9)) == "fp8"
-    for dtype, device, capability in [("bfloat16", "cuda", (7, 5)), ("fp8", "cuda", (8, 6)), ("fp8", "mps", None)]:
-        with pytest.raises(UserError, match=f"does not support --dtype {dtype}.* Leave --dtype out"):
-            choose(dtype, device, capability)
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", ""])

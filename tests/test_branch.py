@@ -324,31 +324,27 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "typed, follows",
     [
-        dict(data="other", max_lr=1e-3, val_every=7, max_steps=16),
-        dict(vocab_size=384),
-        dict(block_size=8),  # which its sequences are longer than
-        dict(block_size=64, passes=0.5),  # of 36.6 steps, the first tenth of which is the warm-up
+        (dict(data="other", max_lr=1e-3, val_every=7, max_steps=16), dict(data=("other",))),
+        (dict(vocab_size=384), {}),
+        (dict(block_size=8), dict(sequence_length=8)),
+        # of 36.6 steps, the first tenth of which is the warm-up
+        (dict(block_size=64, passes=0.5), dict(passes=0.0, max_steps=18, warmup_steps=1)),
     ],
 )
 def test_what_is_typed_for_a_run_of_other_settings_is_answered_with_a_command_that_does_all_of_it(
-    changes, folder, parent, tmp_path, monkeypatch
+    typed, follows, parent, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     make_shards("other", seed=1)
     shutil.copytree(parent, "out")
-    line = refused(train_gpt2.main, *flags(out_dir="out", device="cpu", **changes))
+    line = refused(train_gpt2.main, *flags(out_dir="out", device="cpu", **typed))
     words = shlex.split(line.partition("train what you typed ")[2].partition(": ")[2])[2:]
     assert status_of(train_gpt2.main, [*words, *flags(device="cpu", out_dir="new")]) == 0
-    config, expected = newest_checkpoint("new")["config"], newest_checkpoint("out")["config"] | changes
-    config["data"], expected["data"] = " ".join(config["data"]), changes.get("data", str(folder))
-    expected |= dict(passes=0.0, max_steps=18, warmup_steps=1) if "passes" in changes else {}
-    expected |= dict(sequence_length=min(expected["sequence_length"], expected["block_size"]))
-    others = ("out_dir", "branch_from", "init_from")
-    assert {name: config[name] for name in config if name not in others} == {
-        name: expected[name] for name in expected if name not in others
-    }
+    then, now = (newest_checkpoint(folder)["config"] for folder in ("out", "new"))
+    expected = then | typed | follows | {name: now[name] for name in ("out_dir", "branch_from", "init_from")}
+    assert {**now, "data": tuple(now["data"])} == {**expected, "data": tuple(expected["data"])}
 
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best

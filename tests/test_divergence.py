@@ -10,19 +10,7 @@ import pytest
 import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 
-from harness import (
-    at_steps,
-    error_in,
-    losses,
-    make_shards,
-    patched,
-    read_log,
-    refused,
-    run,
-    steps_of,
-    tiny_flags,
-    train,
-)
+from harness import at_steps, error_in, losses, patched, read_log, refused, run, steps_of, tiny_flags, train
 
 
 @contextlib.contextmanager
@@ -100,18 +88,16 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
 
 
 @pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
-def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, tmp_path):
-    folder = make_shards(tmp_path / "data")
-
+def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, data, tmp_path):
     def exchange(step, parts):
         if step == 5:
             # in place: np.save would cut the file to nothing first, under the threads that read ahead
-            np.load(folder / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
+            np.load(data / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
 
     with at_steps(exchange):
-        line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "out"))
-    assert f"The shards in {folder} have changed" in line and steps_of(tmp_path / "out") == [4]
-    line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "out"))
+        line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
+    assert f"The shards in {data} have changed" in line and steps_of(tmp_path / "out") == [4]
+    line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
     assert f"The run in {tmp_path / 'out'} did not begin with" in line and f"{kind} data" in line
 
 
