@@ -71,6 +71,12 @@ TABLES = """        positions = torch.arange(config.block_size)
         self.register_buffer("causal", positions[:, None] >= positions)
 """
 RESIDUAL = "        x = x + self.attn("
+CONVOLUTION = """        last = cache.state[self.attn.layer].get("last") if cache else None
+        last = torch.zeros_like(x[:, :1]) if last is None else last
+        if cache:
+            cache.state[self.attn.layer]["last"] = x[:, -1:]
+        x = x + 0.5 * torch.cat([last, x[:, :-1]], 1)
+"""
 MEAN = """        if self.training:
             self.count += 1
             self.calls += 1
@@ -128,7 +134,8 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
         ADAMW: "Normalized(groups, {'lr': config.max_lr})",
         BLOCKS: "nn.ModuleList([Block(config, 0)] * config.n_layer)",
     },
-    "a soft cap and smoothing": {
+    "a soft cap, smoothing and a convolution": {
+        RESIDUAL: CONVOLUTION + RESIDUAL,
         "return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)",
         'reduction="sum")': 'reduction="sum", label_smoothing=0.1 * self.training)',
     },
@@ -166,7 +173,7 @@ def train_changed(path, args):
 def live(path, folder, data, options):
     """Train, be stopped, continue, branch, fine-tune, sample, score, end: all with the model in the file at `path`."""
     trainer = import_trainer(path)
-    examples = examples_file(folder, ["abc" * n + "d" for n in range(1, 6)])
+    examples = examples_file(folder, ["abc" * n + "d" for n in (1, 2, 7, 12, 13)])
     options = dict(hellaswag_every=4, hellaswag_data=examples, block_size=64, max_steps=8) | options
 
     def train(out, **changes):
