@@ -48,7 +48,6 @@ import torch
 import train_gpt2
 from plumbing.cli import console
 from plumbing.data import tokenizers
-from plumbing.run import run as run_folder
 from plumbing.run import source_code
 from plumbing.run.checkpoint import list_checkpoints, newest_checkpoint
 from plumbing.system import devices
@@ -478,10 +477,11 @@ def signalled_in(name, number, rank, args):
 
 
 def killed_at(step, checkpoint, args):
-    """Train, and be killed at the first report of that step, when that checkpoint, written meanwhile, is there."""
+    """Train, and be killed in that step, when that checkpoint, written meanwhile, is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], checkpoint)
-    with die_at(run_folder.Run, "report", lambda run, now, *rest: now == step, wait):
-        sys.modules["train_gpt2"].main(args)
+    trainer = sys.modules["train_gpt2"]
+    with die_at(trainer, "train_step", lambda now, *rest: now == step, wait):
+        trainer.main(args)
 
 
 gc.freeze()

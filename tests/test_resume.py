@@ -19,10 +19,8 @@ import torch
 import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import run as run_folder
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.run.huggingface import export_huggingface
-from plumbing.run.run import Run
 
 from harness import (
     KILLED,
@@ -68,10 +66,15 @@ def checkpoint_12_is_there(folder):
 # function, and the call of it that is the last
 MOMENTS = {
     "before the first step": ([], train_gpt2, "train_step", lambda *args: True),
-    "in the validation of step 6": ([4], Run, "report", lambda run, step, *rest: step == 6),
+    "in the validation of step 6": (
+        [4],
+        train_gpt2,
+        "evaluate_val_loss",
+        lambda *args: args[-1].loader.position == 48,
+    ),
     "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
     "checkpoint 8 written, not renamed": ([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
-    "in step 9": ([4, 8], Run, "report", lambda run, step, *rest: step == 9),
+    "in step 9": ([4, 8], train_gpt2, "train_step", lambda step, *rest: step == 9),
     "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
     "in the export at the end": ([8, 12], tokenizers, "write_encoding", lambda *args: True),
 }
@@ -207,12 +210,12 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
 
 
 @needs("SIGHUP")
-def test_under_nohup_a_closed_terminal_stops_nothing():
+def test_under_nohup_a_closed_terminal_stops_nothing(folder, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with run_folder.Signals() as signals:
-        os.kill(os.getpid(), signal.SIGHUP)
+    with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGHUP)):
+        train(folder, tmp_path / "out", max_steps=2)
     signal.signal(signal.SIGHUP, before)
-    assert len(signals) == 0
+    assert len(read_log(tmp_path / "out")) == 2
 
 
 def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path):
@@ -328,12 +331,11 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
             assert done[checkpoint["step"]].wait(60)
         return save(checkpoint, file)
 
-    def report(self, step, text, streams):
-        original(self, step, text, streams)
-        if "train" in streams and step - 2 in done:
-            done[step - 2].set()
+    def written_late(step, parts, _):
+        if step - 1 in done:
+            done[step - 1].set()
 
-    with patched(torch, "save", slow_save) as save, patched(Run, "report", report) as original:
+    with patched(torch, "save", slow_save) as save, at_steps(after=written_late):
         train(folder, tmp_path / "slow", keep_checkpoints=9, **OPTIONS | {"val_every": 0})
     train(folder, tmp_path / "fast", keep_checkpoints=9, **OPTIONS | {"val_every": 0})
     for name in ("model_00004.pt", "model_00008.pt", "model_00012.pt"):
@@ -380,6 +382,5 @@ def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_chec
     with at_steps(after=spoil):
         train(folder, tmp_path / "out", keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
     assert steps_of(tmp_path / "out") == [8, 12]
-    assert all(
-        tensor.isfinite().all() for tensor in load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"].values()
-    )
+    kept = load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"]
+    assert all(tensor.isfinite().all() for tensor in kept.values())
