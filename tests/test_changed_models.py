@@ -409,9 +409,6 @@ REFUSED = {  # {what is said before the first step: the edit}
     "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
         "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
     },
-    "uses the setting grad_clip, which is not saved": {
-        PROJECTION: PROJECTION + "        self.clip = config.grad_clip\n"
-    },
     "The field options of TrainConfig has the type 'dict'": {
         WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
     },

@@ -22,7 +22,7 @@ def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_i
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.cross_entropy(x64 @ weight64.T, targets, reduction="sum")
     (expected * share).backward()
-    loss = kernels.cross_entropy_in_float8(x.requires_grad_(), weight.requires_grad_(), targets, -100)
+    loss = kernels.LinearCrossEntropy.apply(x.requires_grad_(), weight.requires_grad_(), targets, -100)
     (loss * share).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=0.01)
     # roundings are off by at most 1/16 in e4m3 and 1/8 in e5m2; uniform between, a product's mean square is a third
