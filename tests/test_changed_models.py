@@ -127,7 +127,7 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
         "    betas = (config": "    wte = model.transformer.wte.weight\n"
         "    groups[0]['params'] = [(n, p) for n, p in groups[0]['params'] if p is not wte]\n"
         "    groups.append({'params': [('wte', wte)], 'weight_decay': 0.0, 'lr': 3 * config.max_lr})\n"
-        "    betas = (config",
+        "    betas = (config"
     },
     "an optimizer of its own and a shared block": {
         CONFIGURE: OPTIMIZER + CONFIGURE,

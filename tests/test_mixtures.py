@@ -10,18 +10,7 @@ from plumbing.data.windows import mix, stream_names
 from plumbing.run.checkpoint import load_checkpoint
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from harness import (
-    KILLED,
-    assert_same_run,
-    killed_at,
-    losses,
-    make_shards,
-    refused,
-    run,
-    tiny_flags,
-    train,
-    windows,
-)
+from harness import KILLED, assert_same_run, killed_at, losses, make_shards, refused, run, tiny_flags, train, windows
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.29, 0.01), (7, 3, 0), (0.001, 0.999), tuple(range(1, 8))])
