@@ -188,12 +188,13 @@ OLD = {
 }
 # what Linux says of control groups, and how many bytes and cores that leaves of 5 KB and 192
 SYSTEMS = {
-    "no limits": (
-        {"proc/self/cgroup": "0::/", f"{GROUPS}/memory.max": "max", f"{GROUPS}/cpu.max": "max 9"},
-        5120,
-        192,
+    "no limits": ({f"{GROUPS}/memory.max": 999999, f"{GROUPS}/cpu.max": "max 9"}, 5120, 192),  # that count
+    # whose name is the host's, and not there
+    "a container's own group": (
+        {"proc/self/cgroup": "0::/../x", f"{GROUPS}/memory.max": 4096, f"{GROUPS}/cpu.max": "150000 100000"},
+        4096,
+        2,
     ),
-    "a container's own group": ({f"{GROUPS}/memory.max": 4096, f"{GROUPS}/cpu.max": "150000 100000"}, 4096, 2),
     "the smallest of those around it": (
         {"proc/self/cgroup": f"0::/{JOB}"}
         | {f"{GROUPS}/{JOB}/memory.max": "max", f"{GROUPS}/system.slice/memory.max": 4096}

@@ -16,21 +16,17 @@ from harness import at_steps, error_in, losses, patched, read_log, refused, run,
 @contextlib.contextmanager
 def spoiled(steps, micro_step, spoil):
     """spoil(model, loss) takes the place of the loss in that micro-step of those steps."""
-    whole_forward = train_gpt2.GPT.forward
+    now, passes = None, itertools.count()
 
-    def step_and_spoil(step, *rest):
-        if step not in steps:
-            return train_step(step, *rest)
-        passes = itertools.count()
+    def begin(step, parts):
+        nonlocal now, passes
+        now, passes = step, itertools.count()
 
-        def forward(self, *args, **options):
-            logits, loss = whole_forward(self, *args, **options)
-            return logits, spoil(self, loss) if next(passes) == micro_step else loss
+    def forward(self, *args, **options):
+        logits, loss = whole_forward(self, *args, **options)
+        return logits, spoil(self, loss) if next(passes) == micro_step and now in steps else loss
 
-        with patched(train_gpt2.GPT, "forward", forward):
-            return train_step(step, *rest)
-
-    with patched(train_gpt2, "train_step", step_and_spoil) as train_step:
+    with at_steps(begin), patched(train_gpt2.GPT, "forward", forward) as whole_forward:
         yield
 
 
