@@ -67,8 +67,8 @@ def error_of_run(folder, **changes):
     [
         # all complaints together
         (
-            dict(n_embd=33, val_tokens=1, total_batch_size=1000),
-            ["--n-head 3", "--n-embd 32", "--val-tokens", "multiple of 16", "Try --total-batch-size 992"],
+            dict(n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0),
+            ["--max-lr is 0,", "--beta2 is 1.0,", "--n-head 3", "--n-embd 32", "--val-tokens", "multiple of 16"],
         ),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
@@ -198,6 +198,9 @@ def test_a_full_disk_leaves_what_was_whole_costs_one_line_and_the_same_command_g
     if lost == "log.txt":
         options = dict(max_steps=60, val_every=0, checkpoint_every=0)
         train(good / "data", tmp_path / "straight", **options)
+        out.mkdir()
+        for copy in (good / "run").glob("train_gpt2-*.py"):  # which is longer than the log
+            shutil.copy(copy, out)
     else:
         shutil.copytree(good / "run", out)
         shutil.rmtree(out / "hf")

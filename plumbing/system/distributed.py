@@ -5,7 +5,6 @@ import datetime
 import math
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +113,6 @@ TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wa
 
 def create_store(rank: int) -> Any:
     """The store through which the ranks find each other, new on every start."""
-    wait_for_name(os.environ.get("MASTER_ADDR", ""))
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / 2)  # torch tries twice
     store = next(dist.rendezvous("env://", timeout=connect))[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -132,22 +130,6 @@ def create_store(rank: int) -> Any:
         shared.set("port", str(store.port))
     store.set_timeout(TIMEOUT)
     return store
-
-
-def wait_for_name(host: str) -> None:
-    """Wait until the system can resolve a host's name, which may take a while on a new cluster; else UserError."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while host:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"MASTER_ADDR is {host}, which this machine cannot resolve: {error.strerror}. Set it to a name or "
-                    "an IP address of the first node that all nodes know."
-                ) from None
-            time.sleep(1)
 
 
 def environment_number(name: str, default: int) -> int:
