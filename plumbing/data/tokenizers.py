@@ -25,7 +25,7 @@ ROLES = ("user", "assistant", "system")
 # their ids follow the tokenizer's own, where the embedding has padding: after GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
-# many kinds of text, to test a tokenizer
+# many kinds of text, to test a pattern
 PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u6587 \U0001f600  "
 
 # GPT-2's pattern: no token crosses a split
@@ -101,19 +101,16 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path` and its JSON file, or neither; what is there must be the same."""
+    """Write `enc` to the `.tiktoken` file `path`, after its JSON file; what is there must be the same."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.dumps(json.loads(header) | {"sha256": sha256(ranks)}, indent=2) + "\n"
-    json_path = Path(f"{path}.json")
-    for name, text in ((Path(path), ranks), (json_path, fields)):
+    texts = {Path(f"{path}.json"): fields, Path(path): ranks}
+    for name, text in texts.items():
         if name.is_file() and name.read_text(encoding="ascii", errors="replace") != text:
             raise UserError(f"{name} exists already, with other contents. Choose another name or folder.")
-    with atomic_write(path) as file:
-        file.write(ranks.encode())
-        file.flush()
-        os.fsync(file.fileno())  # if the disk is full, this shows here: before either file has its name
-        with atomic_write(json_path) as json_file:
-            json_file.write(fields.encode())
+    for name, text in texts.items():
+        with atomic_write(name) as file:
+            file.write(text.encode())
 
 
 def read_encoding(path):
@@ -147,7 +144,7 @@ def dumps(enc):
 
 @functools.lru_cache(2)  # a run's folders have the same one, and are asked for it more than once
 def loads(text):
-    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged or made by hand, and unusable.
+    """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged.
 
     Its name is printed in many places, so it must not hold a terminal's control characters.
     """
@@ -157,22 +154,17 @@ def loads(text):
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        name, special_tokens = fields["name"], fields["special_tokens"]
-        # subtle: a truncated file shows up as a gap between its last rank and the special tokens' ids
+        name, pattern, special_tokens = (fields[key] for key in ("name", "pat_str", "special_tokens"))
         ids = sorted([*ranks.values(), *special_tokens.values()])
         has_bytes = all(bytes([i]) in ranks for i in range(256))
         if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
             raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
-        pattern = fields["pat_str"]
         enc = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
         if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
             raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
         return enc
-    except (ValueError, KeyboardInterrupt):
-        raise
-    # where tiktoken panics, it raises no Exception, and the Rust frames that it prints cannot be held back
-    except BaseException as error:
-        raise ValueError(f"its fields or its pattern cannot be used: {first_line(error)}") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its fields cannot be used: {first_line(error)}") from None
 
 
 def whole_characters(text):
