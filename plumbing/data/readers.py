@@ -43,15 +43,10 @@ class Row(NamedTuple):
 class Counts:
     """Counts the rows that cannot be used, and `others`: (noun, what happened to it). Names the first three rows."""
 
-    def __init__(
-        self,
-        numbers: Sequence[int] = (),
-        sentences: Sequence[str] = (),
-        others: Sequence[tuple[str, str]] = (),
-    ):
+    def __init__(self, others: Sequence[tuple[str, str]] = (), numbers: Sequence[int] = ()):
         self.nouns = [("row", "left out"), *others]
         self.numbers = [*numbers] or [0] * len(self.nouns)
-        self.sentences, self.first = [*sentences][: self.numbers[0]], None
+        self.sentences, self.first = [], None
 
     def leave_out(self, place: str, name: str, unusable: Unusable) -> None:
         self.numbers[0] += 1
@@ -102,7 +97,7 @@ def explain_errors(name):
     """Turn an error while the file that the user calls `name` is read into a UserError."""
     try:
         yield
-    except (OSError, ValueError, LookupError, NotImplementedError, csv.Error) as error:  # includes pyarrow's own
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         if isinstance(error, UnicodeDecodeError):
@@ -148,9 +143,9 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     texts: list[Any] = [find(values, column) for column in columns]
     for column, text in zip(columns, texts):
         if not (text is None or isinstance(text, str)):
-            return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}", values)
+            return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
     text = "\n\n".join(filter(None, texts))
-    return text or Unusable(f"has no text under {','.join(columns)!r}", values)
+    return text or Unusable(f"has no text under {','.join(columns)!r}")
 
 
 def check_needed(rows, name, needed, most=MAX_SEARCHED):
@@ -175,11 +170,10 @@ def may_have_text(row, column):
 
 def explain(place: str, unusable: Unusable, advice: str) -> str:
     """What is wrong with a row, what it holds, and what to do."""
-    held = unusable.values
-    columns = (
-        f" Its columns are {', '.join(held)}: {console.plain(held, 300)}." if isinstance(held, dict) else ""
-    )
-    return f"{place} {unusable.reason}.{columns} {advice}"
+    held = ""
+    if isinstance(unusable.values, dict):
+        held = f" Its columns are {', '.join(unusable.values)}: {console.plain(unusable.values, 300)}."
+    return f"{place} {unusable.reason}.{held} {advice}"
 
 
 COLUMN_ADVICE = (
@@ -200,30 +194,28 @@ def read_csv(source, columns):
         # a program may write semicolons where numbers have commas
         delimiter = next((char for char in delimiters if char in header), delimiters[0])
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
-        names = next(rows, [])
-        for column in columns:
-            if names.count(column) > 1:
-                raise UserError(
-                    f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
-                )
-        while True:
-            begin, wrong = rows.line_num + 1, ""
-            try:
-                fields = next(rows, None)
-            except csv.Error as error:
-                fields, wrong = [], f"is no row of CSV: {error}"
-            if fields is None:
-                return
-            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
-            if wrong and (rows.line_num > begin or "end of data" in wrong):  # an open quote swallows rows
-                raise UserError(
-                    f"{place} of {source.name} {wrong}. Close its quotes, and write those in a text twice."
-                )
-            if fields and len(fields) != len(names):
-                wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
-                wrong += f": a text with {delimiter!r} needs quotes around it"
-            if fields or wrong:
-                yield Row(place, Unusable(wrong) if wrong else dict(zip(names, fields)))
+        begin = 1  # the first line of the row that comes
+        try:
+            names = next(rows, [])
+            for column in columns:
+                if names.count(column) > 1:
+                    raise UserError(
+                        f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
+                    )
+            begin = rows.line_num + 1
+            for fields in rows:
+                place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
+                begin = rows.line_num + 1
+                if len(fields) == len(names):
+                    yield Row(place, dict(zip(names, fields)))
+                elif fields:
+                    wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+                    yield Row(place, Unusable(f"{wrong}: a text with {delimiter!r} needs quotes around it"))
+        except csv.Error as error:  # an open quote swallows rows
+            raise UserError(
+                f"Line {begin} of {source.name} is no row of CSV: {error}. Close its quotes, and write those in a text"
+                " twice."
+            ) from None
 
 
 def read_parquet(source, columns, needed):
