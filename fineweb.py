@@ -52,8 +52,7 @@ from tqdm import tqdm
 
 from plumbing.cli.console import UserError
 from plumbing.data import preparation, readers, shards, sources, tokenizers
-from plumbing.data.readers import Unusable
-from plumbing.files import atomic_write, lock_folder, open_regular
+from plumbing.files import atomic_write, lock_folder, open_regular, remove_folder
 
 # {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation or, of a
 # single one, its beginning
@@ -83,13 +82,13 @@ def check_options(options):
 class Documents(preparation.Renderer):
     """A document becomes <|endoftext|> followed by its tokens."""
 
-    def __init__(self, text_column, separator):
+    def __init__(self, text_column, separator="", prefix=""):
         self.columns = self.needed = text_column.split(",")
-        self.separator = separator
+        self.separator, self.prefix = separator, prefix
 
     def read(self, row):
         text = readers.text_of(row.values, self.columns)
-        return (text, 0) if isinstance(text, Unusable) else ((text, row.starts), sys.getsizeof(text))
+        return (text if isinstance(text, readers.Unusable) else (text, row.starts)), sys.getsizeof(text)
 
     def encode(self, enc, entries):
         return [((ids, None), ()) for ids in encode_pieces(enc, entries)]
@@ -121,8 +120,8 @@ def prepare(options):
     if meta.dataset in DATASETS:
         meta.validation_every = 0
     enc = tokenizers.get_encoding(options.tokenizer)
-    renderer = Documents(options.text_column, options.separator)
-    preparation.make_shards(folder, meta, renderer, enc, found, options, prefix="" if options.input else prefix)
+    renderer = Documents(options.text_column, options.separator, prefix="" if options.input else prefix)
+    preparation.make_shards(folder, meta, renderer, enc, found, options)
     return folder
 
 
@@ -141,23 +140,19 @@ def fetch_pretokenized(options):
         new = shards.Meta(READY_REPO, "gpt2", vocab_size=50257, made_from={"sources": []})
         meta = preparation.continued(folder, new)
         meta.complete = False  # which fewer shards may have been
-        missing = [
-            sources.Source(file, repo=READY_REPO, commit="main")
-            for file in files
-            if not preparation.is_whole(folder, meta, file)
-        ]
+        missing = [file for file in files if not preparation.is_whole(folder, meta, file)]
         preparation.check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = sources.Downloads(missing, os.path.join(folder, ".download"))
-        for number, source in tqdm(downloads, total=len(missing), unit="shard", desc=folder, delay=0.5):
-            downloads.remove_before(number)
-            tokens = shards.open_shard(source.path).read()
-            if source.name not in meta.shards:  # a damaged one that is fetched again was counted before
-                meta.documents += preparation.count_documents(tokens, 50256)
-            meta.shards[source.name] = len(tokens)
+        downloads = os.path.join(folder, ".download")
+        for name in tqdm(missing, unit="shard", desc=folder, delay=0.5):
+            path = sources.fetch(sources.Source(name, repo=READY_REPO, commit="main"), downloads)
+            tokens = shards.open_shard(path).read()
+            if name not in meta.shards:  # a damaged one that is fetched again was counted before
+                meta.documents += int(np.count_nonzero(tokens == 50256))
+            meta.shards[name] = len(tokens)
             preparation.save(folder, meta)  # first: if this is killed in between, it is known to be missing
-            with open_regular(source.path) as fetched, atomic_write(os.path.join(folder, source.name)) as file:
+            with open_regular(path) as fetched, atomic_write(os.path.join(folder, name)) as file:
                 shutil.copyfileobj(fetched, file)  # and not moved: it may lie in the user's cache of the hub
-        downloads.close()
+            remove_folder(downloads)
         try:  # so that a machine without a network can train on them
             tokenizers.save_for_folder(tokenizers.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it

@@ -55,6 +55,7 @@ if __name__ == "__main__":
 
 import contextlib
 import json
+import operator
 import random
 
 import numpy as np
@@ -188,28 +189,25 @@ def pack(lengths, max_length):
     Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3, shuffled so that short ones begin blocks, too.
     """
     rng = random.Random(0)
-    blocks, free = [], []  # the conversations in each open block, and the tokens it can still take
+    blocks = []  # those that are open: [the tokens that it can still take, its conversations]
 
-    def close(number):
-        block = blocks.pop(number)
-        rng.shuffle(block)
-        free.pop(number)
-        return block
+    def close(block):
+        blocks.remove(block)
+        rng.shuffle(block[1])
+        return block[1]
 
     for conversation, length in enumerate(lengths):
-        fitting = [number for number in range(len(blocks)) if free[number] >= length]
-        if fitting:
-            number = min(fitting, key=free.__getitem__)
-        else:
+        fitting = [block for block in blocks if block[0] >= length]
+        if not fitting:
             if len(blocks) == OPEN_BLOCKS:
-                yield close(free.index(min(free)))
-            blocks.append([])
-            free.append(max_length)
-            number = -1
-        blocks[number].append(conversation)
-        free[number] -= length
+                yield close(min(blocks, key=operator.itemgetter(0)))
+            fitting = [[max_length, []]]
+            blocks += fitting
+        fullest = min(fitting, key=operator.itemgetter(0))
+        fullest[0] -= length
+        fullest[1].append(conversation)
     while blocks:
-        yield close(0)
+        yield close(blocks[0])
 
 
 class Conversations(preparation.Renderer):
@@ -228,9 +226,8 @@ class Conversations(preparation.Renderer):
 
     def read(self, row):
         found = read_conversation(row.values)
-        if isinstance(found, Unusable):
-            return found._replace(values=row.values), 0
-        return found, sum(sys.getsizeof(message["content"]) for message in found[0])
+        messages = [] if isinstance(found, Unusable) else found[0]
+        return found, sum(sys.getsizeof(message["content"]) for message in messages)
 
     def encode(self, enc, entries):
         return [self.render(enc, *entry) for entry in entries]

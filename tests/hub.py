@@ -63,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
             return self.answer(200, json.dumps(info).encode())
         if is_api and rest[0] == "tree":
-            return self.tree(files, "/".join(rest[2:]), query)
+            return self.tree(files, "/".join(rest[2:]))
         if is_api or rest[0] != "resolve":
             return self.answer(404, b"{}")
         path = "/".join(rest[2:])
@@ -78,8 +78,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(302, b"", headers | {"Location": f"{self.path}?cdn"})
         return self.answer(200, files[path], headers, fault)
 
-    def tree(self, files, folder, query):
-        """The files and folders below a folder, a page at a time; the answer says where the next page is."""
+    def tree(self, files, folder):
+        """The files and folders below a folder."""
         inside = {path: content for path, content in files.items() if path.startswith(folder and folder + "/")}
         places = {"/".join(path.split("/")[:depth]) for path in inside for depth in range(1, path.count("/") + 1)}
         entries = [{"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in places - {folder}]
@@ -91,19 +91,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 entries[-1]["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
         if not entries:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        entries.sort(key=lambda entry: entry["path"])
-        first, page = int(dict(urllib.parse.parse_qsl(query)).get("cursor", 0)), self.server.page
-        rest = f"http://{self.headers['Host']}{self.path.split('&cursor')[0]}&cursor={first + page}"
-        more = {"Link": f'<{rest}>; rel="next"'} if entries[first + page :] else {}
-        self.answer(200, json.dumps(entries[first : first + page]).encode(), more)
+        self.answer(200, json.dumps(sorted(entries, key=lambda entry: entry["path"])).encode())
 
     def answer(self, status, content, headers=None, fault=""):
         headers = {"Content-Length": len(content)} | (headers or {})
-        wanted = self.headers.get("Range") if status == 200 else None
-        if wanted:
-            content = content[int(wanted.removeprefix("bytes=").split("-")[0]) :]
-            headers |= {"Content-Length": len(content)}
-            status = 206
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, str(value))
@@ -126,7 +117,6 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.data_sets, self.files, self.renamed = {}, {}, {}
         self.asked, self.faults, self.lasting = [], {}, {}
-        self.page = 2  # entries of a tree, where the hub has a thousand
         self.stopping, self.url = threading.Event(), f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 

@@ -62,16 +62,13 @@ def test_a_long_conversation_is_cut_behind_the_last_answer_that_fits():
 
 
 def test_blocks_hold_whole_conversations_and_as_many_as_fit():
+    """Short ones come last to a block that is nearly full, but do not always stand behind the others."""
     assert [sorted(block) for block in pack([5, 6, 3, 4], 9)] == [[0, 3], [1, 2]]
     lengths = np.random.default_rng(0).integers(1, 101, 2000).tolist()
     blocks = list(pack(lengths, 100))
     assert sorted(sum(blocks, [])) == list(range(2000))
     assert all(sum(lengths[number] for number in block) <= 100 for block in blocks)
     assert len(blocks) < 1.05 * sum(lengths) / 100  # little is filled up
-
-
-def test_short_conversations_begin_blocks_too():
-    """They come last to a block that is nearly full, and a chat begins with nothing before it."""
     lengths = np.random.default_rng(0).choice([10, 90], 1000).tolist()
     first = [lengths[block[0]] for block in pack(lengths, 100) if len(block) == 2]
     assert 0.4 < first.count(10) / len(first) < 0.6
@@ -96,7 +93,7 @@ def as_text(*contents):
     return "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in talk(*contents))
 
 
-@pytest.mark.parametrize("count", [2, 10, 11, 90, 1200])
+@pytest.mark.parametrize("count", [2, 11, 1200])
 @pytest.mark.parametrize("shard_size", [1000, 20_000_000])
 def test_every_conversation_is_in_one_split_and_every_window_begins_with_one(tmp_path, count, shard_size):
     """The validation split is drawn from all of a corpus, which may be ordered by source."""
@@ -208,14 +205,6 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
     assert ".mask is missing or damaged" in line and not (tmp_path / "log").exists()
 
 
-def test_fine_tuning_on_a_thousand_blocks_takes_three_epochs_in_steps_of_an_eighth_of_them_at_most():
-    """A power of two: 64 blocks a step. Of many more blocks, the preset's steps are taken."""
-    words = preparation.training_command("chat", "talks", [600 * 1024 + 1, 400 * 1024 + 1], 1024, passes=3)
-    assert {("--total-batch-size", 64 * 1024), ("--passes", 3)} <= set(words)
-    words = preparation.training_command("chat", "talks", [200_000 * 1024], 1024, passes=3)
-    assert words[2:] == [("--preset", "chat"), ("--data", "talks"), ("--out-dir", "log/talks")]
-
-
 @pytest.mark.gpt2
 def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -234,12 +223,10 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     "line, reason",
     [
         ('{"text": "x"}', "is not a conversation: it has no list of messages"),
-        ('{"messages": ["hi"]}', "is not a conversation: message 1 needs a role (user, assistant, system) and"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "is not a conversation: message 1 needs",
         ),
-        ('{"instruction": "a", "output": ""}', "is not a conversation: message 2 needs a role"),
         (
             '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
             "has a history beside it, which is not read.",
@@ -248,7 +235,6 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
         (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens, the --max-length"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer that is to be learned"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "has weight 0.5 at a message"),
-        (json.dumps({"messages": "[" * 100_000}), "is not a conversation: it has no list of messages"),
         ("3", "is no object, but 3"),
     ],
 )
@@ -357,22 +343,16 @@ def learned_in(folder):
     return [ENC.decode(tokens[mask == 1].tolist()) for tokens, mask in shards]
 
 
-def test_tables_of_conversations_are_read_too(tmp_path, capsys):
+def test_a_table_of_conversations_has_lists_or_their_json(tmp_path):
     chats = [talk(f"a{i}", "b") for i in range(40)]
-    chats[1][1]["content"], chats[3] = None, None
-    table = pa.table({"id": range(40), "conversations": chats})
-    pq.write_table(table, tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"id": range(40), "conversations": chats}), tmp_path / "chats.parquet")
     with open(tmp_path / "chats.csv", "w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows(
-            [["id", "conversations"], *([n, json.dumps(chat)] for n, chat in enumerate(chats))]
-        )
-    for kind, place in (("parquet", "Row 2"), ("csv", "Line 3")):
+        csv.writer(file).writerows([["id", "conversations"], *([0, json.dumps(chat)] for chat in chats)])
+    for kind in ("parquet", "csv"):
         out_dir = str(tmp_path / kind)
         folder = prepare(options_for(tmp_path, input=(str(tmp_path / f"chats.{kind}"),), out_dir=out_dir))
-        assert f"note: 2 rows left out. {place} of " in capsys.readouterr().out
-        expected = [as_text(f"a{i}", "b") for i in range(40) if i not in (1, 3)]
-        assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
-    pq.write_table(table.select(["id"]), tmp_path / "numbers.parquet")
+        assert sorted(sum(read_chats(folder).values(), [])) == sorted(as_text(f"a{i}", "b") for i in range(40))
+    pq.write_table(pa.table({"id": range(40)}), tmp_path / "numbers.parquet")
     with pytest.raises(UserError, match="numbers.parquet has no column called 'messages', but id"):
         prepare(options_for(tmp_path, input=(str(tmp_path / "numbers.parquet"),), out_dir=str(tmp_path / "other")))
 

@@ -35,7 +35,7 @@ from plumbing.data import shards, sources, tokenizers
 from plumbing.data.options import DataOptions
 from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
 from plumbing.data.shards import Meta, read_meta, split_of
-from plumbing.files import atomic_write, lock_folder
+from plumbing.files import atomic_write, lock_folder, remove_folder
 from plumbing.system.limits import num_cores
 
 BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so that the overhead is negligible
@@ -57,14 +57,14 @@ class Renderer:
     needed: Sequence[str] = ()  # of these, those that the first file must have
     separator = ""  # between the documents of a text file
     counted: Sequence[tuple[str, str]] = ()  # what is counted besides the rows left out: ("message", "left out")
+    prefix = ""  # of the shards' names, by default the folder's
     noun = "document"
     masks = False
     advice = COLUMN_ADVICE  # if no row can be used
 
     read: Callable[[Row], tuple[Any, int]]  # (what `encode` takes, or Unusable; its size in bytes)
-    encode: Callable[
-        [tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, tuple[int, ...]]]
-    ]  # with `counted`
+    # what becomes of each, and how often it has what is `counted`
+    encode: Callable[[tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, tuple[int, ...]]]]
 
     def arrange(self, tokens: Tokens) -> Tokens:
         """What is written of the rows of a shard."""
@@ -150,13 +150,8 @@ def make_shards(
     enc: tiktoken.Encoding,
     found: list[sources.Source],
     options: DataOptions,
-    *,
-    prefix: str = "",
 ) -> Meta:
-    """Make the shards of `new` in a folder, or those that are missing. Returns the meta.json that describes them all.
-
-    prefix: of the shards' names, by default the folder's.
-    """
+    """Make the shards of `new` in a folder, or those that are missing. Returns what meta.json says of them all."""
     if enc.n_vocab > 2**16:
         raise UserError(
             f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
@@ -167,13 +162,13 @@ def make_shards(
         with lock_folder(folder):
             meta = continued(folder, new)  # another process may have worked on it until now
             if not is_complete(folder, meta):
-                write_shards(folder, meta, renderer, enc, found, options, prefix)
+                write_shards(folder, meta, renderer, enc, found, options)
                 return meta
     print(f"{console.plain(folder)} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
     return meta
 
 
-def write_shards(folder, meta, renderer, enc, found, options, prefix):
+def write_shards(folder, meta, renderer, enc, found, options):
     """Write shards from where those that are there end."""
     *begin, meta.documents, counts = keep_whole(folder, meta, renderer.counted)
     most, sizes = meta.made_from.get("max_tokens", 0), [source.size for source in found]
@@ -182,24 +177,26 @@ def write_shards(folder, meta, renderer, enc, found, options, prefix):
         # be on disk: one is finished, one is being read, one is being downloaded
         check_disk_space(folder, (2 * (most - meta.tokens) if most else sum(sizes)) + 3 * max(sizes))
         save(folder, meta)  # so that the files that are on disk can be found again without a network
-    ahead = not most  # with a limit, the next file may not be needed
-    downloads = sources.Downloads(found, os.path.join(folder, ".download"), begin[0], ahead)
+    downloads = os.path.join(folder, ".download")
+    files = sources.fetched(
+        found, downloads, begin[0], ahead=not most
+    )  # with a limit, the next may not be needed
     num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-    encoded = encode_all(renderer, enc, read_batches(renderer, downloads, begin), num_threads)
+    encoded = encode_all(renderer, enc, read_batches(renderer, files, begin), num_threads)
     title = console.plain(folder)
     bar = tqdm(total=most or None, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
     with bar, contextlib.closing(encoded):
-        rows = limit(usable(encoded, [source.name for source in found], counts), most, bar, len(found))
+        rows = usable(encoded, [source.name for source in found], counts, most, bar)
         for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
             if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
                 parts = in_two(parts, enc.eot_token, renderer, counts)
-            write(folder, meta, parts, renderer, enc, prefix)
+            write(folder, meta, parts, renderer, enc)
             meta.rows_left_out, meta.left_out = counts.numbers[0], counts.sentences
             if place:
                 meta.ends[[*meta.shards][-1]] = [*place, meta.documents, *counts.numbers]
                 save(folder, meta)
-                downloads.remove_before(place[0])  # not earlier: what is not in a shard will be read again
-    downloads.close()  # before the end is recorded: what is complete is not looked at again
+                sources.remove_fetched(found[: place[0]], downloads)  # what is not in a shard will be read again
+    remove_folder(downloads)  # before the end is recorded: what is complete is not looked at again
     finish(folder, meta, renderer.noun)
     counts.note()
 
@@ -217,17 +214,19 @@ def check_disk_space(folder: str, size: int) -> None:
 # ----- Rows to tokens -----------------------------------------------------------------------------------
 
 
-def read_batches(renderer, downloads, begin):
-    """The rows of the files of `downloads` from a place on, in batches: ([(place, in words, what was read)], bytes)."""
-    for number, source in downloads:
+def read_batches(renderer, files, begin):
+    """The rows of (number, source) of `files` from a place on: ([(place, in words, what was read)], bytes)."""
+    for number, source in files:
         needed = renderer.needed if number == 0 else ()
         rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
         first = begin[1] if number == begin[0] else 0
         batch, batch_bytes = [], 0
         for row_number, row in itertools.islice(enumerate(rows), first, None):
             entry, num_bytes = renderer.read(row)
+            if isinstance(entry, Unusable):
+                entry, num_bytes = entry._replace(values=row.values), len(repr(row.values))
             batch.append(((number, row_number), row.place, entry))
-            batch_bytes += num_bytes or len(repr(row.values))  # which is held of a row that is left out
+            batch_bytes += num_bytes
             if batch_bytes >= BATCH_BYTES:
                 yield batch, batch_bytes
                 batch, batch_bytes = [], 0
@@ -270,29 +269,26 @@ def encode_all(renderer, enc, batches, num_threads):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def usable(encoded, names: list[str], counts: Counts) -> Iterator[tuple[Place, Tokens]]:
-    """The rows of batches that can be used; `counts` is of all rows before the one that is yielded."""
+def usable(encoded, names: list[str], counts: Counts, most: int, bar: tqdm) -> Iterator[tuple[Place, Tokens]]:
+    """The rows of batches that can be used, up to that with which there are `most` tokens (0: all), shown on a bar.
+
+    `counts` is of all rows before the one that is yielded.
+    """
+    num_tokens = bar.n
     for batch, rendered in encoded:
         coming = iter(rendered)
         for place, where, entry in batch:
             tokens, more = (entry, ()) if isinstance(entry, Unusable) else next(coming)
             if isinstance(tokens, Unusable):
                 counts.leave_out(where, names[place[0]], tokens)
-            else:
-                yield place, tokens
-                counts.add(more)
-
-
-def limit(rows, most, bar, num_files):
-    """Rows up to that with which there are `most` tokens (0: all), counted on a progress bar."""
-    num_tokens = bar.n
-    for place, tokens in rows:
-        yield place, tokens
-        bar.set_postfix_str(f"file {place[0] + 1} of {num_files}", refresh=False)
-        bar.update(len(tokens[0]))
-        num_tokens += len(tokens[0])
-        if most and num_tokens >= most:
-            break
+                continue
+            yield place, tokens
+            counts.add(more)
+            bar.set_postfix_str(f"file {place[0] + 1} of {len(names)}", refresh=False)
+            bar.update(len(tokens[0]))
+            num_tokens += len(tokens[0])
+            if most and num_tokens >= most:
+                return
 
 
 # ----- Two splits, and shards ---------------------------------------------------------------------------
@@ -360,9 +356,7 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, counts: Count
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
-def write(
-    folder: str, meta: Meta, parts: dict[str, Tokens], renderer: Renderer, enc: tiktoken.Encoding, prefix: str
-):
+def write(folder: str, meta: Meta, parts: dict[str, Tokens], renderer: Renderer, enc: tiktoken.Encoding):
     """Write a shard of each split that has tokens; before the first ones, what tells of them.
 
     Only meta.json makes them shards: if this is killed before it is saved, they are written again.
@@ -370,22 +364,18 @@ def write(
     if not meta.shards:
         tokenizers.save_for_folder(enc, folder)
         save(folder, meta)
-    prefix = prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
+    prefix = renderer.prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
     for file in meta.shards:  # the folder may have had another name when they were begun
         prefix = file.rsplit("_", 2)[0]
     for split, tokens in parts.items():
         if len(tokens[0]):
-            meta.documents += count_documents(tokens[0], enc.eot_token)
+            meta.documents += int(np.count_nonzero(tokens[0] == enc.eot_token))
             ids, mask = renderer.arrange(tokens)
             path = Path(folder, f"{prefix}_{split}_{len(meta.lengths(split)) + (split == 'train'):06d}.npy")
             if mask is not None:  # first: without a mask, every token would count as a target
                 write_array(path.with_suffix(".mask"), mask)
             write_array(path, ids)
             meta.shards[path.name] = len(ids)
-
-
-def count_documents(ids: np.ndarray, eot: int) -> int:
-    return int(np.count_nonzero(ids == eot))
 
 
 def write_array(path, array):
@@ -417,16 +407,16 @@ def keep_whole(folder: str, meta: Meta, counted: Sequence[tuple[str, str]]) -> t
     Returns the numbers of the file and the row at which the next run begins, and how many documents there are and what
     was counted up to there.
     """
-    whole, kept, (file, row, documents, *numbers) = {}, {}, [0, 0, 0]
-    for name, length in meta.shards.items():
-        if not is_whole(folder, meta, name):
-            break
-        whole[name] = length
-        if name in meta.ends:
-            kept, (file, row, documents, *numbers) = dict(whole), meta.ends[name]
-    meta.shards, meta.tokens, meta.complete = kept, sum(kept.values()), False
+    kept = list(itertools.takewhile(lambda name: is_whole(folder, meta, name), meta.shards))
+    while kept and kept[-1] not in meta.ends:
+        kept.pop()
+    file, row, documents, *numbers = meta.ends[kept[-1]] if kept else [0, 0, 0]
+    meta.shards = {name: meta.shards[name] for name in kept}
     meta.ends = {name: recorded for name, recorded in meta.ends.items() if name in kept}
-    return file, row, documents, Counts(numbers, meta.left_out, others=counted)
+    meta.tokens, meta.complete = sum(meta.shards.values()), False
+    counts = Counts(counted, numbers)
+    counts.sentences = meta.left_out[: counts.numbers[0]]  # those of later rows come again
+    return file, row, documents, counts
 
 
 def save(folder: str, meta: Meta) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.files import atomic_write, named_errors, open_regular, remove_folder
+from plumbing.files import atomic_write, named_errors, open_regular
 
 # what is never input: files beside shards, and those that tell of a data set
 NO_DATA = re.compile(r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$")
@@ -63,7 +63,7 @@ class Source(NamedTuple):
     name: str  # its path, on this machine or in a data set of the hub
     size: int = 0  # bytes; 0 if unknown
     digest: str = ""  # of a local file a hash of its start, of the hub's what its tree has
-    path: str = ""  # on this machine; `Downloads` fills it in for those of the hub
+    path: str = ""  # on this machine; `fetched` fills it in for those of the hub
     repo: str = ""  # on the hub: the data set
     commit: str = ""
 
@@ -163,6 +163,13 @@ def find(options: Any, types: Sequence[str] = tuple(TYPES)) -> Found:
         return Found("python-docs", "", "", "", [Source(PYTHON_DOCS)])
     dataset, config = ALIASES.get(options.dataset, (options.dataset, options.config))
     name, commit, files = retry(dataset, NO_NETWORK, lambda: list_hub(dataset, options.revision))
+    for source in files.values():
+        path = PureWindowsPath(source.name)  # knows both kinds of slashes, and drives
+        if path.anchor or ".." in path.parts or "\0" in source.name:
+            raise UserError(
+                f"{name} lists a file {console.plain(source.name)!r}, which would be written outside of its folder. Do "
+                "not use this data set, and tell the hub."
+            )
     root = f"hf://datasets/{name}@{commit}"
     try:
         configs = read_configs(root, files, options.revision)
@@ -338,51 +345,39 @@ def fetch(source: Source, folder: str) -> str:
     return retry(f"{source.name} of {source.repo}", NO_NETWORK, load)
 
 
-class Downloads:
-    """The files of a data set in order: those of the hub are fetched into a folder, one ahead of the one being read."""
+def fetched(sources: list[Source], folder: str, first: int, ahead: bool) -> Iterator[tuple[int, Source]]:
+    """Yield (number, source with the path of its file) from the first one on; those of the hub come into `folder`.
 
-    def __init__(self, sources: list[Source], folder: str, first: int = 0, ahead: bool = True):
-        self.sources, self.folder, self.first, self.ahead = sources, folder, first, ahead
-        for source in sources:
-            path = PureWindowsPath(source.name)  # knows both kinds of slashes, and drives
-            if source.repo and (path.anchor or ".." in path.parts or "\0" in source.name):
-                raise UserError(
-                    f"{source.repo} lists a file {console.plain(source.name)!r}, which would be written outside of its "
-                    "folder. Do not use this data set, and tell the hub."
-                )
+    ahead: whether one file is fetched while the one before it is read.
+    """
+    coming = None
+    for number in range(first, len(sources)):
+        source = sources[number]
+        path = coming.result() if coming else fetch(source, folder)
+        if ahead and number + 1 < len(sources):
+            coming = in_background(fetch, sources[number + 1], folder)
+        yield number, source._replace(path=path)
 
-    def __iter__(self) -> Iterator[tuple[int, Source]]:
-        """Yield (number, source with the path of its file) from the first one on."""
-        coming = None
-        for number in range(self.first, len(self.sources)):
-            source = self.sources[number]
-            path = coming.result() if coming else fetch(source, self.folder)
-            if self.ahead and number + 1 < len(self.sources):
-                coming = self.begin(self.sources[number + 1])
-            yield number, source._replace(path=path)
 
-    def begin(self, source):
-        """Fetch a file in a thread; unlike that of an executor, it does not make an exit wait for the download."""
-        coming = Future()
+def in_background(function, *args):
+    """Call a function in a thread; unlike that of an executor, it does not make an exit wait for a download."""
+    coming = Future()
 
-        def run():
-            try:
-                coming.set_result(fetch(source, self.folder))
-            except BaseException as error:  # for the thread that waits
-                coming.set_exception(error)
+    def run():
+        try:
+            coming.set_result(function(*args))
+        except BaseException as error:  # for the thread that waits
+            coming.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()
-        return coming
+    threading.Thread(target=run, daemon=True).start()
+    return coming
 
-    def remove_before(self, number: int) -> None:
-        """Remove the files before this one, which will not be read again; those of the user stay."""
-        for source in self.sources[self.first : number]:
-            if not source.path:
-                Path(self.folder, source.name).unlink(missing_ok=True)
-        self.first = max(self.first, number)
 
-    def close(self) -> None:
-        remove_folder(self.folder)
+def remove_fetched(sources: list[Source], folder: str) -> None:
+    """Remove the files of these sources, which will not be read again; those of the user stay."""
+    for source in sources:
+        if not source.path:
+            Path(folder, source.name).unlink(missing_ok=True)
 
 
 def download(url: str, path: str, digest: str, advice: str) -> None:
