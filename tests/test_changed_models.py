@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert "in the place of transformer.wte.weight in group 0 of AdamW" in line and "begin a branch" in line
     assert "dropout was 0, now 'unknown', window was None, now 'unknown'" in refusal("a field and dropout")
     line = refusal("new", init_from=tmp_path / "a field and dropout")
-    assert "dropout, which GPTConfig does not have; window, which" in line
+    assert "dropout, window, which GPTConfig does not have" in line
     sampled = ["abcd", "-m", tmp_path / "relu squared", "--max-new-tokens", 3]
     assert "Add --code torch.py" in refused(sample.main, *sampled) and listing(tmp_path) == before
     assert status_of(sample.main, [*map(str, sampled), "--code", str(tmp_path / "torch.py")]) == 0
