@@ -1,7 +1,6 @@
 """--wandb mirrors the log at Weights & Biases, and whatever fails there leaves the training alone."""
 
 import importlib.util
-import re
 import shutil
 import sys
 import time
@@ -10,9 +9,9 @@ from unittest import mock
 
 import pytest
 import train_gpt2
-from plumbing.run import source_code, wandb_log
+from plumbing.run import wandb_log
 
-from harness import ROOT, listing, read_log, refused, status_of, tiny_flags, train
+from harness import listing, read_log, refused, tiny_flags, train
 
 
 @pytest.fixture
@@ -96,21 +95,6 @@ def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path,
     out = train(data, tmp_path / "run", wandb="gpt2")
     assert out.count("warning: ") == 1 and "has failed (RuntimeError: no more space)." in out
     assert len(read_log(tmp_path / "run")) == 12
-
-
-def test_a_scalar_of_ones_own_takes_one_line(data, tmp_path, wandb, capsys):
-    """Where a comment in train_step says so. It is logged and mirrored at every step, and not printed."""
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    place, line = re.search(r"    # (scalars\[.*)\n    scalars: .*\n", source).group(0, 1)
-    changed = tmp_path / "train_own.py"
-    changed.write_text(source.replace(place, f"{place}    {line}\n"), encoding="utf-8")
-    main = source_code.import_trainer(str(changed)).main
-    assert status_of(main, tiny_flags(data, tmp_path / "run", wandb="gpt2")) == 0
-    ours, mirrored = read_log(tmp_path / "run", "wte"), logged(wandb)
-    assert len(ours) == 12 and "wte" not in capsys.readouterr().out
-    assert {step: mirrored[step, "wte"] for step in range(12)} == ours
-    # first of the new weights: 320 ids times 32 channels with a standard deviation of 0.02
-    assert float(ours[0]) == pytest.approx(0.02 * (320 * 32) ** 0.5, rel=0.05)
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
