@@ -15,9 +15,9 @@
     baby          nanoGPT's 10M shape, on bytes, for one GPU or a patient laptop
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
-A run writes to --out-dir: log.txt (`step stream value` per line), run.txt (commands, settings, machines), a copy
-of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same command
-again, or --out-dir alone, continues a run that was stopped, killed or has crashed, even on other GPUs.
+A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt, run.txt (commands, settings, machines),
+a copy of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
+command again, or --out-dir alone, continues a run that was stopped, killed or has crashed, even on other GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
