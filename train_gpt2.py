@@ -840,7 +840,7 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
             import fineweb  # only these data are made here, if there are none
 
             fineweb.make_python_docs(folder)
-    enc = data_tokenizer(c.data, c.data_weights, splits=splits_of(c), may_be_empty=c.dry_run)
+    enc = data_tokenizer(c)
     # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
     assumed = 257 if c.data == PRESETS["quickstart"].data else 50257
     n_vocab, vocab_size = enc.n_vocab if enc else assumed, c.vocab_size
@@ -855,14 +855,9 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
     return dataclasses.replace(c, **found)
 
 
-def splits_of(c: TrainConfig) -> list[str]:
-    """The splits that a run reads: an evaluation needs no training data."""
-    return ["train", "val"] if c.max_steps else ["val"]
-
-
 def load_data(config, world):
     """Load a run's (loader, validation loaders, tokenizer): nothing where a dry run has no data."""
-    enc = data_tokenizer(config.data, config.data_weights, splits=splits_of(config), may_be_empty=config.dry_run)
+    enc = data_tokenizer(config)
     if not enc:
         return None, [], None
     B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)

@@ -147,30 +147,24 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
     return names
 
 
-def data_tokenizer(
-    folders: Sequence[Name],
-    weights: Sequence[float] = (),
-    *,
-    splits: Sequence[str] = ("train", "val"),
-    may_be_empty: bool = False,
-) -> tiktoken.Encoding | None:
-    """The tokenizer of folders of shards; None if they `may_be_empty` and are.
+def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
+    """The tokenizer of the data of a run, whose TrainConfig this is; None in a dry run, if there are none yet.
 
-    UserError, with the remedy, if one has no shards, or another tokenizer.
+    UserError, with the remedy, if a folder lacks a split that is read of it, or has another tokenizer.
     """
-    if may_be_empty:
-        names = [path.name for folder in folders for path in Path(folder).glob("*")]
-        if not any(map(shards.split_of, names)):
-            return None
+    names = [path.name for folder in config.data for path in Path(folder).glob("*")]
+    if config.dry_run and not any(map(shards.split_of, names)):
+        return None
     encs = []
-    for i, folder in enumerate(folders):
-        for split in splits:
-            if split == "val" or not weights or weights[i]:  # a share of 0 is not trained on
-                shards.find_shards(folder, split)
+    for i, folder in enumerate(config.data):
+        # an evaluation needs no training data, and a share of 0 is not trained on
+        if config.max_steps and (not config.data_weights or config.data_weights[i]):
+            shards.find_shards(folder, "train")
+        shards.find_shards(folder, "val")
         encs.append(tokenizers.folder_encoding(folder))
         if encs[-1].name != encs[0].name:
             raise UserError(
-                f"The shards in {folder} have tokenizer {encs[-1].name}, but those in {folders[0]} have "
+                f"The shards in {folder} have tokenizer {encs[-1].name}, but those in {config.data[0]} have "
                 f"{encs[0].name}. Make them with one tokenizer, to train on both."
             )
     return encs[0]

@@ -194,7 +194,7 @@ def ids_in(model: SavedModel, config: Any) -> Tensor | None:
 
     None if the data have the model's own tokenizer, or nothing is trained.
     """
-    new = data_tokenizer(config.data, splits=["val"], may_be_empty=config.dry_run)
+    new = data_tokenizer(config)
     if not new or not config.max_steps or is_tokenizer(model.enc.name, new):
         return None
     before, now = (enc._mergeable_ranks | enc._special_tokens for enc in (model.enc, new))
