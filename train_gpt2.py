@@ -835,14 +835,14 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
     if "sequence_length" not in typed:  # that of a preset may be too long for a model
         c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
     check_config(c, complaints(c, inherited, typed), world)
-    for folder in PRESETS["quickstart"].data if not c.dry_run else ():
-        if folder in c.data:
-            import fineweb  # only these data are made here, if there are none
+    docs = PRESETS["quickstart"].data[0]
+    if docs in c.data and not c.dry_run:
+        import fineweb  # only these data are made here, if there are none
 
-            fineweb.make_python_docs(folder)
+        fineweb.make_python_docs(docs)
     enc = data_tokenizer(c)
     # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
-    assumed = 257 if c.data == PRESETS["quickstart"].data else 50257
+    assumed = 257 if c.data == (docs,) else 50257
     n_vocab, vocab_size = enc.n_vocab if enc else assumed, c.vocab_size
     if c.max_steps and "vocab_size" not in typed:  # an evaluation is of the weights as they are
         vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257, for faster matmuls
