@@ -221,6 +221,7 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     [said] = run(live, path, tmp_path, data, dict(dropout=0.1) if "field" in name else {})
     is_gpt2 = name.startswith(("a field and a group", "an optimizer of its own"))
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2 == ("note: There is no " not in said)
+    assert ("state that is no tensor, transformer.h.0." in said) == (name == "buffers")
     assert "is not the cross-entropy of the logits" not in said
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plumbing.cli.console import UserError, first_line
 from plumbing.data import tokenizers
 from plumbing.files import atomic_write, free_name, read_json, remove_folder
@@ -103,7 +105,6 @@ def find_folder(name):
 
 def read_model(directory: Path) -> tuple[Any, str]:
     """(transformers' model in a folder, in float32; what is missing there or does not belong there, "" for nothing)."""
-    import torch
     from transformers import GPT2LMHeadModel, logging
 
     logging.disable_progress_bar()
@@ -204,6 +205,9 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
 
 def export_weights(weights, enc):
     """Return {name: tensor} of the exported weights of a GPT-2 with this state dict and tokenizer."""
+    other = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]  # get_extra_state's
+    if other:
+        raise UserError(f"The model is no GPT-2 any more: it has state that is no tensor, {other[0]}.")
     # clone: a file in this format cannot have tensors that share memory
     exported = {name: weight.cpu().clone().contiguous() for name, weight in transposed(weights).items()}
     if "transformer.wte.weight" in exported and "lm_head.weight" in exported:
@@ -218,8 +222,6 @@ def check_export(model: Any, enc: Any, directory: Path) -> None:
     tokens than the windows have to which people limit attention. Half of its ids are random; then comes each special
     id, and random bytes, as what depends on numbers or line ends would hardly show among all ids.
     """
-    import torch
-
     theirs, doubts = read_model(directory)
     if doubts:
         raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
