@@ -44,7 +44,6 @@ class Checkpoint(TypedDict):
     code: source_code.Code  # that trained it
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
     finished: bool  # whether the run's last evaluation is done
-    has_cache: bool  # whether that code's model was found to have one: checks.examine
     launch: str  # of the torchrun that wrote it, see run.py
 
 

@@ -1,7 +1,6 @@
 """What the program needs of a model, and whether the model as it stands does it: one examination, in exact matmuls.
 
-A run's model is examined before its first step, and what is found is kept in the checkpoints; a model that is loaded
-is examined unless its code is the one that was.
+A run's model is examined before the first step of each start, and a model that is loaded before it is used.
 """
 
 import contextlib

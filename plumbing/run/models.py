@@ -39,9 +39,7 @@ class SavedModel:
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     get_encoding: Callable[[], tiktoken.Encoding]  # loads the tokenizer
-    # that trained it; {} if that is not known
-    code: source_code.Code = dataclasses.field(default_factory=dict)
-    has_cache: bool | None = None  # whether that code's model was found to have one: checks.examine
+    code: source_code.Code = dataclasses.field(default_factory=dict)  # that trained it; {} if that is not known
 
     @functools.cached_property
     def enc(self) -> tiktoken.Encoding:
@@ -80,8 +78,7 @@ def from_checkpoint(checkpoint: Checkpoint) -> SavedModel:
     """The model in a checkpoint of this program."""
     config = checkpoint["config"]
     settings = {name: config[name] for name in checkpoint["model_fields"] if name in config}
-    known = checkpoint["code"], checkpoint.get("has_cache")
-    return SavedModel(settings, checkpoint["model"], lambda: tokenizer_of(checkpoint), *known)
+    return SavedModel(settings, checkpoint["model"], lambda: tokenizer_of(checkpoint), checkpoint["code"])
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> tiktoken.Encoding:
@@ -144,12 +141,9 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
 
 
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
-    """Whether a loaded model of num_ids ids has a cache: the run that trained it knows if its code was the same."""
-    enc = saved.enc
-    check_num_ids(num_ids, enc)
-    if saved.has_cache is not None and saved.code == source_code.describe(type(model.config)):
-        return saved.has_cache
-    return checks.examine(model, checks.texts(enc.n_vocab, longest), is_new=False)
+    """Whether a loaded model, of num_ids ids and texts up to the `longest`, has a cache."""
+    check_num_ids(num_ids, saved.enc)
+    return checks.examine(model, checks.texts(saved.enc.n_vocab, longest), is_new=False)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:

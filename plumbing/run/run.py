@@ -211,7 +211,7 @@ class Run:
         weights = config.data_weights or (parts.loader.order.shares if parts.loader else sizes)
         self.shares = [weight / sum(weights) for weight in weights]
         self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
-        self.metadata |= {"has_cache": parts.raw_model.has_cache, "launch": logs.launch()}
+        self.metadata |= {"launch": logs.launch()}
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.wandb: WandbLog | None = None

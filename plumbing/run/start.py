@@ -315,15 +315,8 @@ def try_out(
         return autofit.estimate(trial), True
     with autofit.undone(raw_model):
         fit = autofit.find_what_fits(trial)
-    if (
-        start.saved
-        and start.saved["code"] == source_code.describe(type(start.config))
-        and start.settings == vars(start.config.model_config)  # which a branch may change
-    ):
-        has_cache = start.saved["has_cache"]
-    else:
-        texts = checks.texts(num_ids, longest) + ([] if text is None else [text])
-        has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
+    texts = checks.texts(num_ids, longest) + ([] if text is None else [text])
+    has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
     if start.config.dtype == "fp8" and not fit.compiled:
         print0("note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
     return fit, has_cache
