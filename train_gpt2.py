@@ -885,7 +885,7 @@ def setup(start, world) -> Parts:
     config = start.config
     torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")  # high: TF32
     loader, val_loaders, enc = load_data(config, world)
-    check_data(start, loader, val_loaders, enc, num_ids=config.vocab_size, world=world)
+    check_data(config, loader, val_loaders, enc, num_ids=config.vocab_size, world=world)
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
     raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"

@@ -174,12 +174,14 @@ def is_tokenizer(name: str, enc: tiktoken.Encoding) -> bool:
     return name.removesuffix("+chat") == enc.name.removesuffix("+chat")
 
 
-def check_tokenizer(name: str, enc: tiktoken.Encoding, data: str) -> None:
-    """Raise UserError unless `enc`, the tokenizer of the shards in `data`, is the model's own, called `name`."""
-    if name and not is_tokenizer(name, enc):
+def check_tokenizer(name: str, config: Any) -> None:
+    """Raise UserError unless the tokenizer of a run's shards is the model's own, called `name`."""
+    enc = data_tokenizer(config.data, config.data_weights, splits=["val"], may_be_empty=config.dry_run)
+    if enc and not is_tokenizer(name, enc):
         raise UserError(
-            f"The shards in {data} have tokenizer {enc.name}, but the model uses {name}. Make shards with that "
-            "tokenizer, in another folder; or train a model that begins with this one, by --init-from, on these."
+            f"The shards in {' '.join(config.data)} have tokenizer {enc.name}, but the model uses {name}. Make shards "
+            "with that tokenizer, in another folder; or train a model that begins with this one, by --init-from, on "
+            "these."
         )
 
 

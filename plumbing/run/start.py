@@ -30,14 +30,12 @@ MakeConfig = Callable[[dict[str, Any], dict[str, Any], World], Any]
 
 
 class Start(NamedTuple):
-    """What a run is, and what it begins with: a checkpoint, a model or, if both are None, nothing."""
+    """What a run is, and what it begins with: a checkpoint, weights alone or, if both are None, nothing."""
 
     config: Any  # the TrainConfig, made once
     typed: dict[str, Any]  # what was typed: {setting: value}
     saved: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
-    settings: dict[str, Any] | None = None  # of the model to begin with: GPTConfig's fields; None: a new one
-    weights: dict[str, torch.Tensor] | None = None  # its state dict
-    tokenizer: str = ""  # the name of its own
+    weights: dict[str, torch.Tensor] | None = None  # the state dict of the model to begin with
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
     old_ids: torch.Tensor | None = None  # for data with another tokenizer: what its tokens had, see GPT.extend
     ended: Ended | None = None  # of a run of which nothing is left to do: what it ended with
@@ -130,9 +128,11 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     if not model:
         return Start(config, typed)
     branched = branch(config, saved, changed) if saved and not own else None
+    models.config_of(type(config.model_config), model.settings)  # refuses what this file does not know
+    if old_ids is None:
+        models.check_tokenizer(saved["tokenizer"] if saved else model.enc.name, config)
     source_code.compare(model.code, type(config), source, goes_on=True)
-    tokenizer = saved["tokenizer"] if saved else model.enc.name if old_ids is None else ""
-    return Start(config, typed, saved, model.settings, model.weights, tokenizer, branched, old_ids)
+    return Start(config, typed, saved, None if saved else model.weights, branched, old_ids)
 
 
 def load_own(asked: Any) -> Checkpoint | None:
@@ -250,13 +250,9 @@ def complaints_here(c: Any, world: World) -> Iterator[str]:
 
 
 def check_data(
-    start: Start, loader: Any, val_loaders: list[Any], enc: Any, *, num_ids: int, world: World
+    config: Any, loader: Any, val_loaders: list[Any], enc: Any, *, num_ids: int, world: World
 ) -> None:
-    """Raise UserError unless the data are whole, enough, the same on all ranks, and of the model's tokenizer.
-
-    num_ids: how many ids the model has.
-    """
-    config = start.config
+    """Raise UserError unless the data are whole, enough, the same on all ranks, and have no more than num_ids ids."""
     if not enc:  # a dry run without data
         return
     models.check_num_ids(num_ids, enc)
@@ -270,33 +266,27 @@ def check_data(
     if loader and not config.data_weights:  # else a folder is read again, as often as its share needs
         options = dict(num_windows=loader.num_windows, at_least=config.total_batch_size)
         shards.check_size(" ".join(config.data), "train", loader.T, **options)
-    models.check_tokenizer(start.tokenizer, enc, " ".join(config.data))
 
 
 def first_model(model_class: type, start: Start, device: torch.device) -> Any:
     """The model on the device, with its first weights: new ones, or those that the run begins with."""
     config = start.config.model_config
-    if start.weights is None:
+    weights = start.saved["model"] if start.saved else start.weights
+    if weights is None:
         if start.config.dry_run:  # which is about any machine
             with torch.device("meta"), autofit.SkipInit():
                 return model_class(config)
         if start.config.max_steps:
             autofit.check_memory(lambda: model_class(config), device)
         return autofit.new_model(model_class, config).to(device)
-    assert start.settings is not None
-    models.config_of(type(config), start.settings)  # which has no setting that this file does not know
-    model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
-    own = dict(model.named_parameters())
-    other = [name for name in own.keys() & start.weights.keys() if own[name].shape != start.weights[name].shape]
-    if other and start.saved:
-        name, rows = min(other), len(start.weights[min(other)])
-        changed = [name for name in start.settings if start.settings[name] != vars(config)[name]]
-        flags = " ".join(f"{flag_of(name)} {vars(config)[name]}" for name in changed)
-        raise UserError(
-            f"With {flags}, {name} has {len(own[name])} rows in place of {rows}, and a branch keeps the shapes of its "
-            "parent's weights. Leave it out, or begin a new run with these weights: "
-            f"--init-from {quote(start.config.branch_from)} {flags}"
-        )
+    model = models.from_state(model_class, config, weights, extends=True, old_ids=start.old_ids)
+    for name, p in model.named_parameters() if start.saved else ():
+        if name in weights and p.shape != weights[name].shape:
+            raise UserError(
+                f"With the settings that you typed, {name} has {len(p)} rows in place of {len(weights[name])}, and a "
+                "branch keeps the shapes of its parent's weights. Leave out what changes the model, or begin a new run "
+                "with these weights, by --init-from in place of --branch-from."
+            )
     return model.to(device)
 
 
