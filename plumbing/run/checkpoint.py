@@ -172,35 +172,30 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     """Continue from a checkpoint, whose weights the model has. Where it has no state that fits, a run does not go on
     (UserError), and a branch begins anew, as a note says. branched: what run.txt says of a new branch.
     """
-    config, different = parts.config, []  # (what it is, the note)
+    config = parts.config
+    different = {}  # {what it is: the note}
     order = parts.loader.load_state_dict(saved["loader"])
     if order:
         ramp = " Its batch ramp begins anew, too." if config.batch_ramp else ""
-        different += [
-            (
-                f"another {order}",
-                f"This branch reads from the beginning of a new order, with another {order}.{ramp}",
-            )
-        ]
+        note = f"This branch reads from the beginning of a new order, with another {order}.{ramp}"
+        different[f"another {order}"] = note
     if saved["val_fingerprint"] != fingerprint_of(parts.val_loaders):
         note = "The validation data are not the parent's, so losses cannot be compared with its own."
-        different += [("other validation data", note)]
+        different["other validation data"] = note
     then, now = places_in(saved["optimizer"]), places_in(training_state(parts)["optimizer"])
     groups = next((f"{a} in the place of {b}" for a, b in itertools.zip_longest(then, now) if a != b), "")
     if groups:
         note = f"The optimizers begin without the parent's averages of gradients: it has {groups}."
-        different += [(f"other optimizers, where it has {groups}", note)]
+        different[f"other optimizers, where it has {groups}"] = note
     own = ", ".join(sorted(parts.own.keys() ^ saved["own"].keys()))
     if own:
-        different += [
-            (f"another state of its own ({own})", f"The parent and this branch do not both have {own}.")
-        ]
+        different[f"another state of its own ({own})"] = f"The parent and this branch do not both have {own}."
     if different and branched is None:
         raise UserError(
-            f"The run in {config.out_dir} did not begin with {', nor with '.join(what for what, _ in different)}. Give "
+            f"The run in {config.out_dir} did not begin with {', nor with '.join(different)}. Give "
             f"it its own data (--data) and code, or begin a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
         )
-    for _, note in different:
+    for note in different.values():
         print0(f"note: {note}")
     # in a branch, settings and code of its own may have made other groups
     as_it_was = branched is None or not (
@@ -227,21 +222,13 @@ def places_in(states: list[dict[str, Any]]) -> list[str]:
 
 def load_optimizer(optimizer: Any, state: dict[str, Any], *, as_it_was: bool) -> None:
     """Load what state_dict gave, for the same parameters; unless `as_it_was`, each group keeps the settings it has."""
-    groups = state["param_groups"]
-    if not as_it_was:
-        made = [
-            {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            for group in optimizer.param_groups
-        ]
-        counts = {
-            n
-            for old, new in zip(groups, made)
-            for n in new
-            if type(new[n]) is int and new[n] != old.get(n, new[n])
-        }
-        if counts:
-            print0(f"note: {type(optimizer).__name__} counts {', '.join(sorted(counts))} from the beginning.")
-        groups = [old | new for old, new in zip(groups, made)]
+    groups, counts = [], set()
+    for old, new in zip(state["param_groups"], optimizer.param_groups):
+        names = [] if as_it_was else [name for name in new if name not in ("params", "param_names")]
+        counts |= {name for name in names if type(new[name]) is int and new[name] != old.get(name, new[name])}
+        groups.append(old | {name: new[name] for name in names})
+    if counts:
+        print0(f"note: {type(optimizer).__name__} counts {', '.join(sorted(counts))} from the beginning.")
     optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
     # torch has made each floating tensor the parameter's dtype
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -294,14 +281,6 @@ def unreadable(value: Any, place: str) -> str:
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What is the same for tensors that share their memory entirely, such as tied weights."""
-    if not tensor.numel():
-        return (id(tensor),)  # all of them are at address 0
-    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return *place, tensor.shape, tensor.stride(), tensor.dtype
-
-
 class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
@@ -326,8 +305,9 @@ class CheckpointWriter:
         def copy(value):
             if not isinstance(value, Tensor):
                 return as_pythons(value)
-            memory = memory_of(value)
-            if memory not in copies:  # tied weights are copied once, and tied in the file
+            # tied weights are copied once, and tied in the file
+            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+            if memory not in copies:
                 copies[memory] = value.to("cpu", copy=True)
             return copies[memory]
 
