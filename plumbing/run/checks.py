@@ -123,14 +123,10 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
     then single tokens and several at once.
     """
     T = idx.size(1)
-    for sizes in ([1, 2], [T - 3, 1]):  # and the rest at once
-        sizes = [size for size in sizes if size > 0]
-        while sum(sizes) > T:
-            sizes.pop()
-        sizes += [T - sum(sizes)] if sum(sizes) < T else []
-        cache = KVCache(T)
+    for places in ([1, 3], [max(0, T - 3), max(0, T - 2)]):
+        cache, parts = KVCache(T), [part for part in idx.tensor_split(places, 1) if part.size(1)]
         try:
-            found = [model.hidden_states(part, cache) for part in idx.split(sizes, 1)]
+            found = [model.hidden_states(part, cache) for part in parts]
         except Exception as error:  # a changed model may not take a cache at all
             if is_out_of_memory(error):
                 raise
