@@ -190,10 +190,10 @@ def exact_matmuls() -> Iterator[None]:
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Context after which the process is as before: how matmuls are computed, and which attention kernels are used."""
-    attention = {kernel: getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in FUSED_ATTENTION}
+    enabled = enabled_attention("cuda")
     try:
         with exact_matmuls():
             yield
     finally:
-        for kernel, is_enabled in attention.items():
-            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_enabled)
+        for name in FUSED_ATTENTION:
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name in enabled)

@@ -148,7 +148,11 @@ def join_ranks(typed: dict[str, Any]) -> Iterator[World]:
     """Context in which this process is one of the ranks, on the device that was `typed`; what it sets is put back."""
     with process_restored():
         yield setup_distributed(typed.get("device", "auto"))
-    cleanup_distributed()  # not after an error: it would wait for ranks that wait for this one
+    if dist.is_initialized():  # and not after an error, where it would wait for ranks that wait for this one
+        # subtle: gloo's thread needs the GIL to release its last tensor, but destroy_process_group holds the GIL
+        # while it waits for that thread. Sleeping first lets the thread take the GIL and finish
+        time.sleep(0.1)
+        dist.destroy_process_group()
 
 
 def setup_distributed(device: str) -> World:
@@ -185,11 +189,3 @@ def setup_distributed(device: str) -> World:
         options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
         dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **options)
     return World(rank, world_size, torch.device(device))
-
-
-def cleanup_distributed() -> None:
-    if dist.is_initialized():
-        # subtle: gloo's thread needs the GIL to release its last tensor, but destroy_process_group holds the GIL
-        # while it waits for that thread. Sleeping first lets the thread take the GIL and finish
-        time.sleep(0.1)
-        dist.destroy_process_group()
