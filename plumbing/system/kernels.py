@@ -72,12 +72,10 @@ def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
 
 # ----- The loss -----------------------------------------------------------------------------------------
 
-Loss = Callable[
-    [torch.Tensor, torch.Tensor], torch.Tensor
-]  # of logits (N, V) and targets (N,), summed over the rows
-LOGITS_IN_CHUNK = (
-    2**20
-)  # 4 MB in float32, which stay in a CPU's caches; 2**18 is as fast, 2**22 a twentieth slower
+# of logits (N, V) and targets (N,), summed over the rows
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# 4 MB in float32, which stay in a CPU's caches; 2**18 is as fast, 2**22 a twentieth slower
+LOGITS_IN_CHUNK = 2**20
 LOGITS_IN_CHUNK_ON_GPU = 2**25  # 128 MB: little memory, and yet kernels that take longer than their launch
 
 
