@@ -46,7 +46,7 @@ OURS = re.compile(
     rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
 )
 SECONDS_PER_LINE = 0.5  # of the console, about steps
-STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
+STREAMS = re.compile(r"|train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
 class Ended(NamedTuple):
@@ -211,7 +211,7 @@ class Run:
         weights = config.data_weights or (parts.loader.order.shares if parts.loader else sizes)
         self.shares = [weight / sum(weights) for weight in weights]
         self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
-        self.metadata |= {"launch": logs.launch()}
+        self.metadata["launch"] = logs.launch()
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.wandb: WandbLog | None = None
@@ -227,6 +227,7 @@ class Run:
             self.redone = {at: value for at, value in done if at >= start.step}
         parent = Path(start.branched["parent"]) if start.branched else self.out_dir
         self.log = logs.open_log(self.out_dir, parent, self.start_step)
+        self.lr_before = logs.last_values(path).get("lr") if start.branched else None
         stack.callback(self.close_log)
         check_replaceable(self.out_dir / "samples.txt")  # a link would be followed
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
@@ -236,9 +237,6 @@ class Run:
         if c.wandb:
             self.wandb = wandb = WandbLog(c, logs.read_log(path))
             stack.push(lambda kind, *_: wandb.finish(status=1 if kind else 0))
-        if start.branched:
-            rates = [value for _, stream, value in logs.read_log(path) if stream == "lr"]
-            self.lr_before = rates[-1] if rates else None
 
     def close_log(self) -> None:
         with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
@@ -332,10 +330,9 @@ class Run:
         self.step_printed = now if is_shown else self.step_printed
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
         for name, value in done.scalars.items():
-            if STREAMS.fullmatch(name) or logs.NO_NAME.search(name) or not name:
+            if STREAMS.fullmatch(name):
                 raise UserError(
-                    f"{name!r} cannot be the name of a scalar: it is empty, one of the program's own, or has other "
-                    "characters than letters, digits, and . _ - / in it."
+                    f"{name!r} cannot be the name of a scalar, as log.txt has a stream of that name."
                 )
             streams[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         self.report(step, text if is_shown else "", streams)
