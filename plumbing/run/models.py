@@ -46,15 +46,10 @@ class SavedModel:
         return self.get_encoding()
 
 
-def is_huggingface(source: Name) -> bool:
-    """Whether `source` is a folder in Hugging Face format, or the name of a GPT-2 on the hub."""
-    return Path(source, "config.json").exists() or str(source) in OPENAI_MODELS
-
-
 def load_saved_model(source: str) -> SavedModel:
     """Load a GPT-2 by its name, a folder in Hugging Face format, a checkpoint or a run's newest one."""
     path = Path(source)
-    if is_huggingface(source):
+    if source in OPENAI_MODELS or (path / "config.json").exists():
         settings, weights = huggingface.load_huggingface(source)
         return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(source, settings))
     if path.is_file():
@@ -153,8 +148,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         # below torch's first line: missing names, unknown names, other shapes; an error of the model's own has one line
-        found = str(error).splitlines()[1:] or [first_line(error)]
-        problems = [plain(line.strip(" \t.")) for line in found]
+        problems = [plain(line.strip(" \t.")) for line in str(error).splitlines()[1:] or [first_line(error)]]
     else:
         name_of = {}
         own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}

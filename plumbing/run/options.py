@@ -63,11 +63,6 @@ def is_per_node(field: dataclasses.Field[Any]) -> bool:
     return PER_NODE in flags.kind_of(field)[1]
 
 
-def recipe_of(config: Any) -> dict[str, Any]:
-    """The settings of a TrainConfig that must stay the same whenever the run goes on."""
-    return {name: value for name, value in vars(config).items() if name not in names_of(RunOptions)}
-
-
 def inheritable(asked: Any, settings: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     """Those settings of a run, a parent or a model that a start takes over: not what belongs to an earlier start."""
     names = names_of(type(asked)) - names_of(StartOptions)
@@ -79,7 +74,7 @@ def inheritable(asked: Any, settings: dict[str, Any], typed: dict[str, Any]) -> 
 
 def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of the recipe's settings in which `config` differs from the settings of a checkpoint."""
-    now, defaults, free = recipe_of(config), vars(type(config)()), names_of(RunOptions)
+    now, defaults, free = vars(config), vars(type(config)()), names_of(RunOptions)
     # a setting that did not exist yet counts as the default, and one that is gone as unknown
     both = {
         name: (then.get(name, defaults.get(name)), now.get(name, "unknown"))

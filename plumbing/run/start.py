@@ -64,20 +64,15 @@ def begin(
     facts = {flag_of(name): value for name, value in typed.items() if name not in own}
     facts |= {f"the version of {name}": copy for name, copy in source_code.describe(config_class).items()}
     world.check_agreement(facts | {"the version of torch": str(torch.__version__)})
-    with lock_out_dir(asked.out_dir, world) as lock:
+    locks: list[FolderLock] = []  # rank 0's, taken before anything in the folder is read
+    world.broadcast_from_master(lambda: locks.append(lock_folder(asked.out_dir)))
+    with locks[0] if locks else contextlib.nullcontext() as lock:
         start = world.broadcast_from_master(decide, asked, typed, make_config, world)
         here = {name: value for name, value in typed.items() if name in own}  # this node's paths
         devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
         if start.ended:
             world.broadcast_from_master(report_finished, start.config, start.ended.step, model_class)
         yield start._replace(config=dataclasses.replace(start.config, **here), typed=typed, lock=lock)
-
-
-def lock_out_dir(out_dir: str, world: World) -> contextlib.AbstractContextManager[FolderLock | None]:
-    """The lock on out_dir, taken on rank 0 before anything in it is read; a context of None on other ranks."""
-    locks: list[FolderLock] = []
-    world.broadcast_from_master(lambda: locks.append(lock_folder(out_dir)))
-    return locks[0] if locks else contextlib.nullcontext()
 
 
 # ----- The decision -------------------------------------------------------------------------------------

@@ -119,8 +119,10 @@ def find_what_fits(trial: Trial) -> Fit:
     model, seconds = tried
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
-    found = COMPILED in optional, devices.enabled_attention(world.device.type), list(given_up)
-    return Fit(model, B, *found, kept_bytes, seconds / (B * T * world.size))
+    attention = devices.enabled_attention(world.device.type)
+    return Fit(
+        model, B, COMPILED in optional, attention, [*given_up], kept_bytes, seconds / (B * T * world.size)
+    )
 
 
 def attempt(
