@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -58,10 +57,6 @@ def load_saved_model(source: str) -> SavedModel:
         return from_peer(content, path) if is_peers else from_checkpoint(as_checkpoint(content, path))
     if checkpoint := newest_checkpoint(path):
         return from_checkpoint(checkpoint)
-    runs = sorted(path.glob("*/run.txt"), key=os.path.getmtime, reverse=True)
-    if runs:
-        names = ", ".join(str(run.parent) for run in runs)
-        raise UserError(f"{source} holds runs, not a model. Name one of them: {names}.")
     nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
         f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
@@ -78,10 +73,7 @@ def from_checkpoint(checkpoint: Checkpoint) -> SavedModel:
 
 def tokenizer_of(checkpoint: Checkpoint) -> tiktoken.Encoding:
     text = checkpoint["tokenizer_file"]
-    try:
-        return tokenizers.loads(text) if text else tokenizers.get_encoding("gpt2")
-    except ValueError as error:
-        raise UserError(f"The checkpoint's tokenizer is damaged: {error}. Use another checkpoint.") from None
+    return tokenizers.loads(text) if text else tokenizers.get_encoding("gpt2")
 
 
 def from_peer(content: dict[str, Any], path: Name) -> SavedModel:
