@@ -29,7 +29,7 @@ from plumbing.cli.console import (
     short,
 )
 from plumbing.data.windows import stream_names
-from plumbing.files import atomic_write, check_replaceable, free_name, open_regular
+from plumbing.files import atomic_write, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import logs, source_code
 from plumbing.run.checkpoint import fingerprint_of, training_state
@@ -147,7 +147,7 @@ class Signals(list[int]):
 
 def keep_samples_before(path: Path, step: int) -> None:
     """Leave out of samples.txt what a run that was killed wrote at `step` or later, and will write again."""
-    if path.exists():
+    if os.path.lexists(path):  # a link is refused, as it would be followed
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             # a line of the user's own has no number
             lines = [line for line in file if int((re.match(r"\d+ ", line) or ["0"])[0]) < step]
@@ -205,11 +205,6 @@ class Run:
         self.redone: dict[int, float] = {}
         self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
         self.peak = devices.peak_flops(parts.world.device_name)
-        self.names = stream_names(config.data)
-        # the folders' shares, for the mean of their losses; in an evaluation, by what they are validated on
-        sizes = [loader.num_windows for loader in parts.val_loaders]
-        weights = config.data_weights or (parts.loader.order.shares if parts.loader else sizes)
-        self.shares = [weight / sum(weights) for weight in weights]
         self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
         self.metadata["launch"] = logs.launch()
         self.log: Any = None  # these three exist on rank 0 only
@@ -229,7 +224,6 @@ class Run:
         self.log = logs.open_log(self.out_dir, parent, self.start_step)
         self.lr_before = logs.last_values(path).get("lr") if start.branched else None
         stack.callback(self.close_log)
-        check_replaceable(self.out_dir / "samples.txt")  # a link would be followed
         keep_samples_before(self.out_dir / "samples.txt", self.start_step)
         kept = c.keep_checkpoints, c.milestone_every, saved.get("temporary", [])
         self.writer = checkpoints.CheckpointWriter(start.lock, *kept)
@@ -266,15 +260,17 @@ class Run:
         """Log each folder's (validation loss, bits per byte) and their mean by the shares; with keep_best, keep the
         weights of the lowest mean so far.
         """
-        loss, bpb = (sum(share * each[i] for share, each in zip(self.shares, losses)) for i in (0, 1))
+        names, loader = stream_names(self.config.data), self.parts.loader
+        sizes = [each.num_windows for each in self.parts.val_loaders]  # which count where nothing is trained
+        weights = self.config.data_weights or (loader.order.shares if loader else sizes)
+        shares = [weight / sum(weights) for weight in weights]
+        loss, bpb = (sum(share * each[i] for share, each in zip(shares, losses)) for i in (0, 1))
         self.val_loss = loss
         streams: dict[str, float] = {"val": loss, "val_bpb": bpb}
         text = f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
         if len(losses) > 1:
-            text = f"val loss {loss:.4f} | " + ", ".join(
-                f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
-            )
-            for name, each in zip(self.names, losses):
+            text = f"val loss {loss:.4f} | " + ", ".join(f"{n} {each[0]:.4f}" for n, each in zip(names, losses))
+            for name, each in zip(names, losses):
                 streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
         if self.config.keep_best and self.world.is_master and self.max_steps and loss < self.best_val_loss:
@@ -287,13 +283,8 @@ class Run:
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
         self.sample = texts[-1]
-        wrapper = textwrap.TextWrapper(
-            width=80,
-            initial_indent=f"step {step:5d} | sample | ",
-            subsequent_indent=f"{'':10} | {'':6} | ",
-            drop_whitespace=False,
-            break_on_hyphens=False,
-        )
+        indents = dict(initial_indent=f"step {step:5d} | sample | ", subsequent_indent=f"{'':10} | {'':6} | ")
+        wrapper = textwrap.TextWrapper(80, drop_whitespace=False, break_on_hyphens=False, **indents)
         for text in texts:
             print(wrapper.fill(repr(text)), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
