@@ -120,7 +120,7 @@ class Signals(list[int]):
 
     def __init__(self):
         super().__init__()
-        self.under_way = ""  # what is said to be finished first; "" for a step, which takes no time to speak of
+        self.evaluating = False  # which takes longer than a step, so it is said that this is finished first
         self.before: dict[int, Any] = {}
 
     def __enter__(self):
@@ -139,9 +139,9 @@ class Signals(list[int]):
     def record(self, number, frame):
         if number == signal.SIGINT and number in self:
             os._exit(128 + number)
-        if self.under_way and not self:
+        if self.evaluating and not self:
             with contextlib.suppress(OSError):  # a stream of Python's may be in the middle of a write
-                os.write(1, f"Stopping after {self.under_way}.\n".encode())
+                os.write(1, b"Stopping after this evaluation.\n")
         self.append(number)
 
 
@@ -194,7 +194,7 @@ class Run:
         config, saved = start.config, start.saved or {}
         self.config, self.typed, self.parts, self.signals = config, start.typed, parts, signals
         self.world = parts.world
-        self.start_step, self.max_steps, self.out_dir = start.step, config.max_steps, Path(config.out_dir)
+        self.start_step, self.out_dir = start.step, Path(config.out_dir)
         self.val_loss = saved.get("val_loss")  # the last one measured
         self.best_val_loss = saved.get("best_val_loss", math.inf)  # that of model_best.pt
         self.stopping = False  # whether some rank has received a signal to stop
@@ -251,18 +251,18 @@ class Run:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Context of an evaluation, which is finished even if a signal to stop arrives; then all ranks know of that."""
-        self.signals.under_way = "this evaluation"
+        self.signals.evaluating = True
         yield
-        self.signals.under_way = ""
+        self.signals.evaluating = False
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
     def log_val_loss(self, step: int, losses: list[tuple[float, float]]) -> None:
         """Log each folder's (validation loss, bits per byte) and their mean by the shares; with keep_best, keep the
         weights of the lowest mean so far.
         """
-        names, loader = stream_names(self.config.data), self.parts.loader
+        config, loader, names = self.config, self.parts.loader, stream_names(self.config.data)
         sizes = [each.num_windows for each in self.parts.val_loaders]  # which count where nothing is trained
-        weights = self.config.data_weights or (loader.order.shares if loader else sizes)
+        weights = config.data_weights or (loader.order.shares if loader else sizes)
         shares = [weight / sum(weights) for weight in weights]
         loss, bpb = (sum(share * each[i] for share, each in zip(shares, losses)) for i in (0, 1))
         self.val_loss = loss
@@ -273,7 +273,8 @@ class Run:
             for name, each in zip(names, losses):
                 streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
-        if self.config.keep_best and self.world.is_master and self.max_steps and loss < self.best_val_loss:
+        is_best = config.keep_best and config.max_steps and loss < self.best_val_loss
+        if is_best and self.world.is_master:
             self.best_val_loss = loss
             model = self.parts.raw_model.state_dict()
             self.writer.submit(
@@ -353,7 +354,7 @@ class Run:
         if never_decays:
             text += ", and stays so to the end"
         if c.schedule == "wsd":
-            fraction = (self.max_steps - self.start_step) / self.max_steps
+            fraction = (c.max_steps - self.start_step) / c.max_steps
             text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
         print0(f"{text}.")
 
@@ -361,7 +362,7 @@ class Run:
         """How long the remaining steps take at the average since the first one, which compiles."""
         if step > self.start_step:
             seconds = (time.perf_counter() - self.first_step_ended) / (step - self.start_step)
-        return seconds * (self.max_steps - step - 1)
+        return seconds * (self.config.max_steps - step - 1)
 
     def save(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint if anything is new since the start. finished: whether the last evaluation is done."""
@@ -399,7 +400,7 @@ class Run:
             typed = {name: value for name, value in self.typed.items() if name != "resume"}
             print_next(train_command(type(self.config), typed))
             return ended
-        if self.max_steps:
+        if self.config.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):
                 self.writer.delete_old()
             export(self.out_dir, step, self.parts.raw_model, self.parts.enc, self.sample)
@@ -410,7 +411,7 @@ class Run:
         if self.best_val_loss < math.inf and (self.out_dir / checkpoints.BEST).exists():
             lowest = f"{self.best_val_loss:.4f}"
             print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
-        if self.max_steps:
+        if self.config.max_steps:
             print_next_commands(self.config, self.parts.enc)
         return ended
 
