@@ -284,8 +284,8 @@ class Run:
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and keep them; the model card shows the last one."""
         self.sample = texts[-1]
-        indents = dict(initial_indent=f"step {step:5d} | sample | ", subsequent_indent=f"{'':10} | {'':6} | ")
-        wrapper = textwrap.TextWrapper(80, drop_whitespace=False, break_on_hyphens=False, **indents)
+        first, rest = f"step {step:5d} | sample | ", f"{'':10} | {'':6} | "
+        wrapper = textwrap.TextWrapper(80, first, rest, drop_whitespace=False, break_on_hyphens=False)
         for text in texts:
             print(wrapper.fill(repr(text)), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
