@@ -98,22 +98,18 @@ def find_what_fits(trial: Trial) -> Fit:
     check_unused(unused, world)
     optional = [name for name in optional if name not in given_up]
     with_room = min(world.gather(bound_on_B(trial, kept_bytes)))
-    B, tried = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room)), None
-    while not tried:
+    B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
+    while True:
         work = sum(p.numel() for p in raw_model.parameters()) * B * T
         if compiles or (world.device.type == "cpu" and work > SLOW_WORK):
             print0(f"Trying B = {B}, which may take minutes.")
-
-        def step(B=B):
-            model = trial.wrap(raw_model, COMPILED in optional, world)
-            return model, try_step(trial, model, B=B, micro_steps=min(2, windows_per_rank // B))
-
-        tried = attempt(step, raw_model, optional, given_up, world)
-        if not tried and B == 1:
+        tried = attempt(functools.partial(try_step, trial, optional, B), raw_model, optional, given_up, world)
+        if tried:
+            break
+        if B == 1:
             raise UserError(TOO_LARGE)
-        if not tried:
-            B = largest_divisor(windows_per_rank, at_most=B // 2)
-            print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
+        B = largest_divisor(windows_per_rank, at_most=B // 2)
+        print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
     for name, reason in given_up.items():
         print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
     model, seconds = tried
@@ -272,15 +268,16 @@ def estimate(trial: Trial) -> Fit:
     return Fit(model, B, False, [], [], kept_bytes, 0.0)
 
 
-def try_step(trial: Trial, model: Any, *, B: int, micro_steps: int) -> float:
-    """Forward and backward passes on random tokens; the seconds of the last one, as a CPU takes them."""
+def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
+    """(the model to train, which is compiled if that is in `optional`; the seconds of a micro-step on a CPU)."""
     world, began = trial.world, 0.0
+    model = trial.wrap(trial.raw_model, COMPILED in optional, world)
     # Reserve memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks,
     # gradients and DDP's buckets are here at once, which in a step are one
     numbers = (1 if world.size > 1 else 2) if trial.trains else 0
     reserved = [torch.empty_like(p) for p in trial.raw_model.parameters() for _ in range(numbers)]
     x, y = trial.random_batch(B)
-    for _ in range(micro_steps):  # in the second one, there are gradients from the start
+    for _ in range(min(2, trial.windows_per_rank // B)):  # in the second one, there are gradients from the start
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
         with model.no_sync() if world.size > 1 else contextlib.nullcontext():
@@ -289,7 +286,7 @@ def try_step(trial: Trial, model: Any, *, B: int, micro_steps: int) -> float:
                 loss.backward()
             del loss
     del reserved
-    return time.perf_counter() - began
+    return model, time.perf_counter() - began
 
 
 def bound_on_B(trial: Trial, kept_bytes: int) -> int:
