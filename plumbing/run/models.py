@@ -67,7 +67,7 @@ def load_saved_model(source: str) -> SavedModel:
 def from_checkpoint(checkpoint: Checkpoint) -> SavedModel:
     """The model in a checkpoint of this program."""
     config = checkpoint["config"]
-    settings = {name: config[name] for name in checkpoint["model_fields"] if name in config}
+    settings = {name: config[name] for name in checkpoint["model_fields"]}
     return SavedModel(settings, checkpoint["model"], lambda: tokenizer_of(checkpoint), checkpoint["code"])
 
 
