@@ -63,13 +63,10 @@ def is_per_node(field: dataclasses.Field[Any]) -> bool:
     return PER_NODE in flags.kind_of(field)[1]
 
 
-def inheritable(asked: Any, settings: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+def inheritable(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
     """Those settings of a run, a parent or a model that a start takes over: not what belongs to an earlier start."""
-    names = names_of(type(asked)) - names_of(StartOptions)
-    inherited = {name: value for name, value in settings.items() if name in names}
-    for name in [name for name, value in typed.items() if value == "auto" and name in inherited]:
-        del typed[name]  # which leaves the choice as it is
-    return inherited
+    names = names_of(config_class) - names_of(StartOptions)
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:

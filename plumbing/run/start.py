@@ -102,7 +102,9 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     if saved:
         model = models.from_checkpoint(saved)
     settings = saved["config"] if saved else model.settings if model else {}
-    inherited = inheritable(asked, settings, typed)
+    inherited = inheritable(type(asked), settings)
+    # "auto" leaves a choice as it is
+    typed = {name: value for name, value in typed.items() if value != "auto" or name not in inherited}
     if saved and not own:
         del inherited["branch_from"]
         # the shares are those of the parent's folders
