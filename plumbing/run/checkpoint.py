@@ -100,7 +100,7 @@ def read_file(path: Name) -> dict[str, Any]:
         if damaged:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         content = unpickle(path)
-    except (UserError, FileNotFoundError):
+    except FileNotFoundError:
         raise
     except Exception as error:  # a file that is damaged, or made by hand, can fail in any way
         reason = first_line(error)
@@ -146,10 +146,10 @@ def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:
     return content  # pyright: ignore[reportReturnType]
 
 
-def metadata(config: Any, enc: tiktoken.Encoding, val_fingerprint: str) -> dict[str, Any]:
+def metadata(config: Any, enc: tiktoken.Encoding) -> dict[str, Any]:
     """What every checkpoint of a run holds beside its state."""
-    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc), "val_fingerprint": val_fingerprint}
     settings = {"config": vars(config), "model_fields": list(vars(config.model_config))}
+    texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc)}
     return settings | texts | {"code": source_code.describe(type(config))}
 
 
@@ -163,6 +163,7 @@ def training_state(parts: Any) -> dict[str, Any]:
         "optimizer": [each.state_dict() | {"class": type(each).__name__} for each in parts.optimizers],
         "scaler": parts.scaler.state_dict(),
         "loader": parts.loader.state_dict(),
+        "val_fingerprint": " ".join(loader.order.fingerprint for loader in parts.val_loaders),
         "own": {name: each.state_dict() for name, each in parts.own.items()},
     }
 
@@ -171,18 +172,18 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     """Continue from a checkpoint, whose weights the model has. Where it has no state that fits, a run does not go on
     (UserError), and a branch begins anew, as a note says. branched: what run.txt says of a new branch.
     """
-    config = parts.config
+    config, now = parts.config, training_state(parts)
     different = {}  # {what it is: the note}
     order = parts.loader.load_state_dict(saved["loader"])
     if order:
         ramp = " Its batch ramp begins anew, too." if config.batch_ramp else ""
         note = f"This branch reads from the beginning of a new order, with another {order}.{ramp}"
         different[f"another {order}"] = note
-    if saved["val_fingerprint"] != fingerprint_of(parts.val_loaders):
+    if saved["val_fingerprint"] != now["val_fingerprint"]:
         note = "The validation data are not the parent's, so losses cannot be compared with its own."
         different["other validation data"] = note
-    then, now = places_in(saved["optimizer"]), places_in(training_state(parts)["optimizer"])
-    groups = next((f"{a} in the place of {b}" for a, b in itertools.zip_longest(then, now) if a != b), "")
+    places = itertools.zip_longest(places_in(saved["optimizer"]), places_in(now["optimizer"]))
+    groups = next((f"{a} in the place of {b}" for a, b in places if a != b), "")
     if groups:
         note = f"The optimizers begin without the parent's averages of gradients: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = note
@@ -236,11 +237,6 @@ def load_optimizer(optimizer: Any, state: dict[str, Any], *, as_it_was: bool) ->
         for name, value in values.items() if own else ():
             if isinstance(value, Tensor) and value.dtype != own[name].dtype:
                 own[name] = value.to(own[name].device)
-
-
-def fingerprint_of(loaders: list[Any]) -> str:
-    """Those of all data that are read."""
-    return " ".join(loader.order.fingerprint for loader in loaders)
 
 
 def check_readable(state: Any) -> None:

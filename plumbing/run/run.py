@@ -32,7 +32,7 @@ from plumbing.data.windows import stream_names
 from plumbing.files import atomic_write, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import logs, source_code
-from plumbing.run.checkpoint import fingerprint_of, training_state
+from plumbing.run.checkpoint import training_state
 from plumbing.run.commands import print_next_commands, train_command
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
@@ -205,7 +205,7 @@ class Run:
         self.redone: dict[int, float] = {}
         self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
         self.peak = devices.peak_flops(parts.world.device_name)
-        self.metadata = checkpoints.metadata(config, parts.enc, fingerprint_of(parts.val_loaders))
+        self.metadata = checkpoints.metadata(config, parts.enc)
         self.metadata["launch"] = logs.launch()
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
