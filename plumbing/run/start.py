@@ -124,7 +124,11 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
     if not model:
         return Start(config, typed)
-    branched = branch(config, saved, changed) if saved and not own else None
+    branched = None
+    if saved and not own:
+        branched = branch(config, saved["step"], changed)
+        # the parent's best weights and its other checkpoints are not in the branch's folder
+        saved["best_val_loss"], saved["temporary"] = math.inf, []
     models.config_of(type(config.model_config), model.settings)  # refuses what this file does not know
     if old_ids is None:
         models.check_tokenizer(saved["tokenizer"] if saved else model.enc.name, config)
@@ -184,18 +188,16 @@ def refuse_another_recipe(
     )
 
 
-def branch(config: Any, saved: Checkpoint, changed: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """What run.txt says of a new branch from the checkpoint `saved`. UserError if it cannot continue from that."""
+def branch(config: Any, step: int, changed: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """What run.txt says of a new branch from a checkpoint after `step` updates. UserError if it ends before that."""
     parent = Path(config.branch_from)
-    if saved["step"] >= config.max_steps:
+    if step >= config.max_steps:
         raise UserError(
-            f"The branch would end at step {config.max_steps}, but {parent} has done {saved['step']} steps already. "
+            f"The branch would end at step {config.max_steps}, but {parent} has done {step} steps already. "
             "Give more --max-steps or --passes or, to evaluate it, use --init-from in place of --branch-from."
         )
-    changed.pop("branch_from", None)
-    # the parent's best weights and its other checkpoints are not in the branch's folder
-    saved["best_val_loss"], saved["temporary"] = math.inf, []
-    return {"parent": str(folder_of(parent)), "step": saved["step"], "changed": changed}
+    changes = {name: pair for name, pair in changed.items() if name != "branch_from"}
+    return {"parent": str(folder_of(parent)), "step": step, "changed": changes}
 
 
 def say_what_is_taken_over(
