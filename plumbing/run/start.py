@@ -67,18 +67,16 @@ def begin(
     locks: list[FolderLock] = []  # rank 0's, taken before anything in the folder is read
     world.broadcast_from_master(lambda: locks.append(lock_folder(asked.out_dir)))
     with locks[0] if locks else contextlib.nullcontext() as lock:
-        start = world.broadcast_from_master(decide, asked, typed, make_config, world)
+        start = world.broadcast_from_master(decide, asked, typed, make_config, model_class, world)
         here = {name: value for name, value in typed.items() if name in own}  # this node's paths
         devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
-        if start.ended:
-            world.broadcast_from_master(report_finished, start.config, start.ended.step, model_class)
         yield start._replace(config=dataclasses.replace(start.config, **here), typed=typed, lock=lock)
 
 
 # ----- The decision -------------------------------------------------------------------------------------
 
 
-def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: World) -> Start:
+def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, model_class: type, world: World) -> Start:
     """What the run is and begins with, on rank 0. `asked` is the preset under what was typed."""
     if asked.branch_from and asked.init_from:
         raise UserError("--branch-from and --init-from both name the first weights. Give one of them.")
@@ -116,11 +114,11 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         inherited.pop("vocab_size", None)  # the model gets the rows that the data's tokenizer needs
         config = make_config(inherited, typed, world)
     changed = differences(settings, config) if saved else {}
-    if own:
-        if changed:
-            refuse_another_recipe(config, own, typed, different=changed)
-        if own["finished"]:
-            return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
+    if own and changed:
+        refuse_another_recipe(config, own, typed, different=changed)
+    if own and own["finished"]:
+        report_finished(config, own, model_class)
+        return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
     if not model:
         return Start(config, typed)
@@ -311,11 +309,9 @@ def try_out(
     return fit, has_cache
 
 
-def report_finished(config: Any, step: int, model_class: type) -> None:
-    """Say that the run is finished, and export its model again if hf/ does not hold it. Rank 0 does that."""
-    out_dir, saved = Path(config.out_dir), checkpoints.load_state(config.out_dir)
-    assert saved
-    enc = models.tokenizer_of(saved)
+def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
+    """Say that the run is finished, and export its model again if hf/ does not hold it. saved: its last checkpoint."""
+    out_dir, step, enc = Path(config.out_dir), saved["step"], models.tokenizer_of(saved)
     print(f"The run in {out_dir} is finished.")
     if not (config.dry_run or is_export_of(out_dir / "hf", saved["model"], step)):
         export(out_dir, step, models.from_state(model_class, config.model_config, saved["model"]), enc)
