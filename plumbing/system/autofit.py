@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
 from plumbing.system import devices
@@ -189,12 +189,10 @@ def undone(model: Any) -> Iterator[None]:
     What is to be restored is kept in main memory: weights, buffers, and what get_extra_state adds.
     """
 
-    def on_cpu(state: Any) -> Any:
-        return copy.deepcopy(
-            tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        )
+    def on_cpu(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
-    state, buffers = on_cpu(model.state_dict()), on_cpu(dict(model.named_buffers()))
+    state, buffers = tree_map(on_cpu, model.state_dict()), tree_map(on_cpu, dict(model.named_buffers()))
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
