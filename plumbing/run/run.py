@@ -126,10 +126,11 @@ class Signals(list[int]):
     def __enter__(self):
         if threading.current_thread() is not threading.main_thread():
             return self  # Python lets only the main thread handle signals
-        hang_up = getattr(signal, "SIGHUP", signal.SIGINT)  # Windows has none
-        is_ignored = signal.getsignal(hang_up) == signal.SIG_IGN  # under nohup
-        for number in (signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [hang_up])):
-            self.before.setdefault(number, signal.signal(number, self.record))
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # Windows has none, and under nohup it is ignored
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.record) for number in numbers}
         return self
 
     def __exit__(self, *exception):
