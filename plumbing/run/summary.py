@@ -1,5 +1,6 @@
 """What a run will do and cost, said before its first step; with --dry-run, that is all."""
 
+import collections
 from typing import Any
 
 from plumbing.cli.console import count, duration, print0, print_next, short
@@ -79,15 +80,12 @@ def size(num_bytes: float) -> str:
 
 def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
     """Of each optimizer and learning rate: how many parameters have it, and which setting it is."""
-    sizes: dict[tuple[str, float], int] = {}
+    sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            key = type(optimizer).__name__, group["lr"]
-            sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in group["params"])
+            sizes[type(optimizer).__name__, group["lr"]] += sum(p.numel() for p in group["params"])
     rates = {name: value for name, value in vars(config).items() if name.endswith("_lr") and name != "min_lr"}
     flag_with = {value: flag_of(name) for name, value in rates.items()}
-    warmup = f", momentum warmed up over {count(config.muon_momentum_warmup, 'step')}"
     return [
-        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}{warmup if name == 'Muon' else ''}"
-        for (name, lr), n in sizes.items()
+        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
     ]
