@@ -162,7 +162,7 @@ def is_tokenizer(name: str, enc: tiktoken.Encoding) -> bool:
 
 def check_tokenizer(name: str, config: Any) -> None:
     """Raise UserError unless the tokenizer of a run's shards is the model's own, called `name`."""
-    enc = data_tokenizer(config.data, config.data_weights, splits=["val"], may_be_empty=config.dry_run)
+    enc = data_tokenizer(config)
     if enc and not is_tokenizer(name, enc):
         raise UserError(
             f"The shards in {' '.join(config.data)} have tokenizer {enc.name}, but the model uses {name}. Make shards "

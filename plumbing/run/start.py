@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli.console import UserError, print0, quote, quote_group
+from plumbing.cli.console import UserError, print0, quote_group
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
 from plumbing.files import FolderLock, lock_folder
