@@ -201,7 +201,7 @@ def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
     for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
-        assert_refused(data, out, f"The run in {out} did not begin with", f"{what} data", "begin a branch")
+        assert_refused(data, out, f"The run in {out} cannot go on with", f"{what} data", "begin a branch")
 
 
 def test_where_no_whole_checkpoint_is_there_is_nothing_to_branch(folder, best, parent, tmp_path):

@@ -270,6 +270,14 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_touched(data, t
     assert copy in said and (tmp_path / "relu squared" / copy).read_bytes() == path.read_bytes()
 
 
+def test_a_finished_run_of_other_code_is_named_and_not_exported_as_the_model_of_this_one(data, tmp_path):
+    path = changed_trainer(tmp_path / "train_relu2.py", {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"})
+    run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=2))
+    said = " ".join(train(data, tmp_path / "out", max_steps=2).split())
+    assert "is finished" in said and "was trained by other code than runs now (train_gpt2.py, train_relu2.py)" in said
+    assert "Its model is in" in said and not (tmp_path / "out" / "hf").exists()
+
+
 def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch):
     """They are kept with it, also those that they import, and a change of any byte is noticed, by the file's name."""
     monkeypatch.syspath_prepend(tmp_path)

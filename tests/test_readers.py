@@ -267,10 +267,10 @@ def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, w
 
 @pytest.mark.parametrize(
     "kind, place, number",
-    [("parquet", "Row 3", 4), ("jsonl", "Line 3", 5), ("json", "Entry 3", 5), ("csv", "Line 4", 6)],
+    [("parquet", "Row 3", 4), ("jsonl", "Line 3", 5), ("json", "Entry 3", 5), ("csv", "Line 4", 7)],
 )
 def test_rows_without_a_text_are_left_out_counted_and_the_first_three_named(tmp_path, kind, place, number, capsys):
-    """So are those of a CSV file with more or fewer fields than the header: they were cut, or read in part."""
+    """So are those of a CSV file with more or fewer fields than the header, or wrong quotes: they may be cut."""
     texts = [f"Text {n}." for n in range(30)]
     texts[2] = texts[11] = texts[12] = texts[20] = None
     path = tmp_path / f"a.{kind}"
@@ -280,7 +280,7 @@ def test_rows_without_a_text_are_left_out_counted_and_the_first_three_named(tmp_
         pq.write_table(pa.Table.from_pylist(records), path)
     else:
         rows = [f'"{text or ""}",{n}' for n, text in enumerate(texts)]
-        lines = {"csv": ["text,id", *rows, "a, comma,99", "99"], "json": [json.dumps([*records, "x"])]}
+        lines = {"csv": ["text,id", *rows, "a, comma,99", "99", '"a" quote,9'], "json": [json.dumps([*records, "x"])]}
         path.write_text("\n".join(lines.get(kind, map(json.dumps, [*records, 3]))), encoding="utf-8")
     folder = make(tmp_path, str(path))
     assert sorted(read(folder)) == sorted(as_bytes(filter(None, texts)))

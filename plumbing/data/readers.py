@@ -194,28 +194,30 @@ def read_csv(source, columns):
         # a program may write semicolons where numbers have commas
         delimiter = next((char for char in delimiters if char in header), delimiters[0])
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
-        begin = 1  # the first line of the row that comes
-        try:
-            names = next(rows, [])
-            for column in columns:
-                if names.count(column) > 1:
-                    raise UserError(
-                        f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
-                    )
-            begin = rows.line_num + 1
-            for fields in rows:
-                place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
-                begin = rows.line_num + 1
-                if len(fields) == len(names):
-                    yield Row(place, dict(zip(names, fields)))
-                elif fields:
-                    wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
-                    yield Row(place, Unusable(f"{wrong}: a text with {delimiter!r} needs quotes around it"))
-        except csv.Error as error:  # an open quote swallows rows
-            raise UserError(
-                f"Line {begin} of {source.name} is no row of CSV: {error}. Close its quotes, and write those in a text"
-                " twice."
-            ) from None
+        names = next(rows, [])
+        for column in columns:
+            if names.count(column) > 1:
+                raise UserError(
+                    f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
+                )
+        while True:
+            begin, wrong = rows.line_num + 1, ""
+            try:
+                fields = next(rows, None)
+            except csv.Error as error:
+                fields, wrong = [], f"is no row of CSV: {error}"
+            if fields is None:
+                return
+            place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
+            if wrong and (rows.line_num > begin or "end of data" in wrong):  # an open quote swallows rows
+                raise UserError(
+                    f"Line {begin} of {source.name} {wrong}. Close its quotes, and write those in a text twice."
+                )
+            if fields and len(fields) != len(names):
+                wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+                wrong += f": a text with {delimiter!r} needs quotes around it"
+            if fields or wrong:
+                yield Row(place, Unusable(wrong) if wrong else dict(zip(names, fields)))
 
 
 def read_parquet(source, columns, needed):

@@ -192,8 +192,8 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
         different[f"another state of its own ({own})"] = f"The parent and this branch do not both have {own}."
     if different and branched is None:
         raise UserError(
-            f"The run in {config.out_dir} did not begin with {', nor with '.join(different)}. Give "
-            f"it its own data (--data) and code, or begin a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
+            f"The run in {config.out_dir} cannot go on with {' and '.join(different)}. Give it its own data (--data) "
+            f"and code, or begin a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
         )
     for note in different.values():
         print0(f"note: {note}")

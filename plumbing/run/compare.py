@@ -212,4 +212,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    console.run(main)
+    console.run(main, output_is_product=True)

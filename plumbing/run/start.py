@@ -117,6 +117,7 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, model_cla
     if own and changed:
         refuse_another_recipe(config, own, typed, different=changed)
     if own and own["finished"]:
+        source_code.compare(own["code"], type(config), source, goes_on=True)
         report_finished(config, own, model_class)
         return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
@@ -310,10 +311,14 @@ def try_out(
 
 
 def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
-    """Say that the run is finished, and export its model again if hf/ does not hold it. saved: its last checkpoint."""
+    """Say that the run is finished, and export its model again if hf/ does not hold it; other code has another model.
+
+    saved: its last checkpoint.
+    """
     out_dir, step, enc = Path(config.out_dir), saved["step"], models.tokenizer_of(saved)
     print(f"The run in {out_dir} is finished.")
-    if not (config.dry_run or is_export_of(out_dir / "hf", saved["model"], step)):
+    is_same = saved["code"] == source_code.describe(type(config))
+    if is_same and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], step):
         export(out_dir, step, models.from_state(model_class, config.model_config, saved["model"]), enc)
     model = out_dir / "hf" if (out_dir / "hf").exists() else checkpoints.list_checkpoints(out_dir)[-1]
     print(f"Its model is in {model}.")
