@@ -206,6 +206,7 @@ class Run:
         self.redone: dict[int, float] = {}
         self.flops_per_token = parts.raw_model.flops_per_token(config.sequence_length)
         self.peak = devices.peak_flops(parts.world.device_name)
+        self.names = stream_names(config.data)
         self.metadata = checkpoints.metadata(config, parts.enc)
         self.metadata["launch"] = logs.launch()
         self.log: Any = None  # these three exist on rank 0 only
@@ -261,7 +262,7 @@ class Run:
         """Log each folder's (validation loss, bits per byte) and their mean by the shares; with keep_best, keep the
         weights of the lowest mean so far.
         """
-        config, loader, names = self.config, self.parts.loader, stream_names(self.config.data)
+        config, loader = self.config, self.parts.loader
         sizes = [each.num_windows for each in self.parts.val_loaders]  # which count where nothing is trained
         weights = config.data_weights or (loader.order.shares if loader else sizes)
         shares = [weight / sum(weights) for weight in weights]
@@ -270,8 +271,10 @@ class Run:
         streams: dict[str, float] = {"val": loss, "val_bpb": bpb}
         text = f"val loss {loss:.6f} | {bpb:.4f} bits per byte"
         if len(losses) > 1:
-            text = f"val loss {loss:.4f} | " + ", ".join(f"{n} {each[0]:.4f}" for n, each in zip(names, losses))
-            for name, each in zip(names, losses):
+            text = f"val loss {loss:.4f} | " + ", ".join(
+                f"{n} {each[0]:.4f}" for n, each in zip(self.names, losses)
+            )
+            for name, each in zip(self.names, losses):
                 streams |= {f"val/{name}": each[0], f"val_bpb/{name}": each[1]}
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
         is_best = config.keep_best and config.max_steps and loss < self.best_val_loss

@@ -67,16 +67,18 @@ def begin(
     locks: list[FolderLock] = []  # rank 0's, taken before anything in the folder is read
     world.broadcast_from_master(lambda: locks.append(lock_folder(asked.out_dir)))
     with locks[0] if locks else contextlib.nullcontext() as lock:
-        start = world.broadcast_from_master(decide, asked, typed, make_config, model_class, world)
+        start = world.broadcast_from_master(decide, asked, typed, make_config, world)
         here = {name: value for name, value in typed.items() if name in own}  # this node's paths
         devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
+        if start.ended:
+            world.broadcast_from_master(report_finished, start.config, start.saved, model_class)
         yield start._replace(config=dataclasses.replace(start.config, **here), typed=typed, lock=lock)
 
 
 # ----- The decision -------------------------------------------------------------------------------------
 
 
-def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, model_class: type, world: World) -> Start:
+def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: World) -> Start:
     """What the run is and begins with, on rank 0. `asked` is the preset under what was typed."""
     if asked.branch_from and asked.init_from:
         raise UserError("--branch-from and --init-from both name the first weights. Give one of them.")
@@ -117,9 +119,7 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, model_cla
     if own and changed:
         refuse_another_recipe(config, own, typed, different=changed)
     if own and own["finished"]:
-        source_code.compare(own["code"], type(config), source, goes_on=True)
-        report_finished(config, own, model_class)
-        return Start(config, typed, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
+        return Start(config, typed, own, ended=Ended(own["step"], logs.last_values(Path(source) / "log.txt")))
     say_what_is_taken_over(config, asked, typed, inherited, source=source)
     if not model:
         return Start(config, typed)
@@ -316,6 +316,7 @@ def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
     saved: its last checkpoint.
     """
     out_dir, step, enc = Path(config.out_dir), saved["step"], models.tokenizer_of(saved)
+    source_code.compare(saved["code"], type(config), config.out_dir, goes_on=True)
     print(f"The run in {out_dir} is finished.")
     is_same = saved["code"] == source_code.describe(type(config))
     if is_same and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], step):
