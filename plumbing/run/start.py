@@ -96,8 +96,8 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         model, source = models.load_saved_model(asked.init_from), asked.init_from
     elif not own and typed.keys() <= names_of(StartOptions) and "out_dir" in typed:
         raise UserError(
-            f"There is no checkpoint in {source}, so no run that could go on. Give the folder of one or, to begin a "
-            f"run there, its settings, too, such as --preset {asked.preset}."
+            f"There is no checkpoint in {source} to go on from{'' if asked.resume else ' under --no-resume'}. Give the "
+            f"folder of a run or, to begin one there, its settings, too, such as --preset {asked.preset}."
         )
     if saved:
         model = models.from_checkpoint(saved)
