@@ -788,10 +788,10 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
 
 
 def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe; what is negative is refused with all other settings."""
+    """A sentence for each thing that is wrong with the recipe; what else is negative is refused in all settings."""
     for name in "block_size n_layer n_head n_embd sequence_length total_batch_size val_tokens max_lr".split():
-        if getattr(c, name) == 0:
-            yield f"--{name.replace('_', '-')} is 0, but it must be above 0."
+        if not getattr(c, name) > 0:
+            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be above 0."
     if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
         divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
         heads = min(divisors, key=lambda n: abs(n - c.n_head))
@@ -816,9 +816,9 @@ def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any])
     if c.passes and weights:
         yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
     for name in ("beta1", "beta2", "muon_momentum"):
-        if getattr(c, name) >= 1:
-            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be below 1."
-    if c.decay_fraction > 1:
+        if not 0 <= getattr(c, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be 0 or more and below 1."
+    if not 0 <= c.decay_fraction <= 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
     if c.preset == "chat" and not (c.init_from or c.branch_from):
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."

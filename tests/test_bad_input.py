@@ -68,7 +68,7 @@ def error_of_run(folder, **changes):
         # all complaints together
         (
             dict(n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0),
-            ["--max-lr is 0,", "--beta2 is 1.0,", "--n-head 3", "--n-embd 32", "--val-tokens", "multiple of 16"],
+            ["--max-lr is 0.0,", "--beta2 is 1.0,", "--n-head 3", "--n-embd 32", "--val-tokens", "multiple of 16"],
         ),
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),

@@ -250,6 +250,8 @@ def check(options: Any, complaints: Iterable[str] = ()) -> None:
         value, default, notes = getattr(options, field.name), field.default, kind_of(field)[1]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value == default:
             continue
+        if any(f"{flag_of(field.name)} is {value}, but" in error for error in errors):
+            continue  # a complaint says more
         least = "0 or more"
         if ABOVE_0 in notes:
             least = "1 or more" if isinstance(value, int) else "above 0"
