@@ -3,12 +3,14 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import train_gpt2
 from plumbing.run import compare, logs
 
-from harness import make_shards, refused, status_of, train
+from harness import ROOT, make_shards, needs, refused, status_of, train
 
 CONFIG = {"max_steps": 2, "data": ["texts"], "val_tokens": 512, "max_lr": 0.001, "hellaswag_limit": 0}
 DATA = {"texts": ["aaaa", "bbbb"]}  # fingerprints of the training and the validation data
@@ -230,6 +232,15 @@ def test_logs_of_nanogpt_and_of_killed_runs_are_read(tmp_path, capsys):
     assert streams(f"{tmp_path}/nanogpt.txt") == printed_by_it
     assert streams(f"{tmp_path}/*") == {"val": {0: 6.5, 2: 5, 3: 4.25}}
     assert "2 damaged lines of" in capsys.readouterr().out
+
+
+@needs("/dev/full")
+def test_a_table_that_cannot_be_written_is_an_error(tmp_path):
+    write_run(tmp_path / "a", 4.0)
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "plumbing.run.compare", tmp_path / "a"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "error: Could not write the output: No space left on device.\n")
 
 
 def test_the_command_compares_real_runs(data, tmp_path, capsys, monkeypatch):

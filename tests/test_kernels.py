@@ -67,10 +67,11 @@ def test_any_loss_is_computed_in_chunks(name, chunk, dtype, error, monkeypatch):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_float8_computes_the_plain_loss_alone(name):
-    weight = torch.randn(48, 32) * 0.02
+    weight, zeros = torch.randn(48, 32) * 0.02, torch.zeros(48, 32)  # as a new output layer of one's own may be
     refusal = pytest.raises(UserError, match="^--dtype fp8 .* loss_sum computes something else. Use --dtype bfloat16")
     with contextlib.nullcontext() if name == "plain" else refusal:
-        kernels.check_float8(lambda x, targets: (None, LOSSES[name](F.linear(x, weight), targets)), weight)
+        for each in (weight, zeros) if name == "plain" else (weight,):
+            kernels.check_float8(lambda x, targets: (None, LOSSES[name](F.linear(x, each), targets)), each)  # noqa: B023
 
 
 def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():
