@@ -37,6 +37,7 @@ from harness import (
     patched,
     printed_commands,
     read_log,
+    refused,
     run,
     signalled,
     signalled_in,
@@ -164,6 +165,9 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     shutil.copytree(straight, tmp_path / "out")
     (tmp_path / "out" / "wandb" / "run-20261127-abc").mkdir(parents=True)
     before = listing(tmp_path / "out")
+    # the folder alone does not say what is to begin there
+    line = refused(train_gpt2.main, "--out-dir", tmp_path / "out", "--no-resume")
+    assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings, too" in line
     for number in (1, 2):
         said = train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS)
         assert f"to {tmp_path / 'out'}.{number}." in said
