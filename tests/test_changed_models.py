@@ -563,7 +563,7 @@ def test_numbers_of_ones_own_are_logged_as_rank_0_has_them_before_and_after_the_
         assert set(read_log(tmp_path / "out", name).values()) == {text}
     weight = load_checkpoint(tmp_path / "out" / "model_00012.pt")["model"]["lm_head.weight"]
     assert losses(tmp_path / "out", "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
-    for name in ("train", "val/docs"):
+    for name in ("train", "val/docs", "val bpb", ""):
         path = changed_trainer(tmp_path / "bad.py", {AFTER_UPDATE: AFTER_UPDATE + f"    scalars[{name!r}] = 1\n"})
         [said] = run(train_changed, path, tiny_flags(data, tmp_path / f"bad{len(name)}"), ends=[2])
         assert f"{name!r} cannot be the name of a scalar" in error_in(said)

@@ -46,7 +46,7 @@ OURS = re.compile(
     rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
 )
 SECONDS_PER_LINE = 0.5  # of the console, about steps
-STREAMS = re.compile(r"|train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
+STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
 class Ended(NamedTuple):
@@ -326,9 +326,11 @@ class Run:
         self.step_printed = now if is_shown else self.step_printed
         streams = {"train": loss, "lr": lr, "norm": norm, "tok/s": rate}
         for name, value in done.scalars.items():
-            if STREAMS.fullmatch(name):
+            # val bpb would be written as val_bpb, among the program's own values
+            if STREAMS.fullmatch(name) or logs.NO_NAME.search(name) or not name:
                 raise UserError(
-                    f"{name!r} cannot be the name of a scalar, as log.txt has a stream of that name."
+                    f"{name!r} cannot be the name of a scalar: it is empty, one of the program's own, or has other "
+                    "characters than letters, digits, and . _ - / in it."
                 )
             streams[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         self.report(step, text if is_shown else "", streams)
