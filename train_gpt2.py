@@ -29,7 +29,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
@@ -334,9 +335,10 @@ class GPT(nn.Module):
         A weight of a matmul takes 2 in the forward pass and 4 in the backward pass. Attention multiplies T queries and
         keys, and T weights and values, in each channel of each layer.
         """
-        matmuls = [p for p in (*self.transformer.h.parameters(), self.lm_head.weight) if p.dim() >= 2]
+        parameters = {*self.transformer.h.parameters(), *self.lm_head.parameters()}  # each once
+        matmuls = sum(p.numel() for p in parameters if p.dim() >= 2)
         attention = 12 * self.config.n_layer * self.config.n_embd * T
-        return 6 * sum(p.numel() for p in matmuls) + attention
+        return 6 * matmuls + attention
 
     def extend(self, weights: dict[str, Any], old_ids: torch.Tensor | None = None) -> dict[str, Any]:
         """Give the rows of a state dict this model's vocab_size and block_size; rows that are too many are left out.
@@ -504,14 +506,14 @@ def orthogonalize(G):
     """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one: all singular values near 1."""
     X = G.to(torch.bfloat16) if G.is_cuda else G  # accurate enough, but slower on some CPUs
     tall = G.size(1) > G.size(2)
-    X = X.mT if tall else X  # so that X @ X.mT is the smaller of the two Gram matrices
+    X = X.mH if tall else X  # so that X @ X.mH is the smaller of the two Gram matrices
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     # a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al. 2024)
     for _ in range(5):
-        A = X @ X.mT
+        A = X @ X.mH  # mH is mT, conjugated: a model may have complex matrices
         A = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
         X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
-    return X.mT if tall else X
+    return X.mH if tall else X
 
 
 class Muon(torch.optim.Optimizer):
@@ -560,9 +562,11 @@ def configure_optimizers(model, config):
     for name, p in named.items() if config.optimizer == "muon" else ():
         if name.startswith("transformer.h.") and p.dim() == 2:
             rows, cols = p.shape
-            split = 3 if rows == 3 * cols else 1  # c_attn: query, key and value are three matrices
+            is_qkv = name.endswith("c_attn.weight") and rows == 3 * cols
+            split = 3 if is_qkv else 1  # query, key and value are three matrices
             # matrices of one shape are updated together
-            muon_groups.setdefault(p.shape, {"params": [], "split": split})["params"].append((name, p))
+            group = muon_groups.setdefault((p.shape, split), {"params": [], "split": split})
+            group["params"].append((name, p))
     if muon_groups:
         matrices = list(muon_groups.values())
         optimizers = [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
@@ -572,11 +576,10 @@ def configure_optimizers(model, config):
         {"params": [(name, p) for name, p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [(name, p) for name, p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
     ]
+    groups = [group for group in groups if group["params"]]  # torch takes no empty group of named parameters
     betas = (config.beta1, config.beta2)
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for _, p in rest)
     optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
-    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales
     return optimizers
 
 
@@ -611,7 +614,7 @@ class Parts(NamedTuple):
     examples: list[Any]  # HellaSwag's, rendered
     # of one's own, by a name: what has state_dict() and load_state_dict() is saved, as rank 0 has it, and goes on with
     # the run and in its branches
-    own: dict[str, Any]
+    own: Mapping[str, Any]
     found: Any  # what works on this machine
 
 
@@ -718,10 +721,11 @@ class Step(NamedTuple):
     scalars: dict[str, Any]  # streams of one's own in log.txt
 
 
-def accumulate_gradients(parts: Parts, num_windows: int) -> torch.Tensor:
+def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]) -> torch.Tensor:
     """Read the next num_windows windows in micro-batches of at most loader.B windows per rank, and go backward.
 
     Returns this rank's losses of them. Their sum over the ranks, divided by the ranks, is the mean over all targets.
+    scalars: streams of log.txt that you add, for a number that needs x, y, logits or the loss of a micro-batch.
     """
     config, world, model, loader = parts.config, parts.world, parts.model, parts.loader
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
@@ -750,8 +754,6 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     An error, on all ranks and before the update, if loss or norm is not finite.
     """
     config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
-    # a number put here, before or after the update, is a stream of log.txt, as rank 0 has it:
-    # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
     scalars: dict[str, Any] = {}
     lr = apply_schedules(optimizers, step, config)
     # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
@@ -759,7 +761,9 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     start, T = parts.loader.position, config.sequence_length
     num_windows = get_batch_size(start * T, config) // T
     assert num_windows % world.size == 0, f"{num_windows} sequences cannot be shared by {world.size} ranks"
-    losses = accumulate_gradients(parts, num_windows)
+    losses = accumulate_gradients(parts, num_windows, scalars)
+    # a number put here becomes a stream of log.txt, with rank 0's values:
+    # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
@@ -844,7 +848,7 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
     # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
     assumed = 257 if c.data == (docs,) else 50257
     n_vocab, vocab_size = enc.n_vocab if enc else assumed, c.vocab_size
-    if c.max_steps and "vocab_size" not in typed:  # an evaluation is of the weights as they are
+    if c.max_steps and not typed.get("vocab_size"):  # an evaluation is of the weights as they are
         vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257, for faster matmuls
     dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
     found = dict(vocab_size=vocab_size or n_vocab, dtype=dtype, passes=0.0)
@@ -890,6 +894,9 @@ def setup(start, world) -> Parts:
     raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
     optimizers = configure_optimizers(raw_model, config)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # the peak, which apply_schedules scales
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     # a missing file is downloaded now, rather than in the middle of a run
@@ -904,7 +911,8 @@ def setup(start, world) -> Parts:
     for each in (loader, *val_loaders) if loader else val_loaders:
         each.B = found.B
     data = loader, val_loaders, enc, token_bytes, examples
-    return Parts(config, world, raw_model, found.model, optimizers, scaler, *data, own, found)
+    read_only = types.MappingProxyType(own)  # a later entry would not be there when the run is resumed
+    return Parts(config, world, raw_model, found.model, optimizers, scaler, *data, read_only, found)
 
 
 def fit(parts: Parts, run):

@@ -410,7 +410,7 @@ def test_a_mistake_in_the_model_shows_as_itself_and_a_parameter_that_is_not_used
     assert "shapes cannot be multiplied" in said and f"return {GELU}" in said and "warning" not in said
     path = changed_trainer(tmp_path / "unused.py", {POSITIONS: "self.transformer.wte(idx)"})
     said, _ = run(train_changed, path, args, ranks=2, ends=[2, 2])
-    assert "1 parameter, such as transformer.wpe.weight" in error_in(said)
+    assert "A step does not use 1 parameter, such as transformer.wpe.weight" in error_in(said)
     assert not (tmp_path / "out").exists()
 
 

@@ -5,6 +5,7 @@ import itertools
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypedDict
@@ -25,6 +26,9 @@ BEST = "model_best.pt"  # the weights with the lowest validation loss
 READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or a checkpoint of nanoGPT or build-nanogpt."
 
 
+PARAMETERS = ("params", "param_names")  # the entries of an optimizer's group that are no settings
+
+
 class Checkpoint(TypedDict):
     """What a model_<step>.pt holds: plain data and tensors. model_best.pt has no state to continue from."""
 
@@ -35,6 +39,7 @@ class Checkpoint(TypedDict):
     tokenizer_file: str  # all of it, as tokenizers.dumps gives it; "" is GPT-2's
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state dict of each optimizer, and its class
+    made: list[list[dict[str, Any]]]  # the settings of each optimizer's groups as the trainer made them
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
     loader: dict[str, Any]  # the position in the training data, and what fixes their order
     own: dict[str, Any]  # the state dicts of what the trainer's setup has handed over
@@ -156,8 +161,27 @@ def metadata(config: Any, enc: tiktoken.Encoding) -> dict[str, Any]:
 # ----- The training state: what an exact resume needs, written and read ---------------------------------
 
 
+def settings_of_groups(optimizers: list[Any]) -> list[list[dict[str, Any]]]:
+    """A copy of the settings of each optimizer's groups, such as rates: all entries but the parameters."""
+    return [
+        [{name: value for name, value in group.items() if name not in PARAMETERS} for group in each.param_groups]
+        for each in optimizers
+    ]
+
+
+def check_own(own: Mapping[str, Any]) -> None:
+    """Raise UserError for an object in Parts.own that has no state to save."""
+    for name, value in own.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise UserError(
+                f"Parts.own[{name!r}] is a {type(value).__name__}, which has no state_dict() and load_state_dict(), so "
+                "no checkpoint would hold it. Put it into an object that has both, such as a torch.nn.Module with a "
+                "buffer."
+            )
+
+
 def training_state(parts: Any) -> dict[str, Any]:
-    """The state of the trainer's `parts`, which `restore` reads again."""
+    """The state of the trainer's `parts`, which `restore_state` reads again."""
     return {
         "model": parts.raw_model.state_dict(),
         "optimizer": [each.state_dict() | {"class": type(each).__name__} for each in parts.optimizers],
@@ -168,9 +192,13 @@ def training_state(parts: Any) -> dict[str, Any]:
     }
 
 
-def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None) -> None:
+def restore_state(
+    saved: Checkpoint, parts: Any, branched: dict[str, Any] | None, made: list[list[dict[str, Any]]]
+) -> None:  # fmt: skip
     """Continue from a checkpoint, whose weights the model has. Where it has no state that fits, a run does not go on
-    (UserError), and a branch begins anew, as a note says. branched: what run.txt says of a new branch.
+    (UserError), and a branch begins anew, as a note says.
+
+    branched: what run.txt says of a new branch; made: the settings of the optimizers' groups as this start made them.
     """
     config, now = parts.config, training_state(parts)
     different = {}  # {what it is: the note}
@@ -197,12 +225,9 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
         )
     for note in different.values():
         print0(f"note: {note}")
-    # in a branch, settings and code of its own may have made other groups
-    as_it_was = branched is None or not (
-        branched["changed"] or saved["code"] != source_code.describe(type(config))
-    )
-    for optimizer, state in zip(parts.optimizers, saved["optimizer"]) if not groups else ():
-        load_optimizer(optimizer, state, as_it_was=as_it_was)
+    if not groups:
+        for optimizer, state, then, now in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
+            load_optimizer(optimizer, state, then=then, now=now)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
     for name in parts.own.keys() & saved["own"].keys():
@@ -213,30 +238,44 @@ def places_in(states: list[dict[str, Any]]) -> list[str]:
     """A text for each group and each parameter in it, in the order of the optimizers."""
     texts = []
     for state in states:
-        for number, group in enumerate(state["param_groups"]):
+        for number, group in enumerate(state.get("param_groups", [])):
             place = f"group {number} of {state['class']}"
             # an optimizer may be given parameters without names
             texts += [place, *(f"{name} in {place}" for name in group.get("param_names", group["params"]))]
     return texts
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any], *, as_it_was: bool) -> None:
-    """Load what state_dict gave, for the same parameters; unless `as_it_was`, each group keeps the settings it has."""
-    groups, counts = [], set()
-    for old, new in zip(state["param_groups"], optimizer.param_groups):
-        names = [] if as_it_was else [name for name in new if name not in ("params", "param_names")]
-        counts |= {name for name in names if type(new[name]) is int and new[name] != old.get(name, new[name])}
-        groups.append(old | {name: new[name] for name in names})
-    if counts:
-        print0(f"note: {type(optimizer).__name__} counts {', '.join(sorted(counts))} from the beginning.")
-    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+def load_optimizer(
+    optimizer: Any, state: dict[str, Any], *, then: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> None:
+    """Load all that state_dict() gave, for the same parameters, but for the settings that this start made differently.
+
+    then, now: the settings of its groups as they were made, in the run that saved the state and at this start. What the
+    optimizer has changed in its groups since, such as a count, is a part of its state.
+    """
+    state = {name: value for name, value in state.items() if name != "class"}
+    if "param_groups" in state:  # a wrapper may have them further inside
+        groups = []
+        for saved, made_then, made_now in zip(state["param_groups"], then, now):
+            same = [name for name in made_now if name in made_then and is_same(made_then[name], made_now[name])]
+            changed = {name: value for name, value in made_now.items() if name not in same}
+            groups.append(saved | changed)
+        state["param_groups"] = groups
+    optimizer.load_state_dict(state)
     # torch has made each floating tensor the parameter's dtype
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, values in state["state"].items():
+    for number, values in state.get("state", {}).items():
         own = optimizer.state[parameters[number]] if isinstance(number, int) else {}
         for name, value in values.items() if own else ():
             if isinstance(value, Tensor) and value.dtype != own[name].dtype:
                 own[name] = value.to(own[name].device)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, be they numbers or tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return type(a) is type(b) and a == b
 
 
 def check_readable(state: Any) -> None:

@@ -65,13 +65,18 @@ def check_new(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, copies: bo
         print0(
             "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
         )
+    if not are_rows_independent(model, idx, hidden):
+        print0(
+            "warning: A token's logits depend on the other rows of its batch, so losses and HellaSwag's scores change "
+            "with B, which is chosen by memory."
+        )
     if copies and not is_saved_whole(model, idx):
         print0(
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
             " same. Keep all that the model computes with in its parameters and buffers."
         )
     likely = model(idx)[0].argmax(-1)  # for these, another loss than the plain one shows in a new model, too
-    logits, loss = model(idx, likely)
+    logits, loss = model(idx, likely)[:2]  # a changed model may return more
     plain = F.cross_entropy(logits[0].float(), likely[0])
     if not abs(loss - plain) <= 1e-4 * plain:
         print0(
@@ -105,6 +110,13 @@ def is_causal(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
     return is_close(model.hidden_states(other)[:, :half], hidden[:, :half])
 
 
+def are_rows_independent(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Whether a text gives the same in a batch, before and after another row."""
+    other = idx.flip(1)
+    rows = model.hidden_states(torch.cat([idx, other, idx]))
+    return is_close(rows[:1], hidden) and is_close(rows[2:], hidden)
+
+
 def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
     """Whether a second model with this one's state dict computes the same logits."""
     try:
@@ -115,7 +127,11 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
     except RuntimeError as error:
         if is_out_of_memory(error):
             return True  # it was not tried
-        raise
+        problem = " ".join(str(error).split())
+        raise UserError(
+            f"A second {type(model).__name__} with the same config cannot load this model's weights, so no checkpoint "
+            f"of the run could be used: {problem}. Make all its layers in its __init__."
+        ) from None
 
 
 def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:

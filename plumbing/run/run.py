@@ -127,9 +127,10 @@ class Signals(list[int]):
         if threading.current_thread() is not threading.main_thread():
             return self  # Python lets only the main thread handle signals
         numbers = [signal.SIGTERM, signal.SIGINT]
-        # Windows has none, and under nohup it is ignored
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        # SIGHUP when a terminal closes, SIGUSR1 from Slurm (--signal=USR1@90). Windows has neither, and under nohup
+        # SIGHUP is ignored
+        others = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+        numbers += [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self.record) for number in numbers}
         return self
 
@@ -166,16 +167,18 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
 
     What the run will do and cost is said before; in a dry run that is all, and there is no run.
     """
+    made = checkpoints.settings_of_groups(parts.optimizers)
     if parts.loader:
-        checkpoints.check_readable(training_state(parts))
+        checkpoints.check_own(parts.own)
+        checkpoints.check_readable(training_state(parts) | {"made": made})
         if start.saved:
-            checkpoints.restore_state(start.saved, parts, start.branched)
+            checkpoints.restore_state(start.saved, parts, start.branched, made)
     print_summary(start, parts)
     if start.config.dry_run:
         yield None
         return
     with Signals() as signals, contextlib.ExitStack() as stack:
-        run = Run(start, parts, signals)
+        run = Run(start, parts, signals, made)
         parts.world.broadcast_from_master(run.open, start, stack)
         if start.branched:
             run.write_checkpoint(start.step, finished=False)  # from here on, the branch needs its parent no more
@@ -191,7 +194,7 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
 class Run:
     """What is said and written of a run."""
 
-    def __init__(self, start: Any, parts: Any, signals: Signals):
+    def __init__(self, start: Any, parts: Any, signals: Signals, made: list[list[dict[str, Any]]]):
         config, saved = start.config, start.saved or {}
         self.config, self.typed, self.parts, self.signals = config, start.typed, parts, signals
         self.world = parts.world
@@ -209,6 +212,7 @@ class Run:
         self.names = stream_names(config.data)
         self.metadata = checkpoints.metadata(config, parts.enc)
         self.metadata["launch"] = logs.launch()
+        self.made = made
         self.log: Any = None  # these three exist on rank 0 only
         self.writer: Any = None
         self.wandb: WandbLog | None = None
@@ -379,6 +383,7 @@ class Run:
         """Write a checkpoint of the parts as they stand, in the background."""
         if self.world.size > 1:
             check_ranks(self.parts.raw_model, step, self.world)
+        note_gradients(self.parts.raw_model, step)
         if self.world.is_master:
             splits = [
                 split for loader in (self.parts.loader, *self.parts.val_loaders) for split in loader.order.splits
@@ -390,7 +395,7 @@ class Run:
                     "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
                 )
             losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
-            state = training_state(self.parts)
+            state = training_state(self.parts) | {"made": self.made}
             self.writer.write({"step": step, "finished": finished, **losses, **state, **self.metadata})
 
     def finish(self, step: int) -> Ended:
@@ -434,8 +439,18 @@ def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
     if differs.max() > 1e-6:
         raise UserError(
             f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
-            "model of its own. DDP averages gradients while the same parameters require one as when the run began, and "
-            "random numbers are each rank's own. No checkpoint was written."
+            "model of its own. DDP averages gradients while the same parameters require one as when the run began and "
+            "each gets one in every step, and random numbers are each rank's own. No checkpoint was written."
+        )
+
+
+def note_gradients(model: torch.nn.Module, step: int) -> None:
+    """Say so if a checkpoint is written while there are gradients, which it does not hold."""
+    left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
+    if left:
+        print0(
+            f"note: After step {step} there are gradients, such as that of {left[0]}. No checkpoint has them, so a run "
+            "that is resumed here computes other updates."
         )
 
 

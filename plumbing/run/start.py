@@ -272,12 +272,14 @@ def first_model(model_class: type, start: Start, device: torch.device) -> Any:
     weights = start.saved["model"] if start.saved else start.weights
     if weights is None:
         if start.config.dry_run:  # which is about any machine
-            with torch.device("meta"), autofit.SkipInit():
+            # a model that reads its first values is not made without memory
+            with contextlib.suppress(Exception), torch.device("meta"), autofit.SkipInit():
                 return model_class(config)
         if start.config.max_steps:
             autofit.check_memory(lambda: model_class(config), device)
         return autofit.new_model(model_class, config).to(device)
-    model = models.from_state(model_class, config, weights, extends=True, old_ids=start.old_ids)
+    is_new = start.saved is None or start.branched is not None  # a run that is resumed has its model's shapes
+    model = models.from_state(model_class, config, weights, extends=is_new, old_ids=start.old_ids)
     for name, p in model.named_parameters() if start.saved else ():
         if name in weights and p.shape != weights[name].shape:
             raise UserError(

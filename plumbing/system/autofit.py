@@ -95,7 +95,6 @@ def find_what_fits(trial: Trial) -> Fit:
     if not found:
         raise UserError(TOO_LARGE)
     kept_bytes, unused = found
-    check_unused(unused, world)
     optional = [name for name in optional if name not in given_up]
     with_room = min(world.gather(bound_on_B(trial, kept_bytes)))
     B = largest_divisor(windows_per_rank, at_most=min(config.batch_size, with_room))
@@ -113,6 +112,8 @@ def find_what_fits(trial: Trial) -> Fit:
     for name, reason in given_up.items():
         print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
     model, seconds = tried
+    if not getattr(model, "find_unused_parameters", True):  # DDP's
+        check_unused(unused, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
     attention = devices.enabled_attention(world.device.type)
@@ -214,12 +215,29 @@ def try_sequence(trial: Trial) -> tuple[int, list[str]]:
     """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; with several ranks,
     the names of the parameters on which the loss does not depend).
     """
-    kept_bytes, loss = count_kept_bytes(trial, trial.raw_model)
+    model = trial.raw_model
+    kept_bytes, loss = count_kept_bytes(trial, model)
     if trial.world.size == 1 or not trial.trains:
         return kept_bytes, []
-    loss.backward()
-    parameters = trial.raw_model.named_parameters()
-    return kept_bytes, [name for name, p in parameters if p.requires_grad and p.grad is None]
+    unused: set[str] = set()
+    # a model may leave out other blocks each time: then one forward pass does not show them all
+    for _ in range(8 if draws_random_numbers(trial) else 1):
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        unused |= {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+        loss = trial.loss(model, *trial.random_batch(1))
+    return kept_bytes, sorted(unused)
+
+
+def draws_random_numbers(trial: Trial) -> bool:
+    """Whether a forward pass draws some of torch's random numbers, as dropout does."""
+    device = trial.world.device
+    x, y = trial.random_batch(1)
+    before = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else before
+    trial.loss(trial.raw_model, x, y)
+    after = torch.cuda.get_rng_state(device) if device.type == "cuda" else before
+    return not (torch.equal(before, torch.get_rng_state()) and torch.equal(on_gpu, after))
 
 
 def check_unused(names: list[str], world: World) -> None:
@@ -227,8 +245,9 @@ def check_unused(names: list[str], world: World) -> None:
     unused = sorted({name for of_rank in world.gather(names) for name in of_rank})
     if unused:
         raise UserError(
-            f"The loss does not depend on {count(len(unused), 'parameter')}, such as {unused[0]}, but with several "
-            "ranks DDP needs a gradient of each. Delete them from the model, or set their requires_grad to False."
+            f"A step does not use {count(len(unused), 'parameter')}, such as {unused[0]}, but with several ranks DDP "
+            "needs a gradient of each in every step. Delete them from the model, set their requires_grad to False, or, "
+            "if steps use others at random, add find_unused_parameters=True to DDP in wrap()."
         )
 
 
