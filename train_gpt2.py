@@ -47,7 +47,8 @@ class GPTConfig:
 
     # the model; to change --vocab-size or --block-size of a trained one, begin with it by --init-from
     block_size: int = 1024  # longest sequence: the number of position embeddings
-    vocab_size: int = 50304  # 50,257 tokens, padded to a multiple of 64 for a faster matmul
+    # rows of the embedding; by default the tokenizer's size, padded to a multiple of 64 for faster matmuls
+    vocab_size: int = 50304
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per block
     n_embd: int = 768  # channels of the residual stream
@@ -61,7 +62,6 @@ class Recipe(GPTConfig):
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "baby", "chat"] = (
         "gpt2"
     )
-    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's size, rounded up to a multiple of 64
     # the beginning
     init_from: str = ""  # initial weights: a GPT-2 name, a folder or a checkpoint
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
@@ -124,14 +124,15 @@ PRESETS = {
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
     "quickstart": TrainConfig(
         preset="quickstart", data=("python_docs",), out_dir="log/quickstart", compile=False, sample_prompt="The ",
-        n_layer=4, n_head=4, n_embd=128, block_size=128,
+        vocab_size=320, n_layer=4, n_head=4, n_embd=128, block_size=128,
         batch_size=16, sequence_length=128, total_batch_size=2048,
         max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3,
         optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, checkpoint_every=200, keep_best=True),
     "baby": TrainConfig(
         preset="baby", data=("python_docs",), out_dir="log/baby", sample_prompt="The ", hellaswag_every=0,
-        keep_best=True, n_layer=6, n_head=6, n_embd=384, block_size=256, sequence_length=256, total_batch_size=2**14,
+        keep_best=True, vocab_size=320, n_layer=6, n_head=6, n_embd=384, block_size=256,
+        sequence_length=256, total_batch_size=2**14,
         max_steps=1000, warmup_steps=50, schedule="wsd", max_lr=2e-3, optimizer="muon", val_tokens=2**17),
     "chat": TrainConfig(
         preset="chat", data=("smoltalk",), out_dir="log/chat", sample_prompt="Why is the sky blue?", hellaswag_every=0,
@@ -583,6 +584,13 @@ def configure_optimizers(model, config):
     return optimizers
 
 
+def keep_peak_rates(optimizers):
+    """Keep the rate that each group was made with: apply_schedules scales it."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+
+
 def apply_schedules(optimizers, step, config):
     """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns AdamW's rate."""
     lr = get_lr(step, config)
@@ -847,11 +855,13 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> Trai
     enc = data_tokenizer(c)
     # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
     assumed = 257 if c.data == (docs,) else 50257
-    n_vocab, vocab_size = enc.n_vocab if enc else assumed, c.vocab_size
-    if c.max_steps and not typed.get("vocab_size"):  # an evaluation is of the weights as they are
-        vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257, for faster matmuls
+    n_vocab = enc.n_vocab if enc else assumed
+    vocab_size = typed.get("vocab_size") or inherited.get("vocab_size") or 0
+    # an evaluation is of the weights as they are
+    if not vocab_size or (c.max_steps and not typed.get("vocab_size")):
+        vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257
     dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
-    found = dict(vocab_size=vocab_size or n_vocab, dtype=dtype, passes=0.0)
+    found = dict(vocab_size=vocab_size, dtype=dtype, passes=0.0)
     if c.passes and c.max_steps:
         steps = steps_for_passes(c)
         # the warmup is at most a tenth of the run
@@ -894,9 +904,7 @@ def setup(start, world) -> Parts:
     raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
     raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
     optimizers = configure_optimizers(raw_model, config)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # the peak, which apply_schedules scales
+    keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     # a missing file is downloaded now, rather than in the middle of a run

@@ -73,6 +73,7 @@ def set_precision(config):
 def configure_optimizers(model, config):
     """The trainer's optimizers; without --fused-adamw, AdamW is torch's default, which is not one kernel."""
     optimizers = train_gpt2.configure_optimizers(model, config)
+    train_gpt2.keep_peak_rates(optimizers)
     if not config.fused_adamw:
         for group in optimizers[-1].param_groups:
             group["fused"] = None

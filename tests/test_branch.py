@@ -275,9 +275,7 @@ def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, reques
     step, tokens, config, groups = steps[0]
     assert (step, tokens, len(steps)) == (8, changes.get("total_batch_size", 128), 4)
     fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
-    for optimizer in fresh:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+    train_gpt2.keep_peak_rates(fresh)
     train_gpt2.apply_schedules(fresh, 8, config)
     assert groups == groups_of(fresh) and {name: getattr(config, name) for name in changes} == changes
     ours, theirs = read_log(tmp_path / "out"), read_log(parent)
