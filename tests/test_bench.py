@@ -76,6 +76,7 @@ def test_the_references_of_train_do_our_training(tmp_path):
     torch.manual_seed(0)
     model.load_state_dict(transposed(steps.transformers_model(config).state_dict()))
     (optimizer,) = train_gpt2.configure_optimizers(model, config)
+    train_gpt2.keep_peak_rates([optimizer])
     loader = train_gpt2.DataLoaderLite(tmp_path, "train", 2, 16)
     for number in range(2):
         # transformers leaves out the last target of each sequence, because there is none

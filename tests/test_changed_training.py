@@ -172,7 +172,7 @@ def test_muon_makes_complex_matrices_unitary():
 
 
 def test_a_rate_that_is_set_before_the_optimizers_are_returned_counts(data, tmp_path):
-    returned = "    return optimizers\n\n\ndef apply"
+    returned = "    return optimizers\n"
     path = changed_trainer(
         tmp_path / "train_gpt2.py",
         {returned: '    optimizers[-1].param_groups[0]["lr"] *= 0\n' + returned},
