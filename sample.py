@@ -28,7 +28,7 @@ from plumbing.run import source_code
 
 @dataclass
 class Options:
-    prompt: Annotated[str, "positional"] = ""  # the text to continue
+    prompt: Annotated[str, "positional", "may be empty"] = ""  # the text to continue
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"
     num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
@@ -178,10 +178,11 @@ def chat(model, enc, options):
     """Answer line after line until /quit or the end of the input."""
     print("Write a message. /reset starts over, /quit ends the chat, Ctrl-C stops an answer.", file=sys.stderr)
     if not tokenizers.has_chat_tokens(enc):
-        note = (
-            "was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py --init-from"
+        console.note(
+            f"{options.model} was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py "
+            f"--init-from {options.model}.",
+            file=sys.stderr,
         )
-        print(f"note: {options.model} {note} {options.model}.", file=sys.stderr)
     messages = []
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from plumbing.cli.console import UserError
+from plumbing.cli.console import UserError, note
 
 Name = str | os.PathLike[str]
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # `file_sample` reads this many bytes per block, and blocks per file
@@ -190,5 +190,5 @@ def lock_folder(folder: Name) -> FolderLock:
     except OSError as error:
         if error.filename:  # the file cannot be made, as on a full disk
             raise
-        print(f"note: {folder} cannot be locked ({error}). Do not start a second program that writes to it.")
+        note(f"{folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     return FolderLock(path, lock, created)

@@ -36,7 +36,7 @@ from harness import ROOT, SCRIPTS, needs, refused
 class Options:
     """Options of a program that does not exist."""
 
-    prompt: Annotated[str, "positional"] = ""  # the text
+    prompt: Annotated[str, "positional", "may be empty"] = ""  # the text
     # the model, or a file that holds one
     model: Annotated[str, "-m"] = "gpt2"
     max_steps: int = 3  # how many steps
@@ -52,6 +52,7 @@ class Options:
 
 
 parse = functools.partial(flags.parse, Options)
+compare_parse = functools.partial(flags.parse, compare.Options)
 
 
 def read_flags(args):
@@ -78,6 +79,26 @@ def test_flags_are_the_fields(line, options):
     """A list that is given twice is both; a switch may have a value, and knows if it was not given."""
     assert parse(shlex.split(line)) == options
     flags.check(options)
+
+
+@pytest.mark.parametrize("words", [["--data=~/a"], ["--data", "~/a"]])
+def test_a_path_may_begin_with_the_home_folder(words, monkeypatch):
+    """A shell puts it there itself only where a word begins with ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("USERPROFILE", "/home/me")
+    assert parse(words).data == "/home/me/a"
+
+
+def test_each_of_several_paths_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("USERPROFILE", "/home/me")
+    assert parse(["--inputs", "~/a", "b", "~"]).inputs == ("/home/me/a", "b", "/home/me")
+    assert compare_parse(["~/runs/*"]).groups == ("/home/me/runs/*",)
+
+
+@pytest.mark.parametrize("words", [["--name=~/a"], ["~/a"]])
+def test_a_text_that_is_no_path_keeps_its_tilde(words):
+    assert "~/a" in vars(parse(words)).values()
 
 
 def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(monkeypatch):
@@ -163,6 +184,11 @@ def test_what_a_file_or_a_model_says_is_shown_and_steers_no_terminal():
     assert console.plain(said) == f"a\\tb\\n{shown}" and console.harmless(said) == f"a\tb\n{shown}"
     assert console.plain("x" * 100_000) == "x" * 200 + "..."
     assert (console.count(1, "document"), console.count(2000, "rank")) == ("1 document", "2,000 ranks")
+
+
+def test_a_note_shows_what_a_file_says_in_one_line(capsys):
+    console.note("The file says a\x1b[31m\nb.")
+    assert capsys.readouterr().out == "note: The file says a\\x1b[31m\\nb.\n"
 
 
 @needs("bash")

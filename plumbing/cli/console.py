@@ -222,6 +222,11 @@ def print0(*args: object, file: Any = None) -> None:
         print(*args, file=file, flush=True)
 
 
+def note(text: str, file: Any = None) -> None:
+    """Print a note in one line, on rank 0 only. It may quote what a file or a model says: see `plain`."""
+    print0(f"note: {plain(text, limit=2000)}", file=file)
+
+
 def leave(status):
     """End the process; at once if there are other ranks, which shutting down the process group would wait for."""
     sys.stdout.flush()

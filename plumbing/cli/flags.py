@@ -3,8 +3,9 @@
 That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
 heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
 Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
-set, is refused except with Annotated[str, "may be empty"]. Whole numbers may be written as 1e9. The range of a number
-stands with its field, as Positive[int].
+set, is refused except with Annotated[str, "may be empty"]. In other texts a leading ~ becomes the home folder: shells
+leave it as it is in --out-dir=~/run. Whole numbers may be written as 1e9. The range of a number is written at its
+field, as Positive[int].
 """
 
 import argparse
@@ -12,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
 import sys
 import types
@@ -107,7 +109,7 @@ def make_parser(config_class, default):
             options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
         elif kind in READERS:
             read, metavar = READERS[kind]
-            if "may be empty" in notes or "positional" in notes:
+            if "may be empty" in notes:
                 read = str
             options |= dict(type=read, metavar=metavar)
         else:
@@ -175,7 +177,7 @@ def spell_as_argparse(actions, words):
 def read_text(word):
     if not word:
         raise argparse.ArgumentTypeError("its value is empty. Give one, or leave the flag out.")
-    return word
+    return os.path.expanduser(word)
 
 
 def integer(word):

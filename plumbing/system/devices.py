@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
 
-from plumbing.cli.console import UserError, is_rank_0, output_of
+from plumbing.cli.console import UserError, is_rank_0, note, output_of
 from plumbing.system.limits import memory_limits, num_cores
 
 
@@ -32,8 +32,8 @@ def choose_device(name: str) -> str:
         # torch may be built without CUDA, or for a newer driver
         gpus = output_of("nvidia-smi", "--list-gpus") if name == "cpu" and is_rank_0() else ""
         if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print(
-                f"note: This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU "
+            note(
+                f"This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU "
                 "is used. requirements.txt names the builds of PyTorch.",
                 file=sys.stderr,
             )
