@@ -177,7 +177,7 @@ def test_only_an_export_of_the_same_weights_after_as_many_updates_is_taken_for_t
     assert is_export_of(hf, model.state_dict(), 7) == (name is None)
 
 
-def with_window(size):
+def with_window(size, block_size):
     """A model whose queries see so many of the newest keys."""
 
     class Attention(CausalSelfAttention):
@@ -188,7 +188,7 @@ def with_window(size):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
-    model = tiny_model(vocab_size=257, block_size=1100)
+    model = tiny_model(vocab_size=257, block_size=block_size)
     for block in model.transformer.h:
         block.attn.__class__ = Attention
     return model
@@ -201,13 +201,79 @@ def with_activation(activation):
     return model
 
 
-def test_only_a_model_of_which_transformers_computes_the_same_logits_is_exported(tmp_path):
-    """However alike they are: the weights have GPT-2's names and shapes. A window is one as large as people take."""
-    for model in (with_window(1000), with_activation(F.gelu)):
-        line = refusal(export_huggingface, model, BYTES, tmp_path / "hf")
-        assert "no GPT-2 any more: transformers computes other logits from its weights, first at token" in line
-        assert not list(tmp_path.iterdir())
-    export_huggingface(with_window(1100), BYTES, tmp_path / "hf")
+def with_vector_where(condition, block_size):
+    """A model that adds a vector to the embeddings of some ids (B, T)."""
+    model = tiny_model(vocab_size=257, block_size=block_size)
+    vector = torch.randn(32) / 4
+    model.transformer.wte.register_forward_hook(lambda wte, args, x: x + condition(*args)[..., None] * vector)
+    return model
+
+
+def since(begins):
+    """For each of (B, T) tokens, the number of tokens since the last one that begins something."""
+    places = torch.arange(begins.size(1)).expand_as(begins)
+    return places - (places * begins).cummax(1).values
+
+
+def behind(first, second):
+    """Which tokens (B, T) are one of `second`, right behind one of `first`."""
+    return F.pad(first[:, :-1], (1, 0)) & second
+
+
+def is_digit(ids):
+    return (ids >= ord("0")) & (ids <= ord("9"))
+
+
+def is_capital(ids):
+    return (ids >= ord("A")) & (ids <= ord("Z"))
+
+
+# what people let a model know of a text: these ids, or neighbours, make it another model
+DEPENDS_ON = {
+    "tokens since the line began": lambda ids: since(ids == 10) / 8,
+    "tokens since the document began": lambda ids: since(ids == 256) / 64,
+    "a line end": lambda ids: ids == 10,
+    "the beginning of a line": lambda ids: behind(ids == 10, ids >= 0),
+    "a line that begins with a digit": lambda ids: behind(ids == 10, is_digit(ids)),
+    "one byte that is no text": lambda ids: ids == 200,
+    "a special token": lambda ids: ids == 256,
+    "a doubled letter": lambda ids: behind(ids == ord("q"), ids == ord("q")),
+    "a digit behind a digit": lambda ids: behind(is_digit(ids), is_digit(ids)),
+    "a digit behind a capital": lambda ids: behind(is_capital(ids), is_digit(ids)),
+}
+
+
+def refused_export(model, hf):
+    line = refusal(export_huggingface, model, BYTES, hf)
+    assert "no GPT-2 any more: transformers computes other logits from its weights, first at token" in line
+    assert not hf.exists()
+
+
+@pytest.mark.parametrize("block_size", [32, 128, 1024])
+@pytest.mark.parametrize("name", DEPENDS_ON)
+def test_a_model_that_depends_on_what_a_text_has_is_not_exported(name, block_size, tmp_path):
+    refused_export(with_vector_where(DEPENDS_ON[name], block_size), tmp_path / "hf")
+
+
+def test_a_model_that_depends_on_how_long_the_text_is_is_not_exported(tmp_path):
+    model = with_vector_where(lambda ids: torch.full(ids.shape, ids.size(1) < 64), block_size=64)
+    refused_export(model, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("size", [512, 1024, 2047])
+def test_a_model_with_a_window_below_the_block_size_is_not_exported(size, tmp_path, monkeypatch):
+    """Of whatever size the model is, and the window: not the first thousand tokens alone are compared."""
+    model = with_window(size, block_size=2048)
+    monkeypatch.setattr("transformers.GPT2LMHeadModel.num_parameters", lambda self: 355_000_000)
+    refused_export(model, tmp_path / "hf")
+
+
+def test_a_model_with_a_window_of_the_block_size_is_exported(tmp_path):
+    export_huggingface(with_window(64, block_size=64), BYTES, tmp_path / "hf")
+
+
+def test_a_model_with_another_form_of_gelu_is_not_exported(tmp_path):
+    refused_export(with_activation(F.gelu), tmp_path / "hf")
 
 
 # ----- Chat ---------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ converts only models with GPT-2's own tokenizer, because it recognizes tokenizer
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import pickle
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +40,6 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 # how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and in 124M,
 # up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
 LOGITS_LIMIT = 2e-4
-LEAST_TOKENS = 1024  # of the text on which logits are compared
-CHECK_WORK = 2e11  # parameters times tokens of a longer text: a CPU takes some seconds for it
 SAMPLE_TEXT = "The 1st of 1,000 isn't easy:\n\tna\u00efve \u65e5\u672c\u8a9e {x == 42}"  # tells tokenizers apart
 COPY_AGAIN = "Copy or export the model again."
 CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
@@ -216,30 +217,47 @@ def export_weights(weights, enc):
 
 
 def check_export(model: Any, enc: Any, directory: Path) -> None:
-    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits.
-
-    They are compared on a text of the block size or, if a CPU would take long for that, of a part of it, of no fewer
-    tokens than the windows have to which people limit attention. Half of its ids are random; then comes each special
-    id, and random bytes, as what depends on numbers or line ends would hardly show among all ids.
-    """
+    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits."""
     theirs, doubts = read_model(directory)
     if doubts:
         raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
-    T = min(model.config.block_size, max(LEAST_TOKENS, int(CHECK_WORK / theirs.num_parameters())))
-    generator = torch.Generator().manual_seed(0)
-    random_ids = torch.randint(enc.n_vocab, (T // 2,), generator=generator)
-    random_bytes = torch.randint(256, (T - T // 2,), generator=generator)
-    special_ids = torch.tensor(sorted(enc._special_tokens.values()))
-    idx = torch.cat([random_ids, special_ids, random_bytes])[None, :T]
+    T = model.config.block_size
+    device = next(model.parameters()).device
+    ids = text_to_compare(enc)
+    num_rows = math.ceil(len(ids) / T)
+    # the last row is filled up from the beginning
+    rows = ids.repeat(2 + T // len(ids))[: num_rows * T].view(num_rows, T)
+    batches = rows.split(max(1, 1024 // T))  # all logits at once would be gigabytes
     with torch.no_grad(), exact_matmuls():
-        expected = theirs(idx).logits
-        ours = model(idx.to(next(model.parameters()).device))[0].cpu()[..., : enc.n_vocab]
-    is_same = (ours - expected).abs().amax(-1)[0] <= LOGITS_LIMIT * expected.std()
-    if not is_same.all():
-        place = f"token {int(is_same.int().argmin()):,} of {T:,}"
-        raise UserError(
-            f"The model is no GPT-2 any more: transformers computes other logits from its weights, first at {place}."
-        )
+        for batch in (*batches, rows[:1, : max(1, T // 2)]):  # a text need not fill the block
+            expected = theirs(batch).logits
+            ours = model(batch.to(device))[0].cpu()[..., : enc.n_vocab]
+            is_same = (ours - expected).abs().amax((0, 2)) <= LOGITS_LIMIT * expected.std()
+            if not is_same.all():
+                raise UserError(
+                    "The model is no GPT-2 any more: transformers computes other logits from its weights, first at "
+                    f"token {int(is_same.int().argmin()):,} of {T:,}."
+                )
+
+
+def text_to_compare(enc: Any) -> torch.Tensor:
+    """Ids (n,) on which a changed model shows that it is one, whatever in a text makes it compute something else.
+
+    They are the paragraphs of this file, each behind a special token; any two letters, digits, blanks or line ends side
+    by side; then each byte and each special token.
+    """
+    characters = string.digits + string.ascii_letters + " \n"
+    pairs = itertools.combinations_with_replacement(
+        characters, 2
+    )  # aa ab ac: a is beside each, before and behind it
+    paragraphs = Path(__file__).read_text(encoding="utf-8").split("\n\n")
+    paragraphs.append("".join(map("".join, pairs)))
+    special_ids = sorted(enc._special_tokens.values())
+    ids = []
+    for special_id, paragraph in zip(itertools.cycle(special_ids), paragraphs):
+        ids += [special_id, *enc.encode_ordinary(paragraph + "\n\n")]
+    ids += [i for token, i in enc._mergeable_ranks.items() if len(token) == 1]
+    return torch.tensor(ids + special_ids)
 
 
 def describe(weights: dict[str, Any], step: int) -> dict[str, str]:
