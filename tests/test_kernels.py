@@ -65,6 +65,54 @@ def test_any_loss_is_computed_in_chunks(name, chunk, dtype, error, monkeypatch):
     torch.testing.assert_close(*gradients, rtol=error, atol=error / 10)
 
 
+def gradient_penalty(loss, x, weight):
+    """As in WGAN-GP: the size of the gradient in the inputs, and how it depends on the weights."""
+    (gradient,) = torch.autograd.grad(loss(x @ weight), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), weight)[0]
+
+
+def hessian_times_vector(loss, x, weight):
+    """As in Sophia or influence functions."""
+    (gradient,) = torch.autograd.grad(loss(x @ weight), weight, create_graph=True)
+    return torch.autograd.grad((gradient * weight.detach().cos()).sum(), weight)[0]
+
+
+def through_a_step(loss, x, weight):
+    """As in MAML: the loss after a step, and how it depends on the weights before it."""
+    (gradient,) = torch.autograd.grad(loss(x @ weight), weight, create_graph=True)
+    return torch.autograd.grad(loss(x.flip(0) @ (weight - 0.1 * gradient)), weight)[0]
+
+
+@pytest.mark.parametrize("second", [gradient_penalty, hessian_times_vector, through_a_step])
+def test_second_derivatives_of_a_loss_in_chunks_are_those_of_the_whole_loss(second, monkeypatch):
+    targets = torch.randint(48, (7,))
+    x, weight = torch.randn(7, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    expected = second(lambda logits: plain_loss(logits, targets), x, weight)
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
+    found = second(lambda logits: kernels.in_chunks(plain_loss, logits, targets), x, weight)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("outer", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("twice", [False, True], ids=["gradient", "second derivative"])
+def test_a_loss_in_chunks_has_the_forward_passs_autocast_in_its_backward_pass(twice, outer, monkeypatch):
+    """A matrix in the loss that is no parameter, such as one that groups the ids, is multiplied as in forward."""
+    groups = torch.randn(48, 16)
+
+    def loss(logits, targets):
+        return plain_loss(logits.to(outer or torch.float32) @ groups, targets)
+
+    def gradient_of(logits):
+        with torch.autocast("cpu", outer, enabled=outer is not None):
+            value = kernels.in_chunks(loss, logits, targets)
+        return torch.autograd.grad(value, logits, create_graph=twice)[0]
+
+    logits, targets = torch.randn(7, 48, requires_grad=True), torch.randint(16, (7,))
+    expected = gradient_of(logits)
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
+    torch.testing.assert_close(gradient_of(logits), expected)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_float8_computes_the_plain_loss_alone(name):
     weight, zeros = torch.randn(48, 32) * 0.02, torch.zeros(48, 32)  # as a new output layer of one's own may be

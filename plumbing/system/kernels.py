@@ -6,6 +6,7 @@ token, so what counts is how often they are read and written.
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,20 +93,30 @@ def in_chunks(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.
 
 
 class InChunks(torch.autograd.Function):
-    """The sum of a loss over chunks of rows, each of which is computed again for its gradient."""
+    """The sum of a loss over chunks of rows. The backward pass computes each chunk again, under the same autocast."""
 
     @staticmethod
     def forward(ctx, loss, logits, targets, rows):
-        ctx.loss, ctx.rows = loss, rows
+        ctx.loss = loss
+        ctx.rows = rows
+        device = logits.device.type
+        enabled = torch.is_autocast_enabled(device)
+        ctx.autocast = functools.partial(
+            torch.autocast, device, torch.get_autocast_dtype(device), enabled=enabled
+        )
         ctx.save_for_backward(logits, targets)
         return sum(loss(*chunk) for chunk in zip(logits.split(rows), targets.split(rows)))
 
     @staticmethod
     def backward(ctx, grad_output):
         logits, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: a second derivative needs the graph of all rows
+            with ctx.autocast():
+                loss = ctx.loss(logits, targets)
+            return None, *torch.autograd.grad(loss, logits, grad_output, create_graph=True), None, None
         gradients = torch.empty_like(logits)
         for out, chunk, ids in zip(*(tensor.split(ctx.rows) for tensor in (gradients, logits, targets))):
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.autocast():
                 chunk = chunk.detach().requires_grad_()
                 loss = ctx.loss(chunk, ids)
             out.copy_(torch.autograd.grad(loss, chunk, grad_output)[0])
