@@ -68,25 +68,18 @@ LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
 # ----- Data ---------------------------------------------------------------------------------------------
 
 
-def read_examples(path, limit=0):
+def read_examples(path, limit=0, *, advice=""):
     """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
     if not os.path.exists(path):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
-        advice = f"Check the network, or save the file as {path}. Training also works without it: --hellaswag-every 0."
-        sources.download(URL, path, DIGEST, advice)
+        sources.download(URL, path, DIGEST, f"Check the network, or save the file as {path}.{advice}")
     examples = []
     for number, place, example in itertools.islice(readers.read_records(path), limit or None):
-        texts = [example.get("activity_label"), example.get("ctx")]
-        texts += [example.get(name, "") for name in ("ctx_a", "ctx_b")]
-        if isinstance(example.get("endings"), list):
-            texts += example["endings"]
-        has_texts = len(texts) == 8 and all(isinstance(text, str) for text in texts)
-        # the hub's copy has labels that are strings
-        if not has_texts or str(example.get("label")) not in list("0123"):
+        if not is_example(example):
             raise UserError(
-                f"{place} is not a HellaSwag example, which has the texts activity_label and ctx, "
-                f"four texts as endings, and a label from 0 to 3. Fix or remove it: {console.plain(example, 60)}"
+                f"{place} is not a HellaSwag example: a text ctx, four texts as endings, and a label from 0 to 3. "
+                f"Fix or remove it: {console.plain(example, 60)}"
             )
         examples.append({"ind": number - 1, **example})
     if not examples:
@@ -94,9 +87,21 @@ def read_examples(path, limit=0):
     return examples
 
 
+def is_example(example):
+    """Whether an object has what an example needs. HellaSwag in other languages may lack activity_label."""
+    endings = example.get("endings")
+    if not isinstance(endings, list) or len(endings) != 4:
+        return False
+    optional = [example.get(name, "") for name in ("activity_label", "ctx_a", "ctx_b")]
+    texts = [example.get("ctx"), *optional, *endings]
+    # the hub's copy has labels that are strings
+    return all(isinstance(text, str) for text in texts) and str(example.get("label")) in list("0123")
+
+
 def load_examples(path, enc, limit=0):
     """The examples that `read_examples` returns, rendered, for a training run."""
-    return [render_example(example, enc) for example in read_examples(path, limit)]
+    advice = " Training also works without it: --hellaswag-every 0."
+    return [render_example(example, enc) for example in read_examples(path, limit, advice=advice)]
 
 
 class Rendered(NamedTuple):
@@ -284,9 +289,17 @@ def main(args=None):
     model, enc = source_code.import_trainer(options.code).load_model(options.model_type)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
+    conventions = CONVENTIONS
+    if not all("activity_label" in example for example in examples):
+        console.note(
+            "The examples lack activity_label, with which lm-evaluation-harness' text begins, so they are scored in "
+            "build-nanogpt's convention only.",
+            file=sys.stderr,
+        )
+        conventions = CONVENTIONS[-1:]
     labels = [int(example["label"]) for example in examples]
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
-    for name, prefix, norm in CONVENTIONS:
+    for name, prefix, norm in conventions:
         rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
         scores: Any = score(model, rendered, enc.n_vocab, at_most=options.batch_tokens)
         chosen = scores[[0, norm]].argmax(2)

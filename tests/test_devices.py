@@ -203,6 +203,11 @@ SYSTEMS = {
         4096,
         3,
     ),
+    "a line that is none, and a name beyond ASCII": (
+        {"proc/self/cgroup": "what\n0::/gr\u00f6\u00dfe", f"{GROUPS}/gr\u00f6\u00dfe/memory.max": 4096},
+        4096,
+        192,
+    ),
     "version 1": (OLD | {f"{GROUPS}/cpu/{JOB}/cpu.cfs_quota_us": 10000}, 4096, 1),  # a part of a core
     "version 1 without a quota": (OLD | {f"{GROUPS}/cpu/{JOB}/cpu.cfs_quota_us": -1}, 4096, 192),
     "both versions": (
@@ -220,7 +225,7 @@ def test_memory_and_cores_are_what_the_control_groups_of_the_process_leave(name,
     meminfo = {"proc/meminfo": "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB"}
     for path, text in (meminfo | files).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{text}\n", encoding="ascii")
+        (tmp_path / path).write_text(f"{text}\n", encoding="utf-8")
     assert (devices.free_memory(torch.device("cpu"), tmp_path), limits.num_cores(tmp_path)) == (memory, cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
     assert limits.num_cores(tmp_path) == 1

@@ -161,6 +161,29 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
         assert read_examples(path, limit) == numbered[: limit or None] and fetched == [hellaswag.URL]
 
 
+def test_a_label_that_is_a_text_counts_as_its_number():
+    """As in the hub's copy. The model chooses ending 1 by the mean over tokens."""
+    example = render_example(WINNERS | {"label": "1"}, ENC)
+    assert evaluate(Planted(), [example], ENC.n_vocab).acc_norm == 1
+
+
+@pytest.mark.gpt2
+def test_without_activity_label_examples_are_scored_in_the_convention_that_does_not_read_it(tmp_path):
+    """HellaSwag in other languages may lack it."""
+    export_huggingface(tiny_model(block_size=1024), ENC, tmp_path / "hf")
+    outputs = []
+    for name, keys in (
+        ("all", ["activity_label", "ctx", "label", "endings"]),
+        ("fewer", ["ctx", "label", "endings"]),
+    ):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({key: each[key] for key in keys}) + "\n" for each in EXAMPLES))
+        status, stdout, stderr = refusal_of(hellaswag.main, "-m", tmp_path / "hf", "-d", "cpu", "--data", path)
+        assert status == 0, stderr
+        outputs.append(stdout.splitlines())
+    assert outputs[1] == outputs[0][2:] and stderr.startswith("note: The examples lack activity_label")
+
+
 GOOD = json.dumps(EXAMPLES[0])
 BAD = {
     GOOD.replace('"label": 3', '"label": 4'): "Line 1 .*bad.jsonl is not a HellaSwag example",

@@ -30,8 +30,8 @@ def memory_limits(root: Path = ROOT) -> list[int]:
 
 def control_groups(controller: str, root: Path) -> Iterator[Path]:
     """The folders of this process's control group and of each one around it, in version 2 and 1."""
-    for line in read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
-        _, names, group = line.split(":", 2)
+    lines = read(root / "proc/self/cgroup") or "0::/"
+    for names, group in re.findall("(?m)^[0-9]+:(.*?):(.*)$", lines):
         mounts = [names, controller] if controller in names.split(",") else []
         if not names:
             mounts = [".", "unified"]  # version 2 has one tree; where there is version 1, too, in this folder
@@ -44,6 +44,6 @@ def control_groups(controller: str, root: Path) -> Iterator[Path]:
 
 def read(path):
     try:
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except (OSError, ValueError):
         return ""
