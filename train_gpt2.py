@@ -23,7 +23,6 @@ Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, ta
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -36,6 +35,7 @@ from typing import Any, Literal, NamedTuple
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
+from plumbing.cli.flags import Positive, check
 from plumbing.run.options import RunOptions, answer_flags_before_slow_imports, read_flags
 
 # ----- Configuration ------------------------------------------------------------------------------------
@@ -43,20 +43,20 @@ from plumbing.run.options import RunOptions, answer_flags_before_slow_imports, r
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """What defines a model: it is saved with the weights. Each field is a flag, too, and its comment the help text."""
+    """The shape of a model, saved with its weights. Each field becomes a flag, and its comment is that flag's help."""
 
-    # the model; to change --vocab-size or --block-size of a trained one, begin with it by --init-from
-    block_size: int = 1024  # longest sequence: the number of position embeddings
+    # the model; to give a trained one another vocabulary or block size, start from it with --init-from
+    block_size: Positive[int] = 1024  # longest sequence: the number of position embeddings
     # rows of the embedding; by default the tokenizer's size, padded to a multiple of 64 for faster matmuls
     vocab_size: int = 50304
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # attention heads per block
-    n_embd: int = 768  # channels of the residual stream
+    n_layer: Positive[int] = 12  # number of blocks
+    n_head: Positive[int] = 12  # attention heads per block
+    n_embd: Positive[int] = 768  # channels of the residual stream
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(GPTConfig):
-    """All that changes what is learned: a run keeps these settings for its life, and only a branch may change them."""
+    """Every setting that affects what is learned. A run keeps them for good; to change one, start a branch."""
 
     # the defaults of all other flags, as listed above
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "baby", "chat"] = (
@@ -67,22 +67,22 @@ class Recipe(GPTConfig):
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples
     # auto: bfloat16 where the device is fast at it, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with the
-    # output layer in float8, in validation, too. Runs on different numbers of ranks differ by rounding, least in
+    # output layer in float8, also in validation. With another number of ranks, losses differ by rounding, least in
     # float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     # the data: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    sequence_length: int = 1024  # T, tokens per sequence; by default at most block_size
-    total_batch_size: int = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
-    batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: none
+    sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
+    total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
+    batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: no ramp
     # shares of the folders in --data; by default each window once per epoch
     data_weights: tuple[float, ...] = ()
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
-    val_tokens: int = 10 * 2**20  # validation tokens, the same ones every time
+    val_tokens: Positive[int] = 10 * 2**20  # validation tokens, the same ones every time
     # the schedule
     max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step); 0: evaluate only
-    passes: float = 0.0  # passes over the training data, in place of --max-steps; 0: --max-steps counts
+    passes: float = 0.0  # passes over the training data, instead of --max-steps; 0: use --max-steps
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
-    max_lr: float = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, AdamW's
+    max_lr: Positive[float] = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, AdamW's
     min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay to 0
     decay_fraction: float = 0.7  # wsd: share of max_steps that decays; 0: constant
@@ -105,7 +105,7 @@ class Recipe(GPTConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Recipe, RunOptions):
-    """All settings of a run: its recipe and, in plumbing/run/options.py, those that do not change what it learns."""
+    """All settings of a run: its recipe, and those of plumbing/run/options.py, which do not affect what it learns."""
 
 
 # fmt: off
@@ -148,6 +148,7 @@ if __name__ == "__main__":
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -159,11 +160,13 @@ import hellaswag
 from plumbing.data import tokenizers
 from plumbing.data.windows import Order, data_tokenizer
 from plumbing.run import models
-from plumbing.run.run import diverged, open_run
-from plumbing.run.start import begin, check_config, check_data, first_model, try_out
+from plumbing.run.divergence import diverged
+from plumbing.run.run import open_run
+from plumbing.run.start import begin, check_data, complaints_here, first_model, try_out
 from plumbing.system import kernels
+from plumbing.system.autofit import Fit, Trial
 from plumbing.system.devices import choose_dtype, seed_random_numbers
-from plumbing.system.distributed import join_ranks, map_over_ranks
+from plumbing.system.distributed import World, join_ranks, map_over_ranks
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ IGNORE_INDEX = -100  # targets that are excluded from the loss
 
 
 def init_normal(layer, std=0.02):
-    """GPT-2's initialization of a new linear layer or embedding, which is returned: normal weights, biases of 0."""
+    """Initialize a layer as GPT-2 does, with normal weights and zero biases, and return it."""
     nn.init.normal_(layer.weight, std=std)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -183,7 +186,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.n_head = layer, config.n_head
+        self.layer = layer
+        self.n_head = config.n_head
         self.c_attn = init_normal(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value in one matmul
         # 2 * n_layer projections add up in the residual stream, whose variance should not grow (GPT-2, section 2.3)
         std = 0.02 / math.sqrt(2 * config.n_layer)
@@ -199,10 +203,13 @@ class CausalSelfAttention(nn.Module):
         v = v.view(heads).transpose(1, 2)  # (B, nh, T, hs)
         if cache:
             k, v = cache.append(self.layer, k, v)  # (B, nh, S, hs)
-        # subtle: is_causal would take the T new tokens for the first of the S; a single one attends to everything
         S = k.size(2)
-        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
-        # flash attention (Dao et al. 2022): F.scaled_dot_product_attention, on a CPU in float32, which is faster there
+        mask = None
+        if 1 < T < S:
+            # subtle: is_causal would align the T queries with the first T keys instead of the last T. A single new
+            # token needs no mask: it sees every key
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        # flash attention (Dao et al. 2022): F.scaled_dot_product_attention, in float32 on a CPU, which is faster there
         y = kernels.attention(q, k, v, attn_mask=mask, is_causal=T == S)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -260,7 +267,8 @@ class GPT(nn.Module):
 
         cache: a kernels.KVCache of the tokens before idx, to which those of idx are added.
         """
-        start, T = cache.length if cache else 0, idx.size(1)
+        T = idx.size(1)
+        start = cache.length if cache else 0
         assert start + T <= self.config.block_size, f"{start + T} tokens are more than block_size"
         pos = torch.arange(start, start + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
@@ -269,7 +277,10 @@ class GPT(nn.Module):
             x = x.bfloat16()  # autocast leaves the residual stream in float32: twice the memory traffic
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.transformer.h:
-            x = checkpoint(block, x, cache, use_reentrant=False) if recompute else block(x, cache)
+            if recompute:
+                x = checkpoint(block, x, cache, use_reentrant=False)
+            else:
+                x = block(x, cache)
         if cache:
             cache.advance(T)
         return self.transformer.ln_f(x)
@@ -314,57 +325,67 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
-        """Continue the token ids (B, T), reading their last block_size: yield the next ids (B,), one step at a time.
+        """Continue the token ids (B, T), of which the model sees the last block_size. Yields the next ids (B,).
 
-        temperature 0 is greedy; for `sampling` see `sample_ids`. Ids >= vocab_size are padding, never sampled.
+        temperature: 0 picks the likeliest id; vocab_size: ids from here on are padding and never sampled; sampling:
+        see `sample_ids`.
         """
         block_size = self.config.block_size
-        cache = kernels.KVCache(min(block_size, idx.size(1) + max_new_tokens)) if self.has_cache else None
+        cache = None
+        if self.has_cache:
+            cache = kernels.KVCache(min(block_size, idx.size(1) + max_new_tokens))
         for _ in range(max_new_tokens):
             with kernels.without_cudnn_attention():  # the number of keys grows with every token
                 if cache and idx.size(1) <= block_size:
                     x = self.hidden_states(idx[:, cache.length :], cache)
-                else:  # past block_size every token has a new position: nothing cached is valid
+                else:  # past block_size every token gets a new position, so nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
             logits = self.logits(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
-            next_ids = sample_ids(logits / temperature, **sampling) if temperature else logits.argmax(-1)
+            if temperature:
+                next_ids = sample_ids(logits / temperature, **sampling)
+            else:
+                next_ids = logits.argmax(-1)
             idx = torch.cat([idx, next_ids[:, None]], 1)
             yield next_ids
 
     def flops_per_token(self, T: int) -> int:
-        """FLOPs of training on a token of a sequence of T, for MFU (Chowdhery et al. 2022, appendix B).
+        """FLOPs of training on one token of a sequence of T, for MFU (Chowdhery et al. 2022, appendix B).
 
-        A weight of a matmul takes 2 in the forward pass and 4 in the backward pass. Attention multiplies T queries and
-        keys, and T weights and values, in each channel of each layer.
+        A weight of a matmul takes 2 in the forward pass and 4 in the backward pass, which computes two gradients.
+        Attention multiplies T queries and keys, and T weights and values, in each channel of each layer.
         """
-        parameters = {*self.transformer.h.parameters(), *self.lm_head.parameters()}  # each once
+        parameters = {*self.transformer.h.parameters(), *self.lm_head.parameters()}  # a set: each counts once
         matmuls = sum(p.numel() for p in parameters if p.dim() >= 2)
         attention = 12 * self.config.n_layer * self.config.n_embd * T
         return 6 * matmuls + attention
 
     def extend(self, weights: dict[str, Any], old_ids: torch.Tensor | None = None) -> dict[str, Any]:
-        """Give the rows of a state dict this model's vocab_size and block_size; rows that are too many are left out.
+        """Resize the embeddings in a state dict to this model's vocab_size and block_size. Surplus rows are dropped.
 
-        New ids get the mean of the others: zeros would give them logit 0, far above that of most. New positions repeat
-        the others from the first on (records/2026-11-25-longer-sequences). Buffers are tables that this model has made.
-        old_ids: with another tokenizer, the id that each of its tokens had, -1 for a new token.
+        New ids get the mean of the others: zeros would give them logit 0, far above most. New positions repeat the
+        others from the first on (records/2026-11-25-longer-sequences). Buffers of another shape are replaced by this
+        model's. old_ids: with another tokenizer, the id that each of its tokens had in the old one, -1 for a new one.
         """
-        buffers, extended = dict(self.named_buffers(remove_duplicate=False)), dict(weights)
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        extended = dict(weights)
         if old_ids is not None:
-            for name in [name for name in weights if name.startswith(("transformer.wte.", "lm_head."))]:
-                extended[name] = weights[name][old_ids]
-                extended[name][old_ids < 0] = weights[name].mean(0)
+            for name, weight in weights.items():
+                if name.startswith(("transformer.wte.", "lm_head.")):
+                    extended[name] = weight[old_ids]
+                    extended[name][old_ids < 0] = weight.mean(0)
         for name, own in self.state_dict().items():
             weight = extended.get(name)
             if weight is None or not isinstance(own, torch.Tensor) or own.shape == weight.shape:
                 continue
-            new = max(0, len(own) - len(weight))
             if name in buffers:
                 extended[name] = own
-            elif name.startswith("transformer.wpe"):
-                extended[name] = torch.cat([weight[: len(own)], weight[torch.arange(new) % len(weight)]])
+                continue
+            num_new = max(0, len(own) - len(weight))
+            if name.startswith("transformer.wpe"):
+                new_rows = weight[torch.arange(num_new) % len(weight)]
             else:
-                extended[name] = torch.cat([weight[: len(own)], weight.mean(0).expand(new, *weight.shape[1:])])
+                new_rows = weight.mean(0).expand(num_new, *weight.shape[1:])
+            extended[name] = torch.cat([weight[: len(own)], new_rows])
         return extended
 
     @classmethod
@@ -374,12 +395,13 @@ class GPT(nn.Module):
 
 
 def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
-    """Draw an id (B,) from each row of logits (B, V), which it may overwrite.
+    """Draw an id (B,) from each row of logits (B, V). The logits may be overwritten.
 
     top_k > 0 keeps the k most likely ids, top_p < 1 the fewest with this total probability (Holtzman et al. 2020).
     """
     if top_k:
-        kth = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
+        k = min(top_k, logits.size(1))
+        kth = logits.topk(k).values[:, -1:]
         logits[logits < kth] = -math.inf
     probs = logits.softmax(-1)
     if top_p < 1:
@@ -402,27 +424,31 @@ def load_model(source):
 
 
 class DataLoaderLite:
-    """Sequences, which are windows of T tokens, in one global order that depends neither on B nor on the ranks.
+    """Yields windows of T tokens in one global order, the same for any batch size and any number of ranks.
 
     The shards of a split are cut into windows of T tokens at multiples of T; up to T tokens left at the end of a shard
-    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch. With
-    `weights`, each of the `folders` has its share of the order, and is read over epochs of its own. Each call consumes
-    the next B * world_size windows, and rank r reads the B of them from r * B on.
+    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch (the
+    order is computed in plumbing/data/windows.py). With `weights`, each folder has its share of the order and its own
+    epochs. Each call takes the next B * world_size windows, and rank r reads B of them, from r * B on.
     """
 
     def __init__(
         self, folders: str | Sequence[str], split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
         weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str | torch.device = "cpu",
     ):  # fmt: skip
-        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
+        self.B = B
+        self.T = T
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
         self.order = Order(folders, split, T, weights=weights, seed=seed, shuffle=shuffle)
-        self.num_windows, self.device = self.order.num_windows, torch.device(device)
+        self.num_windows = self.order.num_windows
         self.position = 0  # windows of the global order read so far: all that a resume needs
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
 
     def count_targets(self, num_windows: int) -> int:
-        """The targets of the next num_windows windows, on all ranks: num_windows * T, less what masks leave out."""
+        """The number of targets in the next num_windows windows, on all ranks: T in each, less those masked out."""
         return self.order.count_targets(self.position + np.arange(num_windows))
 
     def read_batch(self, position, B):
@@ -435,43 +461,48 @@ class DataLoaderLite:
 
     def next_batch(self, B: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x, y of shape (B, T), int64 on the device: y is x shifted by one, with IGNORE_INDEX where the mask is 0."""
-        B = B or self.B
+        if B is None:
+            B = self.B
         step = B * self.world_size
-        # this batch, and two more that are read while the device works on it
+        # read this batch, and two more while the device works on it
         keys = [(self.position + i * step, B) for i in range(3)]
         for key in keys:
             if key not in self.prefetched:
                 self.prefetched[key] = self.executor.submit(self.read_batch, *key)
-        self.prefetched = {key: self.prefetched[key] for key in keys}  # drops what is behind
+        self.prefetched = {key: self.prefetched[key] for key in keys}  # drops older batches
         batch = self.prefetched.pop(keys[0]).result()
         self.position += step
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
-        tokens, *mask = [rows.to(self.device, non_blocking=True) for rows in batch]
-        tokens = tokens.long()
+        batch = [rows.to(self.device, non_blocking=True) for rows in batch]
+        tokens = batch[0].long()
         # subtle: stack gives the strides that the trial has compiled for; slices would keep the row stride T + 1
         x, y = torch.stack([tokens[:, :-1], tokens[:, 1:]])
-        if mask:
-            y = y.masked_fill(mask[0][:, 1:] == 0, IGNORE_INDEX)
+        if len(batch) > 1:
+            mask = batch[1][:, 1:]
+            y = y.masked_fill(mask == 0, IGNORE_INDEX)
         return x, y
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what fixes the order in which it is one."""
+        """The position, and the settings that define the order it counts in."""
         return {"position": self.position, "order": self.order.settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Go on at a saved position, and return "". If it is one of another order, begin, and return what differs."""
+        """Continue from a saved position and return "". In another order, begin there and return what differs."""
         order = self.order.settings()
-        different = ", ".join(name for name in order if order[name] != state["order"].get(name))
+        different = [name for name in order if order[name] != state["order"].get(name)]
         self.position = 0 if different else state["position"]
-        return different
+        return ", ".join(different)
 
 
 # ----- Schedules and optimizers -------------------------------------------------------------------------
 
 
+RAMP_STEP = 2**15  # tokens by which the batch ramp grows
+
+
 def get_lr(step: int, config: Recipe) -> float:
     """The learning rate of a step: linear warmup, then half a cosine, or a constant phase and a linear decay."""
-    # 1) linear warmup to max_lr; step + 1, so that step 0 learns, too
+    # 1) linear warmup to max_lr; step + 1, so that step 0 learns as well
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     # 2) wsd: constant, then down to zero over the last decay_fraction of the run (Hu et al. 2024, section 4)
@@ -485,13 +516,33 @@ def get_lr(step: int, config: Recipe) -> float:
     return config.min_lr + coefficient * (config.max_lr - config.min_lr)
 
 
+def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Recipe) -> None:
+    """Say so if the learning rate jumps where a branch starts, or never decays although its schedule could.
+
+    before: the rate of the parent's last step, None if the run is no new branch.
+    """
+    if before is None:
+        return
+    never_decays = config.schedule == "wsd" and config.decay_fraction == 0
+    if 0.5 < lr / before < 2 and not never_decays:
+        return
+    text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
+    if never_decays:
+        text += ", and stays so to the end"
+    if config.schedule == "wsd":
+        fraction = (config.max_steps - step) / config.max_steps
+        text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
+    console.print0(f"note: {text}.")
+
+
 def steps_for_passes(config: TrainConfig) -> int:
     """The number of steps, at least 1, that read the training data config.passes times."""
     loader = DataLoaderLite(config.data, "train", 1, config.sequence_length)
     tokens = config.passes * loader.num_windows * loader.T
     seen = steps = 0
     while seen < min(tokens, config.batch_ramp):
-        seen, steps = seen + get_batch_size(seen, config), steps + 1
+        seen += get_batch_size(seen, config)
+        steps += 1
     return max(1, steps + round((tokens - seen) / config.total_batch_size))
 
 
@@ -500,19 +551,19 @@ def get_batch_size(tokens_seen: int, config: Recipe) -> int:
     if tokens_seen >= config.batch_ramp:
         return config.total_batch_size
     grown = config.total_batch_size * tokens_seen / config.batch_ramp
-    return max(1, int(grown / 2**15)) * 2**15
+    return max(1, int(grown / RAMP_STEP)) * RAMP_STEP
 
 
 @torch.no_grad()
 def orthogonalize(G):
-    """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one: all singular values near 1."""
+    """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one, whose singular values are 1."""
     X = G.to(torch.bfloat16) if G.is_cuda else G  # accurate enough, but slower on some CPUs
     tall = G.size(1) > G.size(2)
     X = X.mH if tall else X  # so that X @ X.mH is the smaller of the two Gram matrices
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     # a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al. 2024)
     for _ in range(5):
-        A = X @ X.mH  # mH is mT, conjugated: a model may have complex matrices
+        A = X @ X.mH  # mH: mT, and conjugated for complex matrices
         A = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
         X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
     return X.mH if tall else X
@@ -522,7 +573,7 @@ class Muon(torch.optim.Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024), for the matrices inside the blocks.
 
     All parameters of a group have the same shape, and each is a stack of `split` matrices (3: query, key and value).
-    torch.optim.Muon would orthogonalize one matrix after another, on every rank, and query, key and value as one.
+    torch.optim.Muon would orthogonalize one matrix after another on every rank, and query, key and value as one.
     """
 
     def __init__(self, groups, lr, momentum, weight_decay):
@@ -531,7 +582,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """One update; every rank must call it, because the ranks share the orthogonalization."""
+        """Update the parameters. Every rank must call it, because the ranks share the orthogonalization."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -557,26 +608,29 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
 
-    They are given the parameters with their names, by which a checkpoint's state finds its own again.
+    Parameters are passed with their names, so that optimizer state in a checkpoint can be matched by name.
     """
     optimizers: list[torch.optim.Optimizer] = []
-    named, muon_groups = dict(model.named_parameters()), {}  # tied weights appear once
-    for name, p in named.items() if config.optimizer == "muon" else ():
-        if name.startswith("transformer.h.") and p.dim() == 2:
+    muon_groups = {}
+    rest = []
+    for name, p in model.named_parameters():  # tied weights appear once
+        if config.optimizer == "muon" and name.startswith("transformer.h.") and p.dim() == 2:
             rows, cols = p.shape
             is_qkv = name.endswith("c_attn.weight") and rows == 3 * cols
             split = 3 if is_qkv else 1  # query, key and value are three matrices
             # matrices of one shape are updated together
             group = muon_groups.setdefault((p.shape, split), {"params": [], "split": split})
             group["params"].append((name, p))
+        else:
+            rest.append((name, p))
     if muon_groups:
-        matrices = list(muon_groups.values())
-        optimizers = [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay)]
-    with_muon = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    rest = [(name, p) for name, p in named.items() if p not in with_muon]
+        groups = list(muon_groups.values())
+        optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
+    decayed = [(name, p) for name, p in rest if p.dim() >= 2]
+    others = [(name, p) for name, p in rest if p.dim() < 2]  # biases and norms
     groups = [
-        {"params": [(name, p) for name, p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [(name, p) for name, p in rest if p.dim() < 2], "weight_decay": 0.0},  # biases and norms
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # torch takes no empty group of named parameters
     betas = (config.beta1, config.beta2)
@@ -595,7 +649,9 @@ def keep_peak_rates(optimizers):
 def apply_schedules(optimizers, step, config):
     """Scale each group's peak rate by the schedule, and set Muon's momentum. Returns AdamW's rate."""
     lr = get_lr(step, config)
-    warmed_up = min(1.0, step / config.muon_momentum_warmup) if config.muon_momentum_warmup else 1.0
+    warmed_up = 1.0
+    if step < config.muon_momentum_warmup:
+        warmed_up = step / config.muon_momentum_warmup
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["initial_lr"] / config.max_lr
@@ -608,33 +664,36 @@ def apply_schedules(optimizers, step, config):
 
 
 class Parts(NamedTuple):
-    """What the loop works with."""
+    """Everything the training loop works with."""
 
     config: TrainConfig
-    world: Any  # this process's rank, the number of ranks (size) and the device
+    world: World  # this process's rank, the number of ranks (size) and the device
     raw_model: GPT  # saved, sampled from and scored
-    model: Any  # trained: compiled and in DDP where these are used
+    model: Any  # trained: the raw model, compiled and in DDP where these are used
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # for float16
-    loader: Any  # a DataLoaderLite; None if nothing is trained, or in a dry run without data
+    loader: DataLoaderLite | None  # None if nothing is trained, or in a dry run without data
     val_loaders: list[DataLoaderLite]  # one for each folder
-    enc: Any  # the tokenizer; in a dry run, there may be none yet
-    token_bytes: Any  # a tensor: how many bytes of text each id stands for
-    examples: list[Any]  # HellaSwag's, rendered
-    # of one's own, by a name: what has state_dict() and load_state_dict() is saved, as rank 0 has it, and goes on with
-    # the run and in its branches
+    enc: tiktoken.Encoding | None  # None in a dry run without data
+    token_bytes: torch.Tensor | None  # the number of bytes of text that each id stands for
+    examples: list[hellaswag.Rendered]
+    # your own objects, by name. Each has state_dict() and load_state_dict(): it is saved in every checkpoint (rank 0's
+    # copy), and restored on resume and in branches
     own: Mapping[str, Any]
-    found: Any  # what works on this machine
+    found: Fit  # what works on this machine
 
 
 def autocast(config, world):
-    """Context in which matmuls and attention are in the run's dtype; LayerNorm, softmax and loss stay in float32."""
-    dtype = torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype)
-    return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
+    """Context in which matmuls and attention run in the run's dtype. Weights, gradients and the loss stay in float32.
+
+    So do LayerNorm and softmax on a GPU; a CPU computes them in bfloat16.
+    """
+    name = "bfloat16" if config.dtype == "fp8" else config.dtype
+    return torch.autocast(world.device.type, getattr(torch, name), enabled=name != "float32")
 
 
 def sum_over_ranks(tensor, world):
-    """All-reduce: the sum over the ranks, in place. For a mean, divide by their number: gloo has no average."""
+    """All-reduce a tensor in place: the sum over the ranks. (For a mean, divide: gloo has no average.)"""
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -643,42 +702,72 @@ def sum_over_ranks(tensor, world):
 # ----- Evaluation ---------------------------------------------------------------------------------------
 
 
-def evaluate_val_loss(model, loader, num_windows, parts):
-    """(mean loss, bits per byte of text) over num_windows windows of the validation split, the same ones on all ranks.
+class ValLoss(NamedTuple):
+    """The loss on a validation split."""
 
-    Bits per byte can be compared between tokenizers. Grad mode stays enabled, though there is no backward pass, so that
-    the graph compiled for training is reused.
+    loss: float  # the mean over its targets, in nats per token
+    bits_per_byte: float  # of text: comparable between tokenizers
+
+
+def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
+    """The loss of `model` on val_tokens of a validation split, always the same ones.
+
+    Grad mode stays enabled although there is no backward pass, so that the graph compiled for training is reused.
     """
-    world = parts.world
-    loader.position, B = 0, loader.B
+    config, world = parts.config, parts.world
+    assert parts.token_bytes is not None
+    num_windows = min(config.val_tokens // config.sequence_length, loader.num_windows)
+    B = loader.B
+    loader.position = 0
     sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in console.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
         x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
-        y[max(0, num_windows - first - world.rank * B) :] = IGNORE_INDEX
-        with autocast(parts.config, world):
-            loss = model(x, y, return_logits=False)[1].detach()  # detach frees the activations
+        num_rows = max(0, num_windows - first - world.rank * B)
+        y[num_rows:] = IGNORE_INDEX
+        with autocast(config, world):
+            loss = model(x, y, return_logits=False)[1]
         is_target = y != IGNORE_INDEX
-        targets, text = is_target.sum(), parts.token_bytes[y.clamp(min=0)] * is_target
-        sums += torch.stack([loss * targets, targets, text.sum()])
-    loss, targets, num_bytes = sum_over_ranks(sums, world).tolist()
-    if not targets:  # a mask may leave all of them out
-        return math.nan, math.nan
-    return loss / targets, loss / math.log(2) / max(1, num_bytes)
+        num_targets = is_target.sum()
+        num_bytes = parts.token_bytes[y.clamp(min=0)] * is_target
+        sums += torch.stack([loss.detach() * num_targets, num_targets, num_bytes.sum()])
+        del loss  # frees the activations before the next forward pass
+    loss, num_targets, num_bytes = sum_over_ranks(sums, world).tolist()
+    if not num_targets:  # a mask may leave all of them out
+        return ValLoss(math.nan, math.nan)
+    return ValLoss(loss / num_targets, loss / math.log(2) / max(1, num_bytes))
 
 
-def evaluate_hellaswag(parts):
-    """Score the rendered HellaSwag examples, each rank its share. Returns HellaSwag's Counts over all of them."""
-    world, share = parts.world, parts.examples[parts.world.rank :: parts.world.size]
+def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
+    """The mean of the folders' validation losses, weighted by the folders' shares of the training data."""
+    if parts.config.data_weights:
+        weights = parts.config.data_weights
+    elif parts.loader:
+        weights = parts.loader.order.shares
+    else:
+        weights = [loader.num_windows for loader in parts.val_loaders]
+    shares = [weight / sum(weights) for weight in weights]
+    loss = sum(share * each.loss for share, each in zip(shares, losses))
+    bits_per_byte = sum(share * each.bits_per_byte for share, each in zip(shares, losses))
+    return ValLoss(loss, bits_per_byte)
+
+
+def evaluate_hellaswag(parts: Parts) -> hellaswag.Counts:
+    """Score the rendered HellaSwag examples, each rank its share. Returns the counts over all of them."""
+    world = parts.world
+    assert parts.enc
+    share = parts.examples[world.rank :: world.size]
     fits = parts.val_loaders[0].B * parts.config.sequence_length  # tokens in a batch of training
     with autocast(parts.config, world), kernels.without_cudnn_attention():
         counts = hellaswag.evaluate(parts.raw_model, share, parts.enc.n_vocab, at_most=fits)
-    return counts._make(sum_over_ranks(torch.tensor(counts, device=world.device), world).tolist())
+    sums = sum_over_ranks(torch.tensor(counts, device=world.device), world)
+    return hellaswag.Counts(*sums.tolist())
 
 
-def generate_samples(parts):
+def generate_samples(parts: Parts) -> list[str]:
     """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
     config, enc, device = parts.config, parts.enc, parts.world.device
+    assert enc
     text, ids = tokenizers.render_prompt(config.sample_prompt, enc)
     prompt = torch.tensor([ids] * 4, device=device)
     generator = torch.Generator(device).manual_seed(config.seed)  # so that steps can be compared
@@ -690,29 +779,41 @@ def generate_samples(parts):
 
 def is_due(step, every, last):
     """Whether something done every `every` steps is due: never if that is 0, otherwise also after the last step."""
-    return every > 0 and (step % every == 0 or last)
+    if every == 0:
+        return False
+    return last or step % every == 0
 
 
 def evaluate(step, parts: Parts, run):
-    """Do what is due of evaluations and samples. A signal to stop ends them; the next start begins with them again."""
-    config, world, last = parts.config, parts.world, step == parts.config.max_steps
-    model = parts.model.module if world.size > 1 else parts.model  # without DDP
+    """Run the evaluations and samples that are due at this step.
+
+    After a signal to stop, the rest is skipped. The next start repeats all of this step's.
+    """
+    config, world = parts.config, parts.world
+    last = step == config.max_steps
+
+    def is_due_now(every):
+        return is_due(step, every, last) and not run.stopping
+
     parts.raw_model.eval()
-    if is_due(step, config.val_every, last) and not run.stopping:
-        most = config.val_tokens // config.sequence_length  # windows
+    if is_due_now(config.val_every):
+        model = parts.model.module if world.size > 1 else parts.model  # without DDP
         with run.evaluation():
-            loaders = parts.val_loaders
-            losses = [evaluate_val_loss(model, each, min(most, each.num_windows), parts) for each in loaders]
-        run.log_val_loss(step, losses)
-    if is_due(step, config.hellaswag_every, last) and not run.stopping:
+            losses = [evaluate_val_loss(model, loader, parts) for loader in parts.val_loaders]
+        mean = mean_over_folders(losses, parts)
+        run.log_val_loss(step, mean, by_folder=losses)
+        if config.keep_best:  # the best weights are those with the lowest mean
+            run.keep_best(step, mean.loss)
+    if is_due_now(config.hellaswag_every):
         with run.evaluation():
             counts = evaluate_hellaswag(parts)
         accuracy = counts.acc_norm / counts.n
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
-    # an evaluation of one's own goes here, in the form of HellaSwag's: its stream is in log.txt, drawn and compared
-    has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
-    if is_due(step, config.sample_every, last) and has_learned and not run.stopping and world.rank == 0:
-        run.log_samples(step, generate_samples(parts))
+    # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
+    if is_due_now(config.sample_every):
+        has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
+        if has_learned and world.rank == 0:
+            run.log_samples(step, generate_samples(parts))
     parts.raw_model.train()
 
 
@@ -720,23 +821,25 @@ def evaluate(step, parts: Parts, run):
 
 
 class Step(NamedTuple):
-    """What is known of an update."""
+    """The result of one optimizer step."""
 
-    loss: float  # the mean over all targets of the step, on all ranks
+    loss: float  # the mean over all targets of the step, on all ranks, before the update
     norm: float  # of the gradient, before it was clipped
     lr: float  # AdamW's
-    tokens: int  # of all ranks
+    tokens: int  # on all ranks
     stop: bool  # whether a rank has received a signal to stop
-    scalars: dict[str, Any]  # streams of one's own in log.txt
+    scalars: dict[str, Any]  # your own streams of log.txt
 
 
 def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]) -> torch.Tensor:
-    """Read the next num_windows windows in micro-batches of at most loader.B windows per rank, and go backward.
+    """Read the next num_windows windows in micro-batches of at most loader.B per rank, and add up their gradients.
 
-    Returns this rank's losses of them. Their sum over the ranks, divided by the ranks, is the mean over all targets.
-    scalars: streams of log.txt that you add, for a number that needs x, y, logits or the loss of a micro-batch.
+    Returns this rank's loss of each micro-batch, weighted so that their sum, averaged over the ranks, is the mean over
+    all targets. scalars: put a number here that needs x, y or the loss of a micro-batch, as in train_step.
     """
-    config, world, model, loader = parts.config, parts.world, parts.model, parts.loader
+    config, world = parts.config, parts.world
+    model, loader = parts.model, parts.loader
+    assert loader
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
@@ -744,149 +847,176 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
-        # only the last backward pass all-reduces the gradients
-        syncs = world.size == 1 or micro_step == grad_accum_steps - 1
-        with contextlib.nullcontext() if syncs else model.no_sync():
-            with autocast(config, world):
-                _, loss = model(x, y, return_logits=False)
-            # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
-            # targets; times the world size, because DDP averages over the ranks
-            loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
-            parts.scaler.scale(loss).backward()
+        if world.size > 1:  # as no_sync() does: only the last micro-step all-reduces the gradients
+            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        with autocast(
+            config, world
+        ):  # for the forward pass and the loss; the backward pass follows their dtypes
+            _, loss = model(x, y, return_logits=False)
+        # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
+        # targets; times the world size, because DDP averages over the ranks
+        loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
+        parts.scaler.scale(loss).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
 
 
 def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
-    """One optimizer step on the next windows. signals: those to stop, received so far.
+    """Take one optimizer step on the next windows.
 
-    An error, on all ranks and before the update, if loss or norm is not finite.
+    signals: the signals to stop that were received so far. If loss or norm is not finite, all ranks raise an error and
+    nothing is updated.
     """
     config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
-    scalars: dict[str, Any] = {}
+    assert parts.loader
     lr = apply_schedules(optimizers, step, config)
-    # dropout, say, draws the same numbers in a step, whether or not the run was resumed before it
+    # dropout, for example, draws the same numbers in a step, whether or not the run was resumed before it
     seed_random_numbers(config.seed, step, world.rank)
-    start, T = parts.loader.position, config.sequence_length
+    T = config.sequence_length
+    start = parts.loader.position
     num_windows = get_batch_size(start * T, config) // T
     assert num_windows % world.size == 0, f"{num_windows} sequences cannot be shared by {world.size} ranks"
+    scalars: dict[str, Any] = {}
     losses = accumulate_gradients(parts, num_windows, scalars)
     # a number put here becomes a stream of log.txt, with rank 0's values:
     # scalars["wte"] = parts.raw_model.transformer.wte.weight.norm()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
-    # besides DDP's, one all-reduce and one copy to the host per step (float16 adds copies, Muon's step all-gathers)
-    sums = sum_over_ranks(torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))]), world)
-    loss, num_signals, norm = torch.cat([sums, norm[None]]).tolist()
-    loss /= world.size
-    # float16: gradients overflow now and then, on all ranks alike; then no optimizer steps, and the scale is lowered
-    overflow = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1
-    if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+    # one all-reduce per step in addition to DDP's, and one copy to the host (more with float16; Muon also all-gathers)
+    sums = torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))])
+    sums = sum_over_ranks(sums, world)
+    loss_sum, num_signals, norm = torch.cat([sums, norm[None]]).tolist()
+    loss = loss_sum / world.size
+    overflow = False
+    if not math.isfinite(norm):
+        # float16: gradients overflow now and then, on all ranks alike. Then no optimizer steps, and the scale is
+        # lowered; in other dtypes it is 1
+        overflow = scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (overflow or math.isfinite(norm)):
         raise diverged(step, parts, loss, norm, start=start, batch_losses=losses)
-    for optimizer in optimizers if not overflow else ():
-        scaler.step(optimizer)
     for optimizer in optimizers:
+        if not overflow:
+            scaler.step(optimizer)
         # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
         optimizer.zero_grad(set_to_none=world.size == 1)
     scaler.update()
-    for buffer in parts.raw_model.buffers() if world.size > 1 else ():
-        dist.broadcast(buffer, 0)  # running statistics, for example; GPT-2 has none
-    # a single rank also counts the signals that it has received since the sum
-    stop = num_signals > 0 or (world.size == 1 and len(signals) > 0)
-    return Step(loss, norm, lr, num_windows * T, stop, scalars)
+    if world.size > 1:
+        for buffer in parts.raw_model.buffers():
+            dist.broadcast(buffer, 0)  # running statistics, for example; GPT-2 has none
+    if world.size == 1:
+        num_signals = len(signals)  # also those received since the sum
+    return Step(loss=loss, norm=norm, lr=lr, tokens=num_windows * T, stop=num_signals > 0, scalars=scalars)
 
 
 # ----- The run ------------------------------------------------------------------------------------------
 
 
-def complaints(c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe; what else is negative is refused in all settings."""
-    for name in "block_size n_layer n_head n_embd sequence_length total_batch_size val_tokens max_lr".split():
-        if not getattr(c, name) > 0:
-            yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be above 0."
-    if c.n_head > 0 and c.n_embd > 0 and c.n_embd % c.n_head:
+def complaints(
+    c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any], *, world: World
+) -> Iterator[str]:
+    """A sentence for each thing that is wrong with the recipe. Numbers out of range are left to flags.check."""
+    if min(c.n_head, c.n_embd) > 0 and c.n_embd % c.n_head:
         divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
         heads = min(divisors, key=lambda n: abs(n - c.n_head))
         width = max(1, round(c.n_embd / c.n_head)) * c.n_head
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
         yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
-    if len(set(map(os.path.realpath, c.data))) < len(c.data):
+    folders = {os.path.realpath(folder) for folder in c.data}
+    if len(folders) < len(c.data):
         yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
     weights = c.data_weights
-    if weights and not (len(weights) == len(c.data) and min(weights) >= 0 and 0 < sum(weights) < math.inf):
-        found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
-        yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
+    if weights:
+        one_each = len(weights) == len(c.data)
+        if not one_each or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
+            yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
     for name in ("n_layer", "n_head", "n_embd"):  # new ids and positions can be added, see GPT.extend
-        if inherited.get(name, getattr(c, name)) != getattr(c, name):
+        value = getattr(c, name)
+        if inherited.get(name, value) != value:
             yield (
-                f"--{name.replace('_', '-')} is {getattr(c, name)}, but the weights that the run begins with have "
-                f"{inherited[name]}. Leave it out, or begin a new model in another --out-dir."
+                f"--{name.replace('_', '-')} is {value}, but the weights that the run starts from have "
+                f"{inherited[name]}. Leave it out, or start a new model in another --out-dir."
             )
-    if c.passes and typed.get("max_steps"):
-        yield "--passes and --max-steps both say how long the run is. Give one of them."
-    if c.passes and weights:
-        yield "--passes counts all windows of all folders, which shares of them do not: give --max-steps in its place."
+    smallest = max(1, c.sequence_length) * world.size
+    left_over = RAMP_STEP % smallest + c.total_batch_size % RAMP_STEP
+    if c.batch_ramp and left_over:
+        yield (
+            f"A batch ramp grows in steps of {RAMP_STEP:,} tokens: that must be a multiple of {smallest} "
+            "(--sequence-length x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp "
+            "out."
+        )
+    if c.passes:
+        if typed.get("max_steps"):
+            yield "--passes and --max-steps both say how long the run is. Give one of them."
+        if weights:
+            yield "--passes counts all windows of all folders, which shares of them do not. Give --max-steps instead."
     for name in ("beta1", "beta2", "muon_momentum"):
         if not 0 <= getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be 0 or more and below 1."
     if not 0 <= c.decay_fraction <= 1:
         yield f"--decay-fraction is {c.decay_fraction}, but it must be between 0 and 1."
-    if c.preset == "chat" and not (c.init_from or c.branch_from):
+    if c.preset == "chat" and not c.init_from and not c.branch_from:
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
 
 
-def make_config(inherited: dict[str, Any], typed: dict[str, Any], world) -> TrainConfig:
-    """The run's config: its settings, completed by what the data and the machine say. UserError if they are wrong.
+def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) -> TrainConfig:
+    """The run's config: checked, and completed by what the data and the machine say. UserError if a setting is wrong.
 
-    Of these, a preset's count least, then what is inherited from the run itself, its parent or its model, and most what
-    was typed. Rank 0 makes the config at each start; what an earlier start has completed stays as it is.
+    Typed settings win over inherited ones (from the run, its parent or its model), and those over the preset's. Rank 0
+    makes the config at each start; what an earlier start has completed stays as it is.
     """
     preset = PRESETS[typed.get("preset", "gpt2")]
     c = TrainConfig(**vars(preset) | inherited | typed)
-    if "sequence_length" not in typed:  # that of a preset may be too long for a model
+    if "sequence_length" not in typed:  # the preset's may be too long for a model
         c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
-    check_config(c, complaints(c, inherited, typed), world)
+    check(c, [*complaints(c, inherited, typed, world=world), *complaints_here(c, world)])
     docs = PRESETS["quickstart"].data[0]
     if docs in c.data and not c.dry_run:
         import fineweb  # only these data are made here, if there are none
 
         fineweb.make_python_docs(docs)
     enc = data_tokenizer(c)
-    # before there are data, a dry run assumes bytes for those that are made here, and else GPT-2's tokens
-    assumed = 257 if c.data == (docs,) else 50257
-    n_vocab = enc.n_vocab if enc else assumed
-    vocab_size = typed.get("vocab_size") or inherited.get("vocab_size") or 0
-    # an evaluation is of the weights as they are
-    if not vocab_size or (c.max_steps and not typed.get("vocab_size")):
-        vocab_size = max(vocab_size, math.ceil(n_vocab / 64) * 64)  # 50,304 for 50,257
+    vocab_size = typed.get("vocab_size", 0)
+    if not vocab_size:
+        vocab_size = inherited.get("vocab_size", 0)
+        if enc is None:  # a dry run before there are data
+            vocab_size = vocab_size or preset.vocab_size
+        elif c.max_steps or not vocab_size:  # an evaluation takes the weights as they are
+            vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
     dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
-    found = dict(vocab_size=vocab_size, dtype=dtype, passes=0.0)
+    c = dataclasses.replace(c, vocab_size=vocab_size, dtype=dtype)
     if c.passes and c.max_steps:
         steps = steps_for_passes(c)
         # the warmup is at most a tenth of the run
-        found |= dict(max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10))
-    return dataclasses.replace(c, **found)
+        c = dataclasses.replace(c, max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10))
+    return dataclasses.replace(c, passes=0.0)
 
 
 def load_data(config, world):
-    """Load a run's (loader, validation loaders, tokenizer): nothing where a dry run has no data."""
+    """Load a run's (loader, validation loaders, tokenizer). A dry run without data has none of them."""
     enc = data_tokenizer(config)
     if not enc:
         return None, [], None
-    B, T, ranks = config.batch_size, config.sequence_length, (world.rank, world.size)
-    loader, order = None, dict(shuffle=config.shuffle, device=world.device)
+
+    def load(folders, split, **order):
+        B, T = config.batch_size, config.sequence_length
+        order |= dict(shuffle=config.shuffle, device=world.device)
+        return DataLoaderLite(folders, split, B, T, rank=world.rank, world_size=world.size, **order)
+
+    loader = None
     if config.max_steps:
-        shares = dict(weights=config.data_weights, seed=config.seed)
-        loader = DataLoaderLite(config.data, "train", B, T, *ranks, **shares, **order)
-    # no seed: always the same windows
-    val_loaders = [DataLoaderLite(folder, "val", B, T, *ranks, **order) for folder in config.data]
+        loader = load(config.data, "train", weights=config.data_weights, seed=config.seed)
+    val_loaders = [load(folder, "val") for folder in config.data]  # no seed: always the same windows
     return loader, val_loaders, enc
 
 
 def wrap(raw_model, compiled, world):
-    """The model to train: compiled if asked for, and in DDP if there are several ranks."""
+    """The model to train: compiled if asked for, and in DDP if there are several ranks.
+
+    With DDP, every rank must use every parameter in every step.
+    """
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
     if world.size > 1:
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
@@ -896,72 +1026,95 @@ def wrap(raw_model, compiled, world):
 
 
 def setup(start, world) -> Parts:
-    """Load, make and check all that the run needs. Nothing of its folder is written yet."""
+    """Load, make and check everything that the run needs. Nothing in its folder is written yet."""
     config = start.config
-    torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")  # high: TF32
+    torch.set_float32_matmul_precision(
+        "high" if world.device.type == "cuda" else "highest"
+    )  # high: TF32, since Ampere
     loader, val_loaders, enc = load_data(config, world)
-    check_data(config, loader, val_loaders, enc, num_ids=config.vocab_size, world=world)
+    check_data(config, loader, val_loaders, enc=enc, num_ids=config.vocab_size, world=world)
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
-    raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run begins with
-    raw_model.activation_checkpointing, raw_model.float8 = config.activation_checkpointing, config.dtype == "fp8"
+    raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run starts from
+    raw_model.activation_checkpointing = config.activation_checkpointing
+    raw_model.float8 = config.dtype == "fp8"
     optimizers = configure_optimizers(raw_model, config)
     keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
-    # a missing file is downloaded now, rather than in the middle of a run
-    load = hellaswag.load_examples, config.hellaswag_data, enc, config.hellaswag_limit
-    examples = world.broadcast_from_master(*load) if config.hellaswag_every and not config.dry_run else []
-    token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device) if enc else None
-    # what works on this machine: with torch.compile and DDP, which `wrap` adds, or without, and the largest B that fits
-    text = val_loaders[0].next_batch(8)[0] if val_loaders else None
-    num_ids = enc.n_vocab if enc else config.vocab_size
-    ways = dict(wrap=wrap, autocast=autocast, text=text, num_ids=num_ids, longest=config.block_size)
-    found, raw_model.has_cache = try_out(start, raw_model, optimizers, world=world, **ways)
-    for each in (loader, *val_loaders) if loader else val_loaders:
+    examples = []
+    if config.hellaswag_every and not config.dry_run:
+        # a missing file is downloaded now, rather than in the middle of a run
+        path, limit = config.hellaswag_data, config.hellaswag_limit
+        examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
+    token_bytes, text, num_ids = None, None, config.vocab_size
+    if enc:
+        token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
+        text, _ = val_loaders[0].next_batch(8)
+        num_ids = enc.n_vocab
+    # find the largest B that fits, and what works on this machine of torch.compile and DDP, which `wrap` adds
+    trial = Trial(raw_model, wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
+    found, raw_model.has_cache = try_out(trial, optimizers, text=text, longest=config.block_size)
+    for each in val_loaders:
         each.B = found.B
-    data = loader, val_loaders, enc, token_bytes, examples
-    read_only = types.MappingProxyType(own)  # a later entry would not be there when the run is resumed
-    return Parts(config, world, raw_model, found.model, optimizers, scaler, *data, read_only, found)
+    if loader:
+        loader.B = found.B
+    return Parts(
+        config=config,
+        world=world,
+        raw_model=raw_model,
+        model=found.model,
+        optimizers=optimizers,
+        scaler=scaler,
+        loader=loader,
+        val_loaders=val_loaders,
+        enc=enc,
+        token_bytes=token_bytes,
+        examples=examples,
+        own=types.MappingProxyType(own),  # read-only: a resume would not have what is added later
+        found=found,
+    )
 
 
 def fit(parts: Parts, run):
     """The training loop, from the run's first or next step to its last. Returns what the run ended with."""
     config = parts.config
-    # one turn more than steps: evaluations at step N see the weights after N updates, the last one, too
+    # one turn more than steps: the evaluations at step N see the weights after N updates, also after the last one
     for step in range(run.start_step, config.max_steps + 1):
         last = step == config.max_steps
-        # before the evaluations, which a start from this checkpoint does again: what they count is counted once
-        often = config.checkpoint_every, config.milestone_every
-        is_saved = not last and any(is_due(step, every, last) for every in often)
-        if is_saved:
+        is_saved = False
+        if not last:
+            is_saved = is_due(step, config.checkpoint_every, last) or is_due(step, config.milestone_every, last)
+        if is_saved:  # before the evaluations, because a start from this checkpoint repeats them
             run.save(step, finished=False)
         evaluate(step, parts, run)
-        if (last or run.stopping) and not is_saved:
-            run.save(step, finished=last and not run.stopping)
         if last or run.stopping:
+            if not is_saved:
+                run.save(step, finished=last and not run.stopping)
             break
         began = time.perf_counter()
         done = train_step(step, parts, run.signals)
+        if step == run.start_step:
+            note_jump_of_rate(step, done.lr, run.parents_lr, config=config)
         run.log_step(step, done, seconds=time.perf_counter() - began)
     return run.finish(step)  # exports the model, unless the run was stopped
 
 
 def train(typed: dict[str, Any]):
-    """Train as the flags that were `typed` say, {setting: value}, and return what the run ended with."""
-    # torchrun starts a process for each GPU, and hands over RANK, LOCAL_RANK and WORLD_SIZE: here these meet
+    """Train as the typed settings say, {name: value}, and return what the run ended with."""
+    # torchrun starts a process for each GPU and hands over RANK, LOCAL_RANK and WORLD_SIZE: here the ranks meet
     with join_ranks(typed) as world:
-        # rank 0 decides what the run is: the preset, what the run, its parent or its model has, and what was typed
-        with begin(PRESETS, typed, make_config, GPT, world) as start:
-            if start.ended:  # it is finished already
+        # rank 0 decides what the run is: from the preset, from its folder, its parent or its model, and what was typed
+        with begin(PRESETS, typed, make_config, GPT, world=world) as start:
+            if start.ended:  # the run is finished already
                 return start.ended
             parts = setup(start, world)
-            # what its checkpoint holds is put back, and what it will do and cost is said: in a dry run, that is all
+            # restores the checkpoint and says what the run will do and cost; a dry run ends here
             with open_run(start, parts) as run:
                 return fit(parts, run) if run else None
 
 
 def main(args=None):
-    """Train as the flags say, those of the command line or a list of them; return what the run ended with."""
+    """Train as the flags say, from the command line or a list of words, and return what the run ended with."""
     return train(read_flags(TrainConfig, PRESETS, args))
 
 

@@ -19,7 +19,7 @@ import train_gpt2
 from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
-from plumbing.run.start import check_config
+from plumbing.run.start import complaints_here
 from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
@@ -50,7 +50,9 @@ def configure(options, changes="", defaults=""):
     sizes = dict(vocab_size=vocab_size, sequence_length=min(config.sequence_length, config.block_size))
     compiles = cuda if config.compile is None else config.compile
     config = dataclasses.replace(config, compile=compiles, **sizes)
-    check_config(config, train_gpt2.complaints(config, {}, {}), world_of(config))
+    world = world_of(config)
+    complaints = train_gpt2.complaints(config, {}, {}, world=world)
+    flags.check(config, [*complaints, *complaints_here(config, world)])
     dtype = choose_dtype(config.dtype, torch.device(config.device), is_wide=config.n_embd >= 128)
     return dataclasses.replace(config, dtype=dtype)
 
@@ -124,7 +126,9 @@ def make_ours(config, folder):
     raw_model.float8 = config.dtype == "fp8"
     for block in raw_model.transformer.h if config.plain_attention else ():
         block.attn.__class__ = PlainAttention  # keeps its weights
-    trial = autofit.Trial(raw_model, train_gpt2.wrap, train_gpt2.autocast, 257, config, world)
+    trial = autofit.Trial(
+        raw_model, wrap=train_gpt2.wrap, autocast=train_gpt2.autocast, num_ids=257, config=config, world=world
+    )
     with autofit.undone(raw_model):
         found = autofit.find_what_fits(trial)
     if config.compile and not found.compiled:
@@ -136,8 +140,21 @@ def make_ours(config, folder):
         )
     optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
-    models, no_evaluation = (raw_model, found.model), ([], None, None, [], {})
-    parts = train_gpt2.Parts(config, world, *models, optimizers, scaler, loader, *no_evaluation, found)
+    parts = train_gpt2.Parts(
+        config=config,
+        world=world,
+        raw_model=raw_model,
+        model=found.model,
+        optimizers=optimizers,
+        scaler=scaler,
+        loader=loader,
+        val_loaders=[],
+        enc=None,
+        token_bytes=None,
+        examples=[],
+        own={},
+        found=found,
+    )
 
     def step():
         set_precision(config)

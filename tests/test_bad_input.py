@@ -79,7 +79,7 @@ def error_of_run(folder, **changes):
         (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),
         (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
         (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="run", n_embd=64), ["--n-embd is 64, but the weights that the run begins with have 32"]),
+        (dict(init_from="run", n_embd=64), ["--n-embd is 64, but the weights that the run starts from have 32"]),
         (
             dict(out_dir="run", max_lr=0.1, seed=7),
             ["(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],

@@ -83,7 +83,7 @@ class Growing(torch.optim.AdamW):
         for group in self.param_groups:
             group["d"] *= 1.1
             group["k"] += 1
-            group["sums"] = group["sums"] + group["d"]
+            group["sums"] += group["d"]
             group["lr"] *= group["d"] * (1 + 1 / group["k"]) * float(group["sums"])
         super().step()
 """

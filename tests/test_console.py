@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, tmp_path):
     """And not at the next checkpoint, which may be hours away."""
 
     def log_step(self, *args, **options):
-        futures.wait(self.writer.pending)
+        futures.wait(self.files.writer.pending)
         original(self, *args, **options)
 
     with patched(torch, "save", full_disk), patched(run_folder.Run, "log_step", log_step) as original:

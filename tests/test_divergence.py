@@ -94,7 +94,7 @@ def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, 
         line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
     assert f"The shards in {data} have changed" in line and steps_of(tmp_path / "out") == [4]
     line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
-    assert f"The run in {tmp_path / 'out'} cannot go on with" in line and f"{kind} data" in line
+    assert f"The run in {tmp_path / 'out'} cannot continue with" in line and f"{kind} data" in line
 
 
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):

@@ -114,9 +114,9 @@ def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch)
     train(data, "wide", n_embd=48, max_steps=1)
     shape = {name: value for name, value in TINY.items() if name != "n_embd"}
     assert status_of(train_gpt2.main, flags(**shape | {"data": data, "init_from": "wide", "max_steps": 0})) == 0
-    assert "evaluate it: add --init-from log" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
+    assert "add --init-from log --out-dir NEW" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
     branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
-    assert "use --init-from in place of --branch-from" in refused(train_gpt2.main, *branch)
+    assert "use --init-from instead of --branch-from" in refused(train_gpt2.main, *branch)
 
 
 def test_validation_data_of_which_a_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):

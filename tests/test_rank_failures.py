@@ -52,7 +52,7 @@ def test_ranks_that_differ_stop_and_say_who_differs_in_what(folder, tmp_path):
         cases.append((({}, torch.__version__, mixed), f"Rank 1 does not agree with rank 0: the {what} data is "))
     odd = tiny_flags(folder, tmp_path / "out", total_batch_size=9 * 16)
     said, _ = run(train_gpt2.main, odd, ranks=2, ends=[2, 2])
-    assert "Start a number of ranks that divides 9" in error_in(said)
+    assert "Use a number of ranks that divides 9" in error_in(said)
     for otherwise, words in cases:
         said, _ = run(train_alone_otherwise, args, *otherwise, ranks=2, ends=[2, 2])
         assert words in error_in(said) and not (tmp_path / "out").exists()

@@ -167,7 +167,7 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     before = listing(tmp_path / "out")
     # the folder alone does not say what is to begin there
     line = refused(train_gpt2.main, "--out-dir", tmp_path / "out", "--no-resume")
-    assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings, too" in line
+    assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings as well" in line
     for number in (1, 2):
         said = train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS)
         assert f"to {tmp_path / 'out'}.{number}." in said

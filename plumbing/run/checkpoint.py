@@ -1,5 +1,6 @@
 """The state that a run continues from: checkpoints, written whole in the background and verified when they are read."""
 
+import copy
 import io
 import itertools
 import pickle
@@ -26,6 +27,8 @@ BEST = "model_best.pt"  # the weights with the lowest validation loss
 READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or a checkpoint of nanoGPT or build-nanogpt."
 
 
+# for each optimizer, the settings of its groups as the trainer made them
+Made = list[list[dict[str, Any]]]
 PARAMETERS = ("params", "param_names")  # the entries of an optimizer's group that are no settings
 
 
@@ -39,7 +42,7 @@ class Checkpoint(TypedDict):
     tokenizer_file: str  # all of it, as tokenizers.dumps gives it; "" is GPT-2's
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state dict of each optimizer, and its class
-    made: list[list[dict[str, Any]]]  # the settings of each optimizer's groups as the trainer made them
+    made: Made
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
     loader: dict[str, Any]  # the position in the training data, and what fixes their order
     own: dict[str, Any]  # the state dicts of what the trainer's setup has handed over
@@ -161,12 +164,16 @@ def metadata(config: Any, enc: tiktoken.Encoding) -> dict[str, Any]:
 # ----- The training state: what an exact resume needs, written and read ---------------------------------
 
 
-def settings_of_groups(optimizers: list[Any]) -> list[list[dict[str, Any]]]:
+def settings_of_groups(optimizers: list[Any]) -> Made:
     """A copy of the settings of each optimizer's groups, such as rates: all entries but the parameters."""
-    return [
-        [{name: value for name, value in group.items() if name not in PARAMETERS} for group in each.param_groups]
-        for each in optimizers
-    ]
+    made = []
+    for optimizer in optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            settings = {name: value for name, value in group.items() if name not in PARAMETERS}
+            groups.append(copy.deepcopy(settings))  # an optimizer may write into a tensor
+        made.append(groups)
+    return made
 
 
 def check_own(own: Mapping[str, Any]) -> None:
@@ -192,46 +199,52 @@ def training_state(parts: Any) -> dict[str, Any]:
     }
 
 
-def restore_state(
-    saved: Checkpoint, parts: Any, branched: dict[str, Any] | None, made: list[list[dict[str, Any]]]
-) -> None:  # fmt: skip
-    """Continue from a checkpoint, whose weights the model has. Where it has no state that fits, a run does not go on
-    (UserError), and a branch begins anew, as a note says.
+def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None, *, made: Made) -> None:
+    """Continue from a checkpoint, whose weights the model has. Where its state does not fit, a run does not continue
+    (UserError), and a branch starts without it, as a note says.
 
     branched: what run.txt says of a new branch; made: the settings of the optimizers' groups as this start made them.
     """
     config, now = parts.config, training_state(parts)
-    different = {}  # {what it is: the note}
+    different = {}  # {what differs from the checkpoint: the note about it}
     order = parts.loader.load_state_dict(saved["loader"])
     if order:
-        ramp = " Its batch ramp begins anew, too." if config.batch_ramp else ""
-        note = f"This branch reads from the beginning of a new order, with another {order}.{ramp}"
-        different[f"another {order}"] = note
+        note = f"This branch differs from its parent in {order}, so it starts at the beginning of a new order."
+        if config.batch_ramp:
+            note += " Its batch ramp starts again."
+        different[f"another order of the data ({order})"] = note
     if saved["val_fingerprint"] != now["val_fingerprint"]:
         note = "The validation data are not the parent's, so losses cannot be compared with its own."
         different["other validation data"] = note
-    places = itertools.zip_longest(places_in(saved["optimizer"]), places_in(now["optimizer"]))
-    groups = next((f"{a} in the place of {b}" for a, b in places if a != b), "")
+    groups = first_difference(places_in(saved["optimizer"]), places_in(now["optimizer"]))
     if groups:
-        note = f"The optimizers begin without the parent's averages of gradients: it has {groups}."
+        note = f"The optimizers start without the parent's averages of gradients: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = note
     own = ", ".join(sorted(parts.own.keys() ^ saved["own"].keys()))
     if own:
-        different[f"another state of its own ({own})"] = f"The parent and this branch do not both have {own}."
+        different[f"other objects in Parts.own ({own})"] = f"The parent and this branch do not both have {own}."
     if different and branched is None:
         raise UserError(
-            f"The run in {config.out_dir} cannot go on with {' and '.join(different)}. Give it its own data (--data) "
-            f"and code, or begin a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
+            f"The run in {config.out_dir} cannot continue with {' and '.join(different)}. Give it its own data "
+            f"(--data) and code, or start a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
         )
     for note in different.values():
         print0(f"note: {note}")
     if not groups:
-        for optimizer, state, then, now in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
-            load_optimizer(optimizer, state, then=then, now=now)
+        for optimizer, state, then, now_made in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
+            load_optimizer(optimizer, state, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
     for name in parts.own.keys() & saved["own"].keys():
         parts.own[name].load_state_dict(saved["own"][name])
+
+
+def first_difference(saved: list[str], now: list[str]) -> str:
+    """The first place where two lists differ, in words; "" if they are equal."""
+    for then, here in itertools.zip_longest(saved, now):
+        if then != here:
+            return f"{then} instead of {here}"
+    return ""
 
 
 def places_in(states: list[dict[str, Any]]) -> list[str]:
@@ -240,8 +253,9 @@ def places_in(states: list[dict[str, Any]]) -> list[str]:
     for state in states:
         for number, group in enumerate(state.get("param_groups", [])):
             place = f"group {number} of {state['class']}"
-            # an optimizer may be given parameters without names
-            texts += [place, *(f"{name} in {place}" for name in group.get("param_names", group["params"]))]
+            names = group.get("param_names", group["params"])  # parameters may have no names
+            texts.append(place)
+            texts += [f"{name} in {place}" for name in names]
     return texts
 
 
@@ -265,10 +279,12 @@ def load_optimizer(
     # torch has made each floating tensor the parameter's dtype
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in state.get("state", {}).items():
-        own = optimizer.state[parameters[number]] if isinstance(number, int) else {}
-        for name, value in values.items() if own else ():
-            if isinstance(value, Tensor) and value.dtype != own[name].dtype:
-                own[name] = value.to(own[name].device)
+        if not isinstance(number, int):
+            continue
+        loaded = optimizer.state[parameters[number]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
+                loaded[name] = value.to(loaded[name].device)
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -288,7 +304,7 @@ def check_readable(state: Any) -> None:
     if place:
         raise UserError(
             f"No checkpoint could be read again with {place}. Keep tensors, numbers and texts there, or lists and "
-            "dicts of these, and make all else anew at every start."
+            "dicts of these, and make everything else at each start."
         )
 
 
@@ -307,9 +323,12 @@ def unreadable(value: Any, place: str) -> str:
         return ""
     except Exception:  # whatever an object of any class does there
         inside = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-        entries = inside.items() if isinstance(inside, dict) else ()
-        places = (unreadable(entry, f"{place}[{name!r}]") for name, entry in entries)
-        return next(filter(None, places), f"{place}, which is a {type(value).__name__}")
+        if isinstance(inside, dict):
+            for name, entry in inside.items():
+                wrong = unreadable(entry, f"{place}[{name!r}]")
+                if wrong:
+                    return wrong
+        return f"{place}, which is a {type(value).__name__}"
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
@@ -318,20 +337,25 @@ def unreadable(value: Any, place: str) -> str:
 class CheckpointWriter:
     """Writes checkpoints in the background: the training loop waits for the copy to the CPU, not for the disk."""
 
-    def __init__(self, lock: FolderLock, keep: int, milestone_every: int, deletable: list[int]):
-        """deletable: the steps of the checkpoints in the folder that may be deleted."""
-        self.lock, self.keep, self.milestone_every, self.deletable = lock, keep, milestone_every, deletable
+    def __init__(self, lock: FolderLock, *, keep: int, milestone_every: int, deletable: list[int]):
+        """keep: how many of the newest checkpoints stay; deletable: the steps of those that may be deleted."""
+        self.lock = lock
+        self.keep = keep
+        self.milestone_every = milestone_every
+        self.deletable = deletable
         self.executor = ThreadPoolExecutor(1)
         self.pending: list[Future[None]] = []
         self.has_written = False  # since `delete_old` was called
 
-    def write(self, checkpoint: Checkpoint) -> None:
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        """Write a Checkpoint as model_<step>.pt in the background."""
         step = checkpoint["step"]
-        if not self.milestone_every or step % self.milestone_every:
+        is_milestone = self.milestone_every > 0 and step % self.milestone_every == 0
+        if not is_milestone:
             self.deletable.append(step)
         self.submit(f"model_{step:05d}.pt", {**checkpoint, "temporary": self.deletable})
 
-    def submit(self, name: str, checkpoint: Checkpoint) -> None:
+    def submit(self, name: str, checkpoint: dict[str, Any]) -> None:
         """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
         self.wait()
         copies: dict[Any, Tensor] = {}
@@ -339,8 +363,8 @@ class CheckpointWriter:
         def copy(value):
             if not isinstance(value, Tensor):
                 return as_pythons(value)
-            # tied weights are copied once, and tied in the file
-            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+            # tied weights are copied once, and stay tied in the file
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if memory not in copies:
                 copies[memory] = value.to("cpu", copy=True)
             return copies[memory]
@@ -359,7 +383,7 @@ class CheckpointWriter:
         self.has_written = True
 
     def delete_old(self) -> None:
-        """Delete what may be deleted but for the newest `keep` checkpoints, once the newest is known to be good."""
+        """Delete old checkpoints, once the newest one is known to be good."""
         if self.has_written:
             self.has_written = False
             for old in list_checkpoints(self.lock.folder)[: -self.keep]:
@@ -367,11 +391,11 @@ class CheckpointWriter:
                     old.unlink(missing_ok=True)
 
     def raise_error(self) -> None:
-        """Raise the error that has ended the writing of the pending checkpoint, if there is one."""
+        """Raise the error of the pending checkpoint, if writing it has failed."""
         if self.pending and self.pending[0].done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the pending checkpoint is on disk; re-raise any error from writing it."""
+        """Wait until the pending checkpoint is on disk, and raise the error if writing it has failed."""
         while self.pending:
             self.pending.pop().result()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from plumbing.cli.console import UserError, is_out_of_memory, print0
 from plumbing.system.autofit import SkipInit, new_model, undone
 from plumbing.system.devices import exact_matmuls
+from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
 
 # parameters times tokens of a forward pass that takes a CPU a tenth of a second; a GPU does thousands of times more
@@ -165,3 +166,30 @@ def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
         print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
     for name in missing:
         trainable[name].requires_grad_(False)  # its gradient would count when the others are clipped
+
+
+def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
+    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with what differs most."""
+    norms = {
+        name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
+        for name, p in model.named_parameters()
+        if p.is_floating_point() or p.is_complex()
+    }
+    gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
+    differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
+    if differs.max() > 1e-6:
+        raise UserError(
+            f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
+            "model of its own. DDP averages gradients while the same parameters require one as when the run began and "
+            "each gets one in every step, and random numbers are each rank's own. No checkpoint was written."
+        )
+
+
+def note_gradients(model: torch.nn.Module, step: int) -> None:
+    """Say so if a checkpoint is written while there are gradients, which it does not hold."""
+    left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
+    if left:
+        print0(
+            f"note: After step {step} there are gradients, such as that of {left[0]}. No checkpoint has them, so a run "
+            "that is resumed here computes other updates."
+        )

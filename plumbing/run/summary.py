@@ -78,14 +78,24 @@ def size(num_bytes: float) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
+def names_of_rates(config: Any) -> list[str]:
+    """The settings that are peak learning rates."""
+    return [name for name in vars(config) if name.endswith("_lr") and name != "min_lr"]
+
+
+def rate_flags(config: Any, optimizers: list[Any]) -> list[str]:
+    """The flags of the peak learning rates that the optimizers' groups have."""
+    peaks = {group["initial_lr"] for optimizer in optimizers for group in optimizer.param_groups}
+    return [flag_of(name) for name in names_of_rates(config) if getattr(config, name) in peaks] or ["--max-lr"]
+
+
 def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
     """Of each optimizer and learning rate: how many parameters have it, and which setting it is."""
     sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             sizes[type(optimizer).__name__, group["lr"]] += sum(p.numel() for p in group["params"])
-    rates = {name: value for name, value in vars(config).items() if name.endswith("_lr") and name != "min_lr"}
-    flag_with = {value: flag_of(name) for name, value in rates.items()}
+    flag_with = {getattr(config, name): flag_of(name) for name in names_of_rates(config)}
     return [
         f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
     ]

@@ -215,29 +215,25 @@ def try_sequence(trial: Trial) -> tuple[int, list[str]]:
     """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; with several ranks,
     the names of the parameters on which the loss does not depend).
     """
-    model = trial.raw_model
-    kept_bytes, loss = count_kept_bytes(trial, model)
+    model, device = trial.raw_model, trial.world.device
+    batch = trial.random_batch(1)
+    before = devices.random_state(device)
+    kept_bytes, loss = count_kept_bytes(trial, model, batch)
     if trial.world.size == 1 or not trial.trains:
         return kept_bytes, []
-    unused: set[str] = set()
-    # a model may leave out other blocks each time: then one forward pass does not show them all
-    for _ in range(8 if draws_random_numbers(trial) else 1):
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        unused |= {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
-        loss = trial.loss(model, *trial.random_batch(1))
+    draws = not torch.equal(before, devices.random_state(device))
+    unused = unused_parameters(model, loss)
+    if draws:  # a model may leave out other blocks each time, and one forward pass does not show them all
+        for _ in range(7):
+            unused |= unused_parameters(model, trial.loss(model, *batch))
     return kept_bytes, sorted(unused)
 
 
-def draws_random_numbers(trial: Trial) -> bool:
-    """Whether a forward pass draws some of torch's random numbers, as dropout does."""
-    device = trial.world.device
-    x, y = trial.random_batch(1)
-    before = torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else before
-    trial.loss(trial.raw_model, x, y)
-    after = torch.cuda.get_rng_state(device) if device.type == "cuda" else before
-    return not (torch.equal(before, torch.get_rng_state()) and torch.equal(on_gpu, after))
+def unused_parameters(model: Any, loss: torch.Tensor) -> set[str]:
+    """The names of the parameters that get no gradient of this loss."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
 
 
 def check_unused(names: list[str], world: World) -> None:
@@ -251,7 +247,7 @@ def check_unused(names: list[str], world: World) -> None:
         )
 
 
-def count_kept_bytes(trial: Trial, model: Any) -> tuple[int, torch.Tensor]:
+def count_kept_bytes(trial: Trial, model: Any, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
     """(the bytes that the forward pass of a sequence keeps for the backward pass, weights aside; its loss)."""
     kept = {}
 
@@ -261,7 +257,7 @@ def count_kept_bytes(trial: Trial, model: Any) -> tuple[int, torch.Tensor]:
         return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep one another alive
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = trial.loss(model, *trial.random_batch(1))
+        loss = trial.loss(model, *batch)
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
@@ -278,7 +274,7 @@ def estimate(trial: Trial) -> Fit:
         with FakeTensorMode(), SkipInit(), trial.world.device:
             new = type(model)(model.config)
             new.activation_checkpointing = config.activation_checkpointing
-            kept_bytes, _ = count_kept_bytes(trial, new)
+            kept_bytes, _ = count_kept_bytes(trial, new, trial.random_batch(1))
     except Exception:  # a model that reads what it computes; then its activations are left out of the account
         kept_bytes = 0
     B = largest_divisor(trial.windows_per_rank, at_most=min(config.batch_size, bound_on_B(trial, kept_bytes)))

@@ -176,6 +176,14 @@ def seed_random_numbers(seed: int, *more: int) -> None:
     random.seed(seed)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of torch's random numbers on the CPU and on this device."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    return state
+
+
 @contextlib.contextmanager
 def exact_matmuls() -> Iterator[None]:
     """Context in which float32 matmuls are not TF32."""

@@ -65,22 +65,29 @@ class World:
                     "program, flags and data."
                 )
 
-    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
-        """Run action(*args) on rank 0 and return its result on every rank; its error is raised on every rank."""
-        if self.size == 1:
-            return action(*args)
-        result: Any = None
-        error = None
+    def run_on_master(self, action: Callable[..., Result], *args: Any) -> Result | None:
+        """Run action(*args) on rank 0. Returns its result there and None elsewhere; all ranks raise its error."""
+        result = error = None
         if self.is_master:
             try:
                 result = action(*args)
             except (UserError, OSError) as caught:
                 error = caught
+        errors = [error]
+        if self.size > 1:
+            dist.broadcast_object_list(errors)
+        if errors[0]:
+            raise errors[0]
+        return result
+
+    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
+        """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error."""
+        result: Any = self.run_on_master(action, *args)
+        if self.size == 1:
+            return result
         # tensors, also those inside of tuples, lists and dicts, are broadcast one by one afterwards
-        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result), error]
+        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
         dist.broadcast_object_list(message)
-        if message[1]:
-            raise message[1]
         return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""A run's folder at its start: old files are moved aside, and the start is described in run.txt."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from plumbing.data.windows import stream_names
+from plumbing.files import atomic_write, free_name, open_regular
+from plumbing.run import checkpoint as checkpoints
+from plumbing.run import logs, source_code
+
+# the names of what a run writes into its folder
+OURS = re.compile(
+    rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
+)
+
+
+def prepare_folder(start: Any, parts: Any) -> None:
+    """Move old files aside, and describe the start in run.txt."""
+    config, out_dir = start.config, Path(start.config.out_dir)
+    stale = stale_files(start, out_dir)
+    if stale:
+        # checkpoints first, the newest before the others: if this is cut short, what is left is the run at an earlier
+        # step, or none
+        stale.sort(key=lambda path: (path.suffix == ".pt", path.name), reverse=True)
+        aside = move_aside(stale, out_dir)
+        names = ", ".join(sorted(path.name for path in stale))
+        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
+    for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
+        if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
+            leftover.unlink()
+    ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
+    logs.write_start(config, start, ran=ran, fingerprints=fingerprints(parts))
+    source_code.keep_copies(config)
+
+
+def stale_files(start: Any, out_dir: Path) -> list[Path]:
+    """The damaged newest checkpoints of a run that continues. For a new run, all that an old one has written."""
+    if start.saved and not start.branched:
+        found = checkpoints.list_checkpoints(out_dir)
+        return [path for path in found if checkpoints.step_of(path) > start.step]
+    ours = [path for path in out_dir.iterdir() if OURS.fullmatch(path.name)]
+    for path in ours:
+        is_description = path.name == "run.txt" or source_code.COPY.fullmatch(path.name)
+        if not is_description and (path.is_dir() or path.stat().st_size):
+            return ours
+    return []
+
+
+def fingerprints(parts: Any) -> dict[str, list[str]]:
+    """Short fingerprints of each folder's training and validation data, by its name in log.txt ("": not read)."""
+    train = {}
+    if parts.loader:
+        train = {split.folder: split.fingerprint[:16] for split in parts.loader.order.splits}
+    shown = {}
+    folders = parts.config.data
+    for name, folder, val_loader in zip(stream_names(folders), folders, parts.val_loaders):
+        shown[name] = [train.get(folder, ""), val_loader.order.splits[0].fingerprint[:16]]
+    return shown
+
+
+def move_aside(paths: list[Path], out_dir: Path) -> Path:
+    """Move files of `out_dir` to a new folder beside it, or inside of it where nothing can be moved out of it."""
+    for aside in (free_name(out_dir.resolve()), free_name(out_dir / "old")):
+        try:
+            aside.mkdir()
+            for path in paths:
+                path.rename(aside / path.name)
+            return aside
+        except OSError as caught:  # out_dir is a mount point, or its parent belongs to someone else
+            error = caught
+            with contextlib.suppress(OSError):
+                for path in aside.iterdir():
+                    path.rename(out_dir / path.name)
+                aside.rmdir()
+    raise error
+
+
+def keep_samples_before(path: Path, step: int) -> None:
+    """Remove the samples from `step` on, which a run that was killed will write again."""
+    if not os.path.lexists(path):
+        return
+    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:  # refuses a link
+        lines = [line for line in file if step_of_sample(line) < step]
+    with atomic_write(path, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def step_of_sample(line: str) -> int:
+    """The number at the beginning of a line of samples.txt; -1 for a line of the user's own without one."""
+    number = line.partition(" ")[0]
+    return int(number) if number.isdecimal() else -1
