@@ -200,6 +200,16 @@ def test_mixtures_are_compared_on_each_folder_and_by_their_mean_only_where_the_s
     assert "b ends 0.1000 above" in verdict
 
 
+@pytest.mark.parametrize("others", [[7, 3], [0.07, 0.03], [2.1, 0.9]])
+def test_shares_are_the_same_where_their_sum_is_another(others, tmp_path):
+    both = {"docs": ["aaaa", "bbbb"], "code": ["cccc", "dddd"]}
+    for seed, weights in enumerate([[0.7, 0.3], others]):
+        write_run(tmp_path / f"a-{seed}", 2.5, seed, data=both, data_weights=weights)
+        write_run(tmp_path / f"b-{seed}", 2.6, 0, code="relu", data=both, data_weights=weights)
+    assert compare.read_group(f"{tmp_path}/a-*").ends == {0: 2.5, 1: 2.5}
+    assert len(compare.read_tables([f"{tmp_path}/a-0", f"{tmp_path}/b-1"])) == 1
+
+
 def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "log" / "a[1]", 4.0)

@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sample
 import torch
@@ -18,6 +19,7 @@ from plumbing.run.checkpoint import load_checkpoint
 
 from harness import (
     TINY,
+    Touch,
     at_steps,
     change_checkpoint,
     flags,
@@ -168,6 +170,9 @@ UNUSABLE = {
     "an n_head of 3": lambda c: c["model_args"].update(n_head=3),
     "transformer.ln_f.weight": lambda c: c["model"].pop("module._orig_mod.transformer.ln_f.weight"),
     "not finite": lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()],
+    "an n_head of None": lambda c: c["model_args"].clear(),
+    "no embeddings": lambda c: c.pop("model"),
+    "is not a checkpoint of train_gpt2.py": lambda c: c.update(model_args=None),
 }
 
 
@@ -177,6 +182,51 @@ def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(words, peers):
     path = peers[0] / "ckpt.pt"
     change_checkpoint(path, UNUSABLE[words])
     assert words in refused(sample.main, "abc", "-m", path)
+
+
+def test_the_newest_run_in_a_folder_of_runs_is_named(data, tmp_path):
+    """Before there is a log/model_*.pt, people ask for log, where the quick start has made a folder of its own."""
+    for name in ("log/old", "log/quickstart"):
+        train(data, tmp_path / name, max_steps=1, val_every=0)
+    os.utime(tmp_path / "log" / "old", (0, 0))
+    newest = f"Its newest run is {tmp_path / 'log' / 'quickstart'}"
+    assert newest in refused(sample.main, "Hi", "-m", tmp_path / "log")
+    assert newest in refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", init_from=tmp_path / "log"))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "uint8", "bool"])
+def test_numbers_of_numpy_in_a_checkpoint_are_read(dtype, peers):
+    """A fork of nanoGPT keeps its best loss so. What a file holds beside its model does not matter here."""
+    path = peers[0] / "ckpt.pt"
+    change_checkpoint(path, lambda content: content.update(best_val_loss=np.dtype(dtype).type(1)))
+    assert train_gpt2.load_model(str(path))[0].config.n_layer == 2
+
+
+def test_an_array_of_objects_in_a_checkpoint_is_refused(peers):
+    path = peers[0] / "ckpt.pt"
+    change_checkpoint(path, lambda content: content.update(x=np.array([Touch(peers[0] / "touched")])))
+    assert "perhaps code, which is never run" in refused(sample.main, "abc", "-m", path)
+    assert not (peers[0] / "touched").exists()
+
+
+def test_a_copy_of_the_trainer_under_another_name_is_the_same_code(data, tmp_path):
+    """And goes on with the run; one that was changed is named."""
+    train(data, tmp_path / "out", max_steps=2)
+    path = tmp_path / "out" / "model_00002.pt"
+    [(name, copy)] = load_checkpoint(path)["code"].items()
+    change_checkpoint(path, lambda c: c.update(code={"train_base.py": copy.replace("train_gpt2", "train_base")}))
+    assert "other code" not in train(data, tmp_path / "next", init_from=path, max_steps=1)
+    change_checkpoint(path, lambda c: c.update(code={name: "train_gpt2-01234567.py"}))
+    assert "other code" in train(data, tmp_path / "other", init_from=path, max_steps=1)
+
+
+def test_what_a_checkpoint_calls_its_code_is_shown_harmless(data, tmp_path):
+    train(data, tmp_path / "out", max_steps=2)
+    path = tmp_path / "out" / "model_00002.pt"
+    change_checkpoint(path, lambda c: c.update(code={"\x1b[31mtrain.py": "\x9b31mtrain-01234567.py"}))
+    said = train(data, tmp_path / "next", init_from=path, max_steps=1)
+    assert "\\x1b[31mtrain.py" in said and "\\x9b31mtrain-01234567.py" in said
+    assert not {"\x1b", "\x9b"} & set(said)
 
 
 def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, monkeypatch):

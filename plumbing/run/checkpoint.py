@@ -32,6 +32,12 @@ Made = list[list[dict[str, Any]]]
 PARAMETERS = ("params", "param_names")  # the entries of an optimizer's group that are no settings
 
 
+make_number: Any = np.float64(0).__reduce__()[0]  # how NumPy pickles a number, under NumPy 2's name and 1's
+NUMBER_TYPES = {kind for kind in np.sctypeDict.values() if issubclass(kind, (np.number, np.bool_))}
+NUMPY_NUMBERS = [make_number, (make_number, "numpy.core.multiarray.scalar"), np.dtype]
+NUMPY_NUMBERS += {type(np.dtype(kind)) for kind in NUMBER_TYPES}
+
+
 class Checkpoint(TypedDict):
     """What a model_<step>.pt holds: plain data and tensors. model_best.pt has no state to continue from."""
 
@@ -60,9 +66,9 @@ class PeerConfig:
 
 
 def unpickle(path: Name | IO[bytes]) -> Any:
-    """Read tensors, plain data and PeerConfig under any of its names; nothing else, so that no file can run code."""
+    """Read tensors, plain data, NumPy's numbers and PeerConfig; nothing else, so that no file can run code."""
     names: Any = [(PeerConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
-    with torch.serialization.safe_globals(names):
+    with torch.serialization.safe_globals([*names, *NUMPY_NUMBERS]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

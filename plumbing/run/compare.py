@@ -62,7 +62,10 @@ class Group:
 
 def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
-    config, (kind, _, folder) = run.config, stream.partition("/")
+    config, (kind, _, folder) = dict(run.config), stream.partition("/")
+    weights = config.get("data_weights") or []
+    # 0.7 0.3 and 7 3 are one order of the data
+    config["data_weights"] = [round(weight / sum(weights), 9) for weight in weights]
     data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
     # several, if the run went on with changed code; a record's run.txt has the script's name alone
     code = [start["code"] for start in run.starts if "code" in start]
@@ -74,7 +77,7 @@ def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     elif folder:
         measured_on = [config["val_tokens"], data.get(folder)]
     elif kind == "train" or len(data) > 1:  # a mean over several folders is by their shares or sizes
-        measured_on = [config["val_tokens"], config.get("data_weights"), data]
+        measured_on = [config["val_tokens"], config["data_weights"], data]
     else:
         measured_on = [config["val_tokens"], *(val for _, val in data.values())]
     return {name: value for name, value in config.items() if name not in IGNORED} | {
@@ -92,7 +95,7 @@ def examine(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
     try:
         seed, max_steps = (operator.index(run.config[name]) for name in ("seed", "max_steps"))
         facts = facts_of(run, stream)
-    except (LookupError, TypeError, ValueError) as error:  # people may have edited it
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # people may have edited it
         raise UserError(f"its run.txt is missing or damaged ({error!r})") from None
     step, kind = run.streams[stream][0][-1], stream.partition("/")[0]
     if step < max_steps - (kind == "train" or kind not in BETTER):  # an evaluation follows the last step

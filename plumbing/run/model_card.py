@@ -8,7 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from plumbing.cli.console import first_line, plain
+from plumbing.cli.console import first_line, note, plain
 from plumbing.files import read_json
 from plumbing.run.logs import read_run
 from plumbing.run.models import OPENAI_MODELS
@@ -29,7 +29,7 @@ def make_card(directory: Path, run_folder: Path, sample: str = "") -> str:
     try:
         return card(directory, run_folder, sample)
     except Exception as error:  # people may have edited run.txt; and the model is complete without a card
-        print(f"note: The exported model has no README.md: {first_line(error)}", flush=True)
+        note(f"The exported model has no README.md: {first_line(error)}")
         return ""
 
 

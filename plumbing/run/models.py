@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from plumbing.cli.console import UserError, first_line, plain, print0
+from plumbing.cli.console import UserError, first_line, note, plain
 from plumbing.cli.flags import suggest
 from plumbing.data import tokenizers
 from plumbing.data.windows import data_tokenizer
@@ -53,10 +54,16 @@ def load_saved_model(source: str) -> SavedModel:
         return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(source, settings))
     if path.is_file():
         content = read_file(path)
-        is_peers = "model_args" in content or isinstance(content.get("config"), PeerConfig)
-        return from_peer(content, path) if is_peers else from_checkpoint(as_checkpoint(content, path))
+        settings = peer_settings(content)
+        if settings is None:
+            return from_checkpoint(as_checkpoint(content, path))
+        return from_peer(content.get("model", {}), settings, path)
     if checkpoint := newest_checkpoint(path):
         return from_checkpoint(checkpoint)
+    runs = [run.parent for run in path.glob("*/model_*.pt")]
+    if runs:
+        newest = max(runs, key=os.path.getmtime)
+        raise UserError(f"There is no model in {source} itself. Its newest run is {newest}: name that.")
     nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
         f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
@@ -76,12 +83,19 @@ def tokenizer_of(checkpoint: Checkpoint) -> tiktoken.Encoding:
     return tokenizers.loads(text) if text else tokenizers.get_encoding("gpt2")
 
 
-def from_peer(content: dict[str, Any], path: Name) -> SavedModel:
-    """The model in a checkpoint of nanoGPT or build-nanogpt, which use GPT-2's names and its tokenizer."""
-    config = content.get("model_args") or vars(content["config"])
+def peer_settings(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of the model in a checkpoint of nanoGPT or build-nanogpt; None if it is not one of theirs."""
+    if isinstance(content.get("model_args"), dict):
+        return content["model_args"]
+    config = content.get("config")
+    return vars(config) if isinstance(config, PeerConfig) else None
+
+
+def from_peer(weights: dict[str, Tensor], settings: dict[str, Any], path: Name) -> SavedModel:
+    """The model of nanoGPT or build-nanogpt with these weights and settings: with GPT-2's names and its tokenizer."""
     # without the prefixes of DDP and torch.compile
-    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): w for name, w in content["model"].items()}
-    weights, settings = huggingface.from_peer(weights, config.get("n_head"), path)
+    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight for name, weight in weights.items()}
+    weights, settings = huggingface.from_peer(weights, settings.get("n_head"), path)
     return SavedModel(settings, weights, lambda: tokenizers.get_encoding("gpt2"))
 
 
@@ -110,8 +124,8 @@ def from_state(
         model = new_model(model_class, config)
     load_weights(model, model.extend(weights, old_ids) if extends else weights)
     if new:
-        print0(
-            f"note: The weights have nothing called {', '.join(new[:3])}: unless the model's load_state_dict takes "
+        note(
+            f"The weights have nothing called {', '.join(new[:3])}: unless the model's load_state_dict takes "
             "that from another name, the model begins with what it has made there."
         )
     return model
@@ -181,8 +195,8 @@ def ids_in(model: SavedModel, config: Any) -> Tensor | None:
         return None
     before, now = (enc._mergeable_ranks | enc._special_tokens for enc in (model.enc, new))
     old_ids = torch.tensor([before.get(token, -1) for token in sorted(now, key=now.__getitem__)])
-    print0(
-        f"note: Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of "
+    note(
+        f"Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of "
         f"{model.enc.name}, the model's own, and keep their embeddings. The others begin with the mean."
     )
     return old_ids

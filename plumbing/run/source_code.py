@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli.console import ROOT, UserError, first_line, output_of, print0
+from plumbing.cli.console import ROOT, UserError, first_line, note, output_of
 from plumbing.files import atomic_write
 
 NAME = "train_gpt2.py"
@@ -51,7 +51,7 @@ def sources_of(config_class: type) -> dict[str, bytes]:
             if beside.samefile(imported_from):
                 sources[beside.relative_to(path.parent).as_posix()] = beside.read_bytes()
             elif Path(imported_from).suffix == ".py":
-                print0(f"note: {name} is the module in {imported_from}, and not the one beside {path.name}.")
+                note(f"{name} is the module in {imported_from}, and not the one beside {path.name}.")
     return sources
 
 
@@ -64,6 +64,12 @@ def copy_of(name: str, source: bytes) -> str:
     """The name of a source's copy: layers/rotary.py -> layers.rotary-0123abcd.py"""
     stem = name.removesuffix(".py").replace("/", ".")
     return f"{stem}-{hashlib.sha256(source).hexdigest()[:8]}.py"
+
+
+def is_same(saved: Code, config_class: type) -> bool:
+    """Whether the code that runs has the contents of the saved one: a copy of the trainer may have any name."""
+    hashes = [[copy.rpartition("-")[2] for copy in code.values()] for code in (saved, describe(config_class))]
+    return hashes[0] == hashes[1]
 
 
 def git(*words: str) -> str:
@@ -90,9 +96,9 @@ def compare(saved: Code, config_class: type, source: str, *, goes_on: bool) -> N
 
     A run goes on with the code of any file. Else train_gpt2.py does not stand for a changed copy: that is a UserError.
     """
-    own = describe(config_class)
-    if not saved or saved == own:
+    if not saved or is_same(saved, config_class):
         return
+    own = describe(config_class)
     then, now = next(iter(saved)), next(iter(own))
     kept = f"The run's folder has a copy of what trained it: {', '.join(saved.values())}."
     if then != now == NAME and not goes_on:
@@ -100,10 +106,9 @@ def compare(saved: Code, config_class: type, source: str, *, goes_on: bool) -> N
             f"The model in {source} was trained by {then}, whose code is not that of {now}. Add --code {then}. {kept}"
         )
     changed = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
-    print(
-        f"note: {source} was trained by other code than runs now ({', '.join(changed)}), so results may differ. {kept}",
+    note(
+        f"{source} was trained by other code than runs now ({', '.join(changed)}), so results may differ. {kept}",
         file=sys.stdout if goes_on else sys.stderr,  # what sample.py writes to stdout are samples
-        flush=True,
     )
 
 

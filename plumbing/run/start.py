@@ -369,7 +369,7 @@ def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
     enc = models.tokenizer_of(saved)
     source_code.compare(saved["code"], type(config), config.out_dir, goes_on=True)
     print(f"The run in {out_dir} is finished after {step} steps.")
-    has_same_code = saved["code"] == source_code.describe(type(config))
+    has_same_code = source_code.is_same(saved["code"], type(config))
     if has_same_code and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], step):
         model = models.from_state(model_class, config.model_config, saved["model"])
         export(out_dir, step, model, enc=enc)

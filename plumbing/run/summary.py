@@ -3,7 +3,7 @@
 import collections
 from typing import Any
 
-from plumbing.cli.console import count, duration, print0, print_next, short
+from plumbing.cli.console import count, duration, note, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.run.checkpoint import BEST
 from plumbing.run.commands import train_command
@@ -64,7 +64,7 @@ def print_summary(start: Any, parts: Any) -> None:
     for name, text in rows:
         print0(f"{name + ':' if name else '':<11} {text}")
     if seconds > 24 * 60 * 60:
-        print0("note: That is long. Use --preset quickstart or a smaller model here, or a GPU.")
+        note("That is long. Use --preset quickstart or a smaller model here, or a GPU.")
     if c.dry_run and world.is_master:
         print("Nothing was written, because of --dry-run. The command without it begins the run.")
         print_next(
