@@ -1,5 +1,6 @@
 """The fixtures that all tests share, and how pytest runs them. The helpers are in harness.py."""
 
+import contextlib
 import importlib
 import signal
 import socket
@@ -37,16 +38,58 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+def limit_seconds(item):
+    return 1800 if item.get_closest_marker("slow") else 300
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """A fixture that hangs fails. On Windows, which has no such signal, there is no limit."""
+    with time_limit(limit_seconds(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that hangs fails."""
+    with time_limit(limit_seconds(item)):
+        return (yield)
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Context of a phase of a test: after so many seconds it fails, and its traceback says where it was."""
+
+    def stop(*args):
+        pytest.fail(f"took more than {seconds} seconds")
+
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+
+
 @pytest.fixture(autouse=True)
 def leave_no_trace():
-    """Put back what a run sets for its process: signal handlers, attention kernels, the random state."""
+    """Restore what a test or a run sets for the process: signal handlers, torch's threads and kernels, random state."""
     import torch
     from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    threads = torch.get_num_threads()
     torch.manual_seed(0)
     with sdpa_kernel(_cur_sdpa_kernel_backends()):
         yield
+    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

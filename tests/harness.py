@@ -26,8 +26,16 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
-# the project's own, which a user's copies of the trainer lie beside
-SCRIPTS = [f"{name}.py" for name in "contamination fineweb hellaswag sample smoltalk tokenizer train_gpt2".split()]
+# the project's own scripts; a user's copies of the trainer are beside them
+SCRIPTS = [
+    "contamination.py",
+    "fineweb.py",
+    "hellaswag.py",
+    "sample.py",
+    "smoltalk.py",
+    "tokenizer.py",
+    "train_gpt2.py",
+]
 
 # conftest.py imports this file before torch, and the processes started from here inherit these variables. With two
 # threads each, several processes on two cores would wait for each other more than they compute
@@ -104,6 +112,14 @@ def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
     meta = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "shards": shards, "complete": True}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
+
+
+def change_meta(folder, **changes):
+    """Change these entries of meta.json. Returns all of them."""
+    path = Path(folder, "meta.json")
+    meta = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(meta), encoding="utf-8")
+    return meta
 
 
 def windows(folder, split, T, masks):
@@ -232,6 +248,17 @@ def refused(main, *args):
     return lines[0]
 
 
+def refused_run(changes, *words):
+    """The one line with which the trainer refuses the tiny run with these changes; it has all of `words`.
+
+    changes: settings, "data" and "out_dir" among them.
+    """
+    line = refused(train_gpt2.main, *tiny_flags(**changes))
+    for word in words:
+        assert word in line, line
+    return line
+
+
 def error_in(text):
     """The one line of a program's output that says what is wrong."""
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -255,6 +282,29 @@ def read_log(out_dir, stream="train"):
 
 def losses(out_dir, stream="train"):
     return np.array([float(value) for value in read_log(out_dir, stream).values()])
+
+
+def samples(out_dir):
+    """{step: the texts sampled there}, from samples.txt."""
+    texts = {}
+    for line in (Path(out_dir) / "samples.txt").read_text(encoding="utf-8").splitlines():
+        step, _, text = line.partition(" ")
+        texts.setdefault(int(step), []).append(json.loads(text))
+    return texts
+
+
+def write_run(folder, log, **fields):
+    """The folder of a run as far as plots and comparisons read it.
+
+    log: the (step, stream, value) of log.txt. fields: the lines of run.txt, a text as it is and all else as JSON.
+    """
+    folder.mkdir(parents=True)
+    lines = [f"{step} {stream} {value}\n" for step, stream, value in log]
+    (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
+    with open(folder / "run.txt", "w", encoding="utf-8") as file:
+        for name, value in fields.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            file.write(f"{name}: {text}\n")
 
 
 def log_lines(out_dir):
