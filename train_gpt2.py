@@ -35,8 +35,8 @@ from typing import Any, Literal, NamedTuple
 sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
 
 from plumbing.cli import console
-from plumbing.cli.flags import Positive, check
-from plumbing.run.options import RunOptions, answer_flags_before_slow_imports, read_flags
+from plumbing.cli.flags import Positive
+from plumbing.run.options import RunOptions, read_flags
 
 # ----- Configuration ------------------------------------------------------------------------------------
 
@@ -142,8 +142,10 @@ PRESETS = {
 # fmt: on
 
 
-if __name__ == "__main__":
-    typed = answer_flags_before_slow_imports(TrainConfig, PRESETS)
+if (
+    __name__ == "__main__"
+):  # --help and a mistyped flag end the program before torch is imported, which takes seconds
+    typed = console.run(read_flags, TrainConfig, PRESETS)
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -162,9 +164,9 @@ from plumbing.data.windows import Order, data_tokenizer
 from plumbing.run import models
 from plumbing.run.divergence import diverged
 from plumbing.run.run import open_run
-from plumbing.run.start import begin, check_data, complaints_here, first_model, try_out
+from plumbing.run.start import begin, check_config, check_data, first_model, try_out
 from plumbing.system import kernels
-from plumbing.system.autofit import Fit, Trial
+from plumbing.system.autofit import Fit
 from plumbing.system.devices import choose_dtype, seed_random_numbers
 from plumbing.system.distributed import World, join_ranks, map_over_ranks
 
@@ -532,7 +534,7 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
     if config.schedule == "wsd":
         fraction = (config.max_steps - step) / config.max_steps
         text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
-    console.print0(f"note: {text}.")
+    console.note(f"{text}.")
 
 
 def steps_for_passes(config: TrainConfig) -> int:
@@ -752,8 +754,8 @@ def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
     return ValLoss(loss, bits_per_byte)
 
 
-def evaluate_hellaswag(parts: Parts) -> hellaswag.Counts:
-    """Score the rendered HellaSwag examples, each rank its share. Returns the counts over all of them."""
+def evaluate_hellaswag(parts: Parts):
+    """Score the rendered HellaSwag examples, each rank its share. Returns HellaSwag's Counts over all of them."""
     world = parts.world
     assert parts.enc
     share = parts.examples[world.rank :: world.size]
@@ -761,7 +763,7 @@ def evaluate_hellaswag(parts: Parts) -> hellaswag.Counts:
     with autocast(parts.config, world), kernels.without_cudnn_attention():
         counts = hellaswag.evaluate(parts.raw_model, share, parts.enc.n_vocab, at_most=fits)
     sums = sum_over_ranks(torch.tensor(counts, device=world.device), world)
-    return hellaswag.Counts(*sums.tolist())
+    return counts._make(sums.tolist())
 
 
 def generate_samples(parts: Parts) -> list[str]:
@@ -801,9 +803,8 @@ def evaluate(step, parts: Parts, run):
         with run.evaluation():
             losses = [evaluate_val_loss(model, loader, parts) for loader in parts.val_loaders]
         mean = mean_over_folders(losses, parts)
+        # with --keep-best, the lowest mean is the best
         run.log_val_loss(step, mean, by_folder=losses)
-        if config.keep_best:  # the best weights are those with the lowest mean
-            run.keep_best(step, mean.loss)
     if is_due_now(config.hellaswag_every):
         with run.evaluation():
             counts = evaluate_hellaswag(parts)
@@ -971,7 +972,7 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) 
     c = TrainConfig(**vars(preset) | inherited | typed)
     if "sequence_length" not in typed:  # the preset's may be too long for a model
         c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
-    check(c, [*complaints(c, inherited, typed, world=world), *complaints_here(c, world)])
+    check_config(c, complaints(c, inherited, typed, world=world), world)
     docs = PRESETS["quickstart"].data[0]
     if docs in c.data and not c.dry_run:
         import fineweb  # only these data are made here, if there are none
@@ -1052,8 +1053,8 @@ def setup(start, world) -> Parts:
         text, _ = val_loaders[0].next_batch(8)
         num_ids = enc.n_vocab
     # find the largest B that fits, and what works on this machine of torch.compile and DDP, which `wrap` adds
-    trial = Trial(raw_model, wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
-    found, raw_model.has_cache = try_out(trial, optimizers, text=text, longest=config.block_size)
+    trial = dict(wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
+    found, raw_model.has_cache = try_out(raw_model, optimizers, trial, text=text, longest=config.block_size)
     for each in val_loaders:
         each.B = found.B
     if loader:

@@ -19,7 +19,7 @@ import train_gpt2
 from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
-from plumbing.run.start import complaints_here
+from plumbing.run.start import check_config
 from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
@@ -51,8 +51,7 @@ def configure(options, changes="", defaults=""):
     compiles = cuda if config.compile is None else config.compile
     config = dataclasses.replace(config, compile=compiles, **sizes)
     world = world_of(config)
-    complaints = train_gpt2.complaints(config, {}, {}, world=world)
-    flags.check(config, [*complaints, *complaints_here(config, world)])
+    check_config(config, train_gpt2.complaints(config, {}, {}, world=world), world)
     dtype = choose_dtype(config.dtype, torch.device(config.device), is_wide=config.n_embd >= 128)
     return dataclasses.replace(config, dtype=dtype)
 

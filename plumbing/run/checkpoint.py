@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from plumbing.cli.console import UserError, first_line, print0, quote
+from plumbing.cli.console import UserError, first_line, note, quote
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
@@ -215,17 +215,17 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     different = {}  # {what differs from the checkpoint: the note about it}
     order = parts.loader.load_state_dict(saved["loader"])
     if order:
-        note = f"This branch differs from its parent in {order}, so it starts at the beginning of a new order."
+        said = f"This branch differs from its parent in {order}, so it starts at the beginning of a new order."
         if config.batch_ramp:
-            note += " Its batch ramp starts again."
-        different[f"another order of the data ({order})"] = note
+            said += " Its batch ramp starts again."
+        different[f"another order of the data ({order})"] = said
     if saved["val_fingerprint"] != now["val_fingerprint"]:
-        note = "The validation data are not the parent's, so losses cannot be compared with its own."
-        different["other validation data"] = note
+        said = "The validation data are not the parent's, so losses cannot be compared with its own."
+        different["other validation data"] = said
     groups = first_difference(places_in(saved["optimizer"]), places_in(now["optimizer"]))
     if groups:
-        note = f"The optimizers start without the parent's averages of gradients: it has {groups}."
-        different[f"other optimizers, where it has {groups}"] = note
+        said = f"The optimizers start without the parent's averages of gradients: it has {groups}."
+        different[f"other optimizers, where it has {groups}"] = said
     own = ", ".join(sorted(parts.own.keys() ^ saved["own"].keys()))
     if own:
         different[f"other objects in Parts.own ({own})"] = f"The parent and this branch do not both have {own}."
@@ -234,8 +234,8 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
             f"The run in {config.out_dir} cannot continue with {' and '.join(different)}. Give it its own data "
             f"(--data) and code, or start a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
         )
-    for note in different.values():
-        print0(f"note: {note}")
+    for said in different.values():
+        note(said)
     if not groups:
         for optimizer, state, then, now_made in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
             load_optimizer(optimizer, state, then=then, now=now_made)

@@ -1,6 +1,6 @@
-"""What the program needs of a model, and whether the model as it stands does it: one examination, in exact matmuls.
+"""Checks of the model: whether it does what the program needs, and whether all ranks still have the same one.
 
-A run's model is examined before the first step of each start, and a model that is loaded before it is used.
+A run's model is examined before the first step of each start, and a loaded model before it is used.
 """
 
 import contextlib
@@ -11,57 +11,62 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from plumbing.cli.console import UserError, is_out_of_memory, print0
+from plumbing.cli.console import UserError, is_out_of_memory, note, print0
 from plumbing.system.autofit import SkipInit, new_model, undone
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
 
-# parameters times tokens of a forward pass that takes a CPU a tenth of a second; a GPU does thousands of times more
+# parameters times tokens: a CPU computes such a forward pass in a tenth of a second, a GPU thousands of times more
 CPU_WORK, GPU_WORK = 4e9, 1e13
 LEAST_TOKENS = 24
-COPIED_PARAMETERS = 10_000_000  # up to this size a second model is made on a CPU, too
+COPIED_PARAMETERS = 10_000_000  # up to this size, a second model is made on a CPU
 
 
 def texts(num_ids: int, length: int) -> list[torch.Tensor]:
     """Ids below num_ids to examine a model on: a long text (1, length), and short ones (N, 4) of a single id each.
 
-    In the long one, two ids side by side are hardly ever of one kind, as two digits are. The last ids come first, as
-    the special ones are among them.
+    In the long text, neighbouring ids are hardly ever of one kind, such as two digits. The short texts begin with the
+    last ids, which are often the special ones.
     """
-    some_ids = torch.cat([torch.arange(num_ids)[-8:], torch.randperm(num_ids)[:1000]])
+    last_ids = torch.arange(num_ids)[-8:]
+    some_ids = torch.cat([last_ids, torch.randperm(num_ids)[:1000]])
     return [torch.randint(num_ids, (1, length)), some_ids[:, None].expand(-1, min(4, length))]
 
 
 def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bool:
-    """Whether a cache gives what the whole text gives, on these texts of ids (B, T), or as many as take no time.
+    """Whether decoding with a cache gives the same as reading the whole text, on these texts of ids (B, T).
 
-    is_new: whether a run begins with the model; else it is only used, and whether that was sound is not asked again.
+    Texts are cut so that this takes no time. is_new: whether a run starts with the model; otherwise it is only used,
+    and what a training needs of it is not asked again.
     """
     parameters = sum(p.numel() for p in model.parameters())
     device = next(model.parameters()).device
-    work = CPU_WORK if device.type == "cpu" else GPU_WORK
-    most = max(LEAST_TOKENS, int(work / parameters))
-    has_cache = True
+    on_gpu = device.type != "cpu"
+    most = max(LEAST_TOKENS, int((GPU_WORK if on_gpu else CPU_WORK) / parameters))
+    cut = [text[: max(1, most // text.size(1)), :most].to(device) for text in texts]
     with quiet(model):
-        for number, text in enumerate(texts):
-            idx = text[: max(1, most // text.size(1)), :most].to(device)
-            hidden = model.hidden_states(idx)
-            has_cache = has_cache and is_cache_right(model, idx, hidden)
-            if is_new and number == 0:
-                check_new(model, idx, hidden, copies=parameters <= COPIED_PARAMETERS or device.type != "cpu")
+        if is_new:
+            check_new(model, cut[0], copies=on_gpu or parameters <= COPIED_PARAMETERS)
+        has_cache = all(is_cache_right(model, idx) for idx in cut)
     if not has_cache:
-        note = "note: With a cache this model computes something else, so samples and HellaSwag do without."
-        print0(note, file=sys.stderr)
+        note(
+            "With a cache this model computes something else, so samples and HellaSwag do without.",
+            file=sys.stderr,
+        )
     if is_new and most < max(text.size(1) for text in texts):
-        print0(
-            f"note: On this CPU the model was examined on {most} tokens: what shows beyond these is not seen."
+        note(
+            f"On this CPU the model was examined on {most} tokens. What shows only in longer texts is not seen."
         )
     return has_cache
 
 
-def check_new(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, copies: bool) -> None:
-    """Warn if a model with which a run begins looks ahead, is not saved whole, or has a loss of another kind."""
+def check_new(model: Any, idx: torch.Tensor, *, copies: bool) -> None:
+    """Warn if a run's first model looks ahead, mixes rows, is not saved whole, or has a loss of another kind.
+
+    copies: whether there is room and time for a second model.
+    """
+    hidden = model.hidden_states(idx)
     if not is_causal(model, idx, hidden):
         print0(
             "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
@@ -74,23 +79,25 @@ def check_new(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, copies: bo
     if copies and not is_saved_whole(model, idx):
         print0(
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
-            " same. Keep all that the model computes with in its parameters and buffers."
+            " same. Keep everything that the model computes with in its parameters and buffers."
         )
-    likely = model(idx)[0].argmax(-1)  # for these, another loss than the plain one shows in a new model, too
+    # of these targets, another loss than the plain one shows even in a new model
+    likely = model(idx)[0].argmax(-1)
     logits, loss = model(idx, likely)[:2]  # a changed model may return more
     plain = F.cross_entropy(logits[0].float(), likely[0])
     if not abs(loss - plain) <= 1e-4 * plain:
-        print0(
-            f"note: The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), "
-            "so neither it nor bits per byte can be compared with other models'. Add what is only for training "
-            "`if self.training`."
+        note(
+            f"The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), so "
+            "neither it nor bits per byte can be compared with other models'. Add what is only for training `if "
+            "self.training`."
         )
 
 
 @contextlib.contextmanager
 def quiet(model: Any) -> Iterator[None]:
-    """Context for trying a model out: in float32 and without gradients; afterwards all is as before."""
-    was_training, device = model.training, next(model.parameters()).device
+    """Context for trying a model out, in float32 and without gradients. It restores the model at its end."""
+    was_training = model.training
+    device = next(model.parameters()).device
     with undone(model), torch.no_grad(), exact_matmuls(), torch.autocast(device.type, enabled=False):
         model.eval()
         try:
@@ -135,13 +142,16 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
         ) from None
 
 
-def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether a cache gives what the whole text gives, however the text is split: a first token alone or a long prompt,
-    then single tokens and several at once.
+def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
+    """Whether a cache gives the same as the whole text, however the text is split.
+
+    It is split into a first token or a long prompt, single tokens and several at once.
     """
+    hidden = model.hidden_states(idx)
     T = idx.size(1)
     for places in ([1, 3], [max(0, T - 3), max(0, T - 2)]):
-        cache, parts = KVCache(T), [part for part in idx.tensor_split(places, 1) if part.size(1)]
+        cache = KVCache(T)
+        parts = [part for part in idx.tensor_split(places, 1) if part.size(1)]
         try:
             found = [model.hidden_states(part, cache) for part in parts]
         except Exception as error:  # a changed model may not take a cache at all
@@ -154,7 +164,7 @@ def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
 
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
-    """Raise UserError if two optimizers have the same parameter; one that no optimizer has is frozen, and named."""
+    """Raise UserError if two optimizers have the same parameter. One that no optimizer has is frozen and named."""
     updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     counts = {name: sum(p is other for other in updated) for name, p in trainable.items()}
@@ -163,25 +173,27 @@ def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
         raise UserError(f"Two optimizers have the parameter {twice[0]}. Leave it in one of them.")
     missing = [name for name in trainable if not counts[name]]
     if missing:
-        print0(f"note: No optimizer has {', '.join(missing[:3])}, so what that holds stays as it is.")
+        note(f"No optimizer has {', '.join(missing)}, so it stays as it is.")
     for name in missing:
         trainable[name].requires_grad_(False)  # its gradient would count when the others are clipped
 
 
 def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
-    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, with what differs most."""
-    norms = {
-        name: torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, 1, dtype=torch.float64)
-        for name, p in model.named_parameters()
-        if p.is_floating_point() or p.is_complex()
-    }
-    gathered = torch.tensor(world.gather(torch.stack([*norms.values()]).tolist()))
+    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, and name the worst one."""
+    names, norms = [], []
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            p = torch.view_as_real(p)
+        if p.is_floating_point():
+            names.append(name)
+            norms.append(torch.linalg.vector_norm(p, 1, dtype=torch.float64))
+    gathered = torch.tensor(world.gather(torch.stack(norms).tolist()))
     differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
     if differs.max() > 1e-6:
         raise UserError(
-            f"After step {step}, {list(norms)[int(differs.argmax())]} is not the same on all ranks, so each trains a "
-            "model of its own. DDP averages gradients while the same parameters require one as when the run began and "
-            "each gets one in every step, and random numbers are each rank's own. No checkpoint was written."
+            f"After step {step}, {names[int(differs.argmax())]} is not the same on all ranks, so each trains its own "
+            "model. DDP averages gradients while the same parameters require one as when the run began and each gets "
+            "one in every step, and random numbers are each rank's own. No checkpoint was written."
         )
 
 
@@ -189,7 +201,7 @@ def note_gradients(model: torch.nn.Module, step: int) -> None:
     """Say so if a checkpoint is written while there are gradients, which it does not hold."""
     left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
     if left:
-        print0(
-            f"note: After step {step} there are gradients, such as that of {left[0]}. No checkpoint has them, so a run "
+        note(
+            f"After step {step} there are gradients, such as that of {left[0]}. No checkpoint has them, so a run "
             "that is resumed here computes other updates."
         )

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from plumbing.cli import console, flags
+from plumbing.cli import flags
 from plumbing.cli.flags import Positive
 from plumbing.run import source_code
 
@@ -80,11 +80,6 @@ def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]
     }
     # "log/" is the folder "log"
     return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
-
-
-def answer_flags_before_slow_imports(config_class: type, presets: Mapping[str, Any]) -> dict[str, Any]:
-    """What was typed, as `read_flags` says. --help and a mistyped flag end the program before torch is imported."""
-    return console.run(read_flags, config_class, presets)
 
 
 def read_flags(

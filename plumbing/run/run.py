@@ -22,7 +22,7 @@ from plumbing.cli.console import (
     duration,
     first_line,
     is_out_of_memory,
-    print0,
+    note,
     print_next,
     short,
 )
@@ -186,7 +186,10 @@ class Run:
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
     def log_val_loss(self, step: int, mean: Any, *, by_folder: list[Any]) -> None:
-        """Log the validation loss: the mean over the folders and, if there are several, that of each."""
+        """Log the validation loss: the mean over the folders and, if there are several, that of each.
+
+        With keep_best, keep the weights of the lowest mean so far as model_best.pt.
+        """
         self.val_loss = mean.loss
         streams: dict[str, float] = {"val": mean.loss, "val_bpb": mean.bits_per_byte}
         text = f"val loss {mean.loss:.6f} | {mean.bits_per_byte:.4f} bits per byte"
@@ -198,13 +201,11 @@ class Run:
                 streams[f"val/{name}"] = each.loss
                 streams[f"val_bpb/{name}"] = each.bits_per_byte
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
-
-    def keep_best(self, step: int, loss: float) -> None:
-        """Keep the weights as model_best.pt if their validation loss is the lowest so far."""
-        if loss < self.best_val_loss and self.config.max_steps:
-            self.best_val_loss = loss
+        keeps_best = self.config.keep_best and self.config.max_steps > 0
+        if keeps_best and mean.loss < self.best_val_loss:
+            self.best_val_loss = mean.loss
             if self.files:
-                best = {"step": step, "val_loss": loss, "model": self.parts.raw_model.state_dict()}
+                best = {"step": step, "val_loss": mean.loss, "model": self.parts.raw_model.state_dict()}
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
@@ -249,8 +250,8 @@ class Run:
         limit = 1e-5 if self.config.dtype == "float32" else 1e-2
         if abs(loss - before) > limit * abs(before):
             self.files.earlier_losses.clear()  # it is said once
-            print0(
-                f"note: The loss of step {step} was {before:.6f} before the run was stopped, and is {loss:.6f} now. "
+            note(
+                f"The loss of step {step} was {before:.6f} before the run was stopped, and is {loss:.6f} now. "
                 "Perhaps the training computes with something that is in no checkpoint: see Parts.own in the trainer."
             )
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli.console import UserError, print0, quote
-from plumbing.cli.flags import flag_of
+from plumbing.cli.console import UserError, note, print0, quote
+from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
 from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
@@ -240,7 +240,7 @@ def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Reque
     asked, typed = request.asked, request.typed
     preset = typed.get("preset")
     if config.branch_from and preset and preset != settings.get("preset"):
-        print0(f"note: A branch has its parent's settings, and not those of --preset {preset}.")
+        note(f"A branch has its parent's settings, and not those of --preset {preset}.")
     taken = []
     for name, value in inheritable(type(config), settings).items():
         is_typed = typed.get(name, "auto") != "auto"
@@ -256,6 +256,11 @@ def check_model(model: models.SavedModel, config: Any, *, source: str) -> None:
     """Raise UserError for a setting that GPTConfig does not have. Say so if other code trained the model."""
     models.config_of(type(config.model_config), model.settings)
     source_code.compare(model.code, type(config), source, goes_on=True)
+
+
+def check_config(config: Any, complaints: Iterable[str], world: World) -> None:
+    """Raise one UserError with everything that is wrong with a TrainConfig. The trainer complains about the recipe."""
+    check(config, [*complaints, *complaints_here(config, world)])
 
 
 def complaints_here(c: Any, world: World) -> Iterator[str]:
@@ -339,13 +344,16 @@ def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torc
     return model
 
 
-def try_out(trial: Trial, optimizers: list[Any], *, text: Any, longest: int) -> tuple[Fit, bool]:
+def try_out(
+    raw_model: Any, optimizers: list[Any], settings: dict[str, Any], *, text: Any, longest: int
+) -> tuple[Fit, bool]:
     """Try a step and examine the model. Returns (what works on this machine, whether the model has a cache).
 
-    The model is afterwards as before. text: a batch of validation data (B, T), or None; longest: the most tokens that
-    the model reads.
+    The model is afterwards as before. settings: the other fields of a Trial; text: a batch of validation data (B, T),
+    or None; longest: the most tokens that the model reads.
     """
-    raw_model, config, world = trial.raw_model, trial.config, trial.world
+    trial = Trial(raw_model, **settings)
+    config, world = trial.config, trial.world
     checks.check_groups(raw_model, optimizers)
     if config.dry_run:
         return autofit.estimate(trial), True
@@ -356,7 +364,7 @@ def try_out(trial: Trial, optimizers: list[Any], *, text: Any, longest: int) -> 
         texts.append(text)
     has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
     if config.dtype == "fp8" and not found.compiled:
-        print0("note: Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
+        note("Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
     return found, has_cache
 
 
