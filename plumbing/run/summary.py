@@ -1,80 +1,160 @@
-"""What a run will do and cost, said before its first step; with --dry-run, that is all."""
+"""What a run will do and cost, said before its first step. A dry run says only this."""
 
 import collections
+import copy
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from plumbing.cli.console import count, duration, note, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.run.checkpoint import BEST
 from plumbing.run.commands import train_command
 
-TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3)
-A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, and a usual share of it for GPT-2's sizes, in training
+TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3), in tokens of BPE
+BYTE_IDS = 512  # a tokenizer with no more ids has hardly any but bytes
+A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, and the usual share of it in training models of GPT-2's sizes
+A100_PARAMETERS = 100_000_000  # a smaller model does not reach this share
+LONG = 24 * 60 * 60  # seconds
+
+Row = tuple[str, str]  # the name, "" for another line under the same one; the text
 
 
 def print_summary(start: Any, parts: Any) -> None:
     """Say in aligned lines what the run of this Start and with the trainer's `parts` will do and cost."""
-    c, raw_model, loader, world, found = start.config, parts.raw_model, parts.loader, parts.world, parts.found
-    T, B, S = c.sequence_length, found.B, c.total_batch_size
-    N = sum(p.numel() for p in raw_model.parameters())
-    there = loader.num_windows * T if loader else 0
-    val_there = sum(each.num_windows * T for each in parts.val_loaders)
-    left = (c.max_steps - start.step) * S
-    # a branch may begin a new order of the data
-    read = left + (loader.position * T if loader else start.step * S)
-    rows = [("model", f"{N:,} parameters on {world.size} x {world.device_name}, {c.dtype}")]
-    rows += [("optimizer", text) for text in describe_groups(c, parts.optimizers)]
-    if c.max_steps:
-        at_most = "at most " if c.batch_ramp else ""
-        passes = "" if c.data_weights or not there else f": {read / there:.2g} passes"
-        tokens = f"{there:,} training tokens" if there else f"none yet in {' '.join(c.data)}"
-        rows.append(("data", f"{tokens}; the run reads {at_most}{read:,}{'' if there else ' tokens'}{passes}"))
-        for split, share in zip(loader.order.splits, loader.order.shares) if loader and len(c.data) > 1 else ():
-            tokens = split.num_windows * T
-            passes = f"{tokens:,} tokens, {share:.1%} of the run, {share * read / tokens:.2g} passes"
-            rows.append(("", f"{split.folder}: {passes}"))
-        optimal = short(TOKENS_PER_PARAMETER * N)
-        rows.append(("", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"))
-    if parts.enc:
-        which = "from all of the split" if c.shuffle else "the first ones"
-        validated = sum(min(c.val_tokens // T, each.num_windows) * T for each in parts.val_loaders)
-        tokenizer = f"tokenizer {parts.enc.name}"
-        rows.append(("validation", f"{validated:,} of {val_there:,} tokens, {which}; {tokenizer}"))
-    else:
-        rows.append(("assumed", f"a tokenizer of at most {c.vocab_size:,} ids, and data enough"))
-    micro_steps = S // (B * T * world.size)
-    rows.append(("step", f"{S:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"))
-    seconds = 0.0
-    if c.max_steps:
-        flops = left * raw_model.flops_per_token(T)
-        # of a GPU, the trial has no time
-        seconds = left * found.seconds_per_token if world.device.type == "cpu" else 0.0
-        takes = f", about {duration(seconds)} here" if seconds else ""
-        a100 = [duration(flops / A100_FLOPS / gpus) for gpus in (1, 8)]
-        a100 = f"{a100[0]} on an A100, {a100[1]} on 8, at 40% of their peak"
-        rows.append(("compute", f"{flops:.2g} FLOPs{takes}{f': {a100}' if c.dry_run else ''}"))
-        # in float32: weights, gradients and two numbers per parameter for the optimizer
-        kept = f", at most {size(found.kept_bytes * B)} for activations" if found.kept_bytes else ""
-        rows.append(("memory", f"{size(16 * N)} for weights and optimizer{kept}"))
-        files = c.keep_checkpoints + (c.max_steps // c.milestone_every if c.milestone_every else 0)
-        best = f", {size(4 * N)} for {BEST}" if c.keep_best else ""
-        rows.append(("disk", f"{count(files, 'checkpoint')} of {size(12 * N)}{best}, {size(4 * N)} for hf/"))
-    branched = f", a branch of {start.branched['parent']}" if start.branched else ""
-    rows.append(("run", f"{c.out_dir}{branched}, from step {start.step} to {c.max_steps}"))
-    for name, text in rows:
-        print0(f"{name + ':' if name else '':<11} {text}")
-    if seconds > 24 * 60 * 60:
+    config = start.config
+    # of a GPU, the trial has no time
+    seconds = tokens_left(start) * parts.found.seconds_per_token if parts.world.device.type == "cpu" else 0.0
+    for name, text in make_rows(start, parts, seconds):
+        label = f"{name}:" if name else ""
+        print0(f"{label:<11} {text}")
+    if seconds > LONG:
         note("That is long. Use --preset quickstart or a smaller model here, or a GPU.")
-    if c.dry_run and world.is_master:
+    if config.dry_run and parts.world.is_master:
         print("Nothing was written, because of --dry-run. The command without it begins the run.")
-        print_next(
-            train_command(type(c), {name: value for name, value in start.typed.items() if name != "dry_run"})
-        )
+        typed = {name: value for name, value in start.typed.items() if name != "dry_run"}
+        print_next(train_command(type(config), typed))
 
 
-def size(num_bytes: float) -> str:
+def tokens_left(start: Any) -> int:
+    return (start.config.max_steps - start.step) * start.config.total_batch_size
+
+
+def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
+    """seconds: how long the run takes on this machine; 0 if that is not known."""
+    config, world = start.config, parts.world
+    T = config.sequence_length
+    B = parts.found.B
+    parameters = sum(p.numel() for p in parts.raw_model.parameters())
+    yield "model", f"{parameters:,} parameters on {world.size} x {world.device_name}, {config.dtype}"
+    yield from group_rows(config, parts.optimizers)
+    if config.max_steps:
+        yield from data_rows(start, parts.loader)
+        if config.vocab_size > BYTE_IDS:
+            optimal = short(TOKENS_PER_PARAMETER * parameters)
+            yield "", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"
+    yield validation_row(config, parts)
+    micro_steps = config.total_batch_size // (B * T * world.size)
+    step = f"{config.total_batch_size:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"
+    yield "step", step
+    if config.max_steps:
+        flops = tokens_left(start) * parts.raw_model.flops_per_token(T)
+        yield "compute", f"{flops:.2g} FLOPs{describe_time(config, parameters, flops=flops, seconds=seconds)}"
+        yield from size_rows(config, parts)
+    branched = f", a branch of {start.branched['parent']}" if start.branched else ""
+    yield "run", f"{config.out_dir}{branched}, from step {start.step} to {config.max_steps}"
+
+
+def data_rows(start: Any, loader: Any) -> Iterator[Row]:
+    """How many tokens there are in the data, and how many of them the run reads."""
+    config = start.config
+    at_most = "at most " if config.batch_ramp else ""
+    if not loader:
+        reads = start.step * config.total_batch_size + tokens_left(start)
+        yield "data", f"none yet in {' '.join(config.data)}; the run reads {at_most}{reads:,} tokens"
+        return
+    T = config.sequence_length
+    tokens = loader.num_windows * T
+    reads = loader.position * T + tokens_left(start)  # a branch may begin a new order of the data
+    passes = "" if config.data_weights else f": {reads / tokens:.2g} passes"
+    yield "data", f"{tokens:,} training tokens; the run reads {at_most}{reads:,}{passes}"
+    if len(config.data) == 1:
+        return
+    for split, share in zip(loader.order.splits, loader.order.shares):
+        tokens = split.num_windows * T
+        passes = share * reads / tokens
+        yield "", f"{split.folder}: {tokens:,} tokens, {share:.1%} of the run, {passes:.2g} passes"
+
+
+def validation_row(config: Any, parts: Any) -> Row:
+    if not parts.enc:
+        return "assumed", f"a tokenizer of at most {config.vocab_size:,} ids, and data enough"
+    T = config.sequence_length
+    num_windows = [loader.num_windows for loader in parts.val_loaders]
+    tokens = sum(num_windows) * T
+    validated = sum(min(config.val_tokens // T, number) for number in num_windows) * T
+    which = "from all of the split" if config.shuffle else "the first ones"
+    return "validation", f"{validated:,} of {tokens:,} tokens, {which}; tokenizer {parts.enc.name}"
+
+
+def describe_time(config: Any, parameters: int, *, flops: float, seconds: float) -> str:
+    if seconds:
+        return f", about {duration(seconds)} here"
+    if not config.dry_run or parameters < A100_PARAMETERS:
+        return ""
+    on_one = duration(flops / A100_FLOPS)
+    on_eight = duration(flops / A100_FLOPS / 8)
+    return f": {on_one} on an A100, {on_eight} on 8, at 40% of their peak"
+
+
+def size_rows(config: Any, parts: Any) -> Iterator[Row]:
+    """What the run takes of the memory and of the disk."""
+    weights = sum(p.nbytes for p in parts.raw_model.parameters())
+    state = sum(state_bytes(optimizer, parts.world.device) for optimizer in parts.optimizers)
+    activations = parts.found.kept_bytes * parts.found.B
+    kept = f", at most {size(activations)} for activations" if activations else ""
+    yield "memory", f"{size(2 * weights + state)} for weights, gradients and optimizer{kept}"
+    checkpoints = config.keep_checkpoints
+    if config.milestone_every:
+        checkpoints += config.max_steps // config.milestone_every
+    best = f", {size(weights)} for {BEST}" if config.keep_best else ""
+    yield (
+        "disk",
+        f"{count(checkpoints, 'checkpoint')} of {size(weights + state)}{best}, {size(weights)} for hf/",
+    )
+
+
+def state_bytes(optimizer: Any, device: torch.device) -> float:
+    """The bytes that an optimizer keeps besides the parameters.
+
+    Before its first step, a copy of it shows that on small parameters. All ranks must call this, because in a step they
+    may wait for one another.
+    """
+    if optimizer.state:
+        return sum(map(num_bytes, optimizer.state.values()))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    small = {id(p): torch.zeros([min(n, 24) for n in p.shape], dtype=p.dtype, device=device) for p in parameters}
+    for p in small.values():
+        p.grad = torch.zeros_like(p)
+    twin = object.__new__(type(optimizer))
+    try:
+        vars(twin).update(copy.deepcopy(vars(optimizer), dict(small)))
+        twin.step()
+    except Exception:  # another's optimizer may want a closure; then AdamW's two moments are assumed
+        return 2 * sum(p.nbytes for p in parameters)
+    per_number = {key: num_bytes(twin.state[p]) / p.numel() for key, p in small.items()}
+    return sum(per_number[id(p)] * p.numel() for p in parameters)
+
+
+def num_bytes(state: dict[str, Any]) -> int:
+    """Those of the tensors of a parameter's state; a single number is a count of steps."""
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+def size(number: float) -> str:
     """2100000 -> "2.1 MB"."""
-    text = short(num_bytes)
+    text = short(number)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
@@ -89,13 +169,12 @@ def rate_flags(config: Any, optimizers: list[Any]) -> list[str]:
     return [flag_of(name) for name in names_of_rates(config) if getattr(config, name) in peaks] or ["--max-lr"]
 
 
-def describe_groups(config: Any, optimizers: list[Any]) -> list[str]:
-    """Of each optimizer and learning rate: how many parameters have it, and which setting it is."""
+def group_rows(config: Any, optimizers: list[Any]) -> Iterator[Row]:
+    """For each optimizer and learning rate: how many parameters have it, and which setting it is."""
     sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             sizes[type(optimizer).__name__, group["lr"]] += sum(p.numel() for p in group["params"])
     flag_with = {getattr(config, name): flag_of(name) for name in names_of_rates(config)}
-    return [
-        f"{name} for {n:,} parameters, {flag_with.get(lr, 'rate')} {lr:g}" for (name, lr), n in sizes.items()
-    ]
+    for (name, rate), parameters in sizes.items():
+        yield "optimizer", f"{name} for {parameters:,} parameters, {flag_with.get(rate, 'rate')} {rate:g}"
