@@ -4,6 +4,7 @@ import ast
 import base64
 import io
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -151,6 +152,15 @@ def test_the_dashboard_shows_a_run_that_is_in_progress_and_without_one_it_looks_
     expected = "newest: 9 of 8 steps, 1,152 tokens\n    val     3.5000 at step 9"
     assert capsys.readouterr().out.startswith(expected)
     assert recorded() == [False, False, True, True, True, True], "the run's own pictures are the first two"
+
+
+def test_of_a_gpu_whose_peak_is_known_the_share_that_a_run_used_is_printed(data, tmp_path, run_cells, capsys):
+    train(data, tmp_path / "log" / "a", max_steps=2)
+    run_txt = tmp_path / "log" / "a" / "run.txt"
+    on_gpu = re.sub("no GPU", "NVIDIA H100 80GB HBM3", run_txt.read_text(encoding="utf-8"))
+    run_txt.write_text(on_gpu, encoding="utf-8")
+    run_cells()
+    assert re.search(r"^a: \d+% of the GPUs' peak \(MFU\)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def labels(number=-1):

@@ -32,6 +32,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
+    ran["flops_per_token"] = parts.raw_model.flops_per_token(config.sequence_length)  # for the notebook's MFU
     logs.write_start(config, start, ran=ran, fingerprints=fingerprints(parts))
     source_code.keep_copies(config)
 
