@@ -169,6 +169,7 @@ from plumbing.system import kernels
 from plumbing.system.autofit import Fit
 from plumbing.system.devices import choose_dtype, seed_random_numbers
 from plumbing.system.distributed import World, join_ranks, map_over_ranks
+from plumbing.system.float8 import Float8Linear
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -253,7 +254,6 @@ class GPT(nn.Module):
         self.config = config
         # how it is computed, which does not belong to the model: set for a run, or where a model is loaded
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
-        self.float8 = False  # output layer in float8 when only the loss is needed
         self.has_cache = True  # whether a cache gives what the whole text gives: plumbing/run/checks.py tries it
         self.transformer: Any = nn.ModuleDict()
         self.transformer.wte = init_normal(nn.Embedding(config.vocab_size, config.n_embd))
@@ -299,31 +299,21 @@ class GPT(nn.Module):
         """
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    def loss_sum(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits (N, vocabulary), the sum of the losses) of hidden states x (N, C) and targets (N,)."""
-        logits = self.logits(x)
-        # some rows at a time, as F.cross_entropy makes float32 copies of what it is given: gigabytes of all logits
-        return logits, kernels.in_chunks(self.cross_entropy, logits, targets)
-
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, return_logits: bool = True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
 
         Targets equal to IGNORE_INDEX do not count; without targets, the loss is None. With return_logits=False and
         targets, the logits are None, which saves their memory.
         """
-        x = self.hidden_states(idx)
+        logits = self.logits(self.hidden_states(idx))
         if targets is None:
-            return self.logits(x), None
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if self.float8 and not return_logits:  # also in validation; a loss_sum of another kind is refused
-            logits, weight = None, self.lm_head.weight
-            loss = kernels.cross_entropy_in_float8(self.loss_sum, x, weight, targets, IGNORE_INDEX)
-        else:
-            logits, loss = self.loss_sum(x, targets)
+            return logits, None
+        targets = targets.flatten()
+        # in chunks of rows: F.cross_entropy copies its input to float32, which for all logits at once is gigabytes
+        loss = kernels.in_chunks(self.cross_entropy, logits.flatten(0, 1), targets)
         # add other losses `if self.training` only, so that validation losses can be compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
-        logits = logits.view(*idx.shape, -1) if logits is not None and return_logits else None
-        return logits, loss / num_targets
+        return logits if return_logits else None, loss / num_targets
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
@@ -1037,7 +1027,8 @@ def setup(start, world) -> Parts:
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
     raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run starts from
     raw_model.activation_checkpointing = config.activation_checkpointing
-    raw_model.float8 = config.dtype == "fp8"
+    if config.dtype == "fp8":
+        raw_model.lm_head = Float8Linear(raw_model.lm_head)  # shares its weight
     optimizers = configure_optimizers(raw_model, config)
     keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)

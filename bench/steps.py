@@ -23,6 +23,7 @@ from plumbing.run.start import check_config
 from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
+from plumbing.system.float8 import Float8Linear
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig
 
 
@@ -90,12 +91,9 @@ class UsualGPT(GPT):
             x = block(x)
         return self.transformer.ln_f(x)
 
-    def loss_sum(self, x, targets):
-        logits = self.logits(x)
-        return logits, self.cross_entropy(logits, targets)
-
-    def forward(self, idx, targets=None, return_logits=True):
-        return super().forward(idx, targets)
+    def forward(self, idx, targets: Any = None, return_logits=True):
+        logits = self.logits(self.hidden_states(idx))
+        return logits, self.cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()
 
 
 class PlainAttention(CausalSelfAttention):
@@ -122,7 +120,8 @@ def make_ours(config, folder):
     torch.manual_seed(0)
     raw_model = (UsualGPT if config.usual_forward else GPT)(config.model_config).to(config.device)
     raw_model.activation_checkpointing = config.activation_checkpointing
-    raw_model.float8 = config.dtype == "fp8"
+    if config.dtype == "fp8":
+        raw_model.lm_head = Float8Linear(raw_model.lm_head)
     for block in raw_model.transformer.h if config.plain_attention else ():
         block.attn.__class__ = PlainAttention  # keeps its weights
     trial = autofit.Trial(

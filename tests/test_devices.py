@@ -13,6 +13,7 @@ from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.logs import read_starts
 from plumbing.system import devices, limits
 from plumbing.system.devices import has_float8
+from plumbing.system.float8 import Float8Linear
 from torch.nn import functional as F
 
 from harness import losses, needs, patched, read_log, refused, run, tiny_flags, tiny_model, train
@@ -49,15 +50,17 @@ def test_the_residual_stream_is_in_bfloat16_or_float32(dtype, expected):
 
 
 @needs("float8")
-def test_only_training_computes_the_logits_in_8_bits():
+def test_samples_and_hellaswag_have_logits_in_full_precision():
+    """They compute without gradients, and training and validation with them: one compiled graph serves both."""
     model, idx = tiny_model(), torch.randint(320, (2, 16))
-    logits = model(idx)[0]
-    exact = model(idx, idx, return_logits=False)[1]
-    model.float8 = True
-    assert torch.equal(model(idx)[0], logits)
+    exact, loss = model(idx, idx)
+    model.lm_head = Float8Linear(model.lm_head)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with torch.no_grad():
+        assert torch.equal(model(idx)[0], exact)
     rough = model(idx, idx, return_logits=False)[1]
-    assert rough != exact
-    torch.testing.assert_close(rough, exact, rtol=0.02, atol=0)
+    assert rough != loss
+    torch.testing.assert_close(rough, loss, rtol=0.02, atol=0)
 
 
 def no_flash():
@@ -73,11 +76,11 @@ def no_flash():
 
 
 def no_room(largest_B):
-    """A GPT.forward that has memory for so many rows."""
+    """A GPT.forward that has memory for so many rows in training."""
     forward = train_gpt2.GPT.forward
 
     def limited(self, idx, *args, **options):
-        if len(idx) > largest_B:
+        if self.training and len(idx) > largest_B:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return forward(self, idx, *args, **options)
 

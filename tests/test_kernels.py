@@ -1,14 +1,15 @@
 """The output layer and its loss in float8, compared with F.cross_entropy in float64; GPUs and their errors by name."""
 
-import contextlib
 import functools
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from plumbing.cli.console import UserError, is_out_of_memory
+from plumbing.cli.console import is_out_of_memory
 from plumbing.system import kernels
 from plumbing.system.devices import peak_flops
+from plumbing.system.float8 import Float8Linear
 
 from harness import needs
 
@@ -19,18 +20,37 @@ def test_the_output_layer_and_its_loss_agree_with_float64_whatever_their_share_i
     """The loss is a `share` of a larger one, as in gradient accumulation; not even float8's gradient goes under."""
     x, weight, targets = torch.randn(64, 32) * size, torch.randn(320, 32) * 0.3 / size, torch.randint(320, (64,))
     targets[::5] = -100
+    layer = nn.Linear(32, 320, bias=False)
+    layer.weight.data = weight
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.cross_entropy(x64 @ weight64.T, targets, reduction="sum")
     (expected * share).backward()
-    loss = kernels.LinearCrossEntropy.apply(x.requires_grad_(), weight.requires_grad_(), targets, -100)
+    loss = plain_loss(Float8Linear(layer)(x.requires_grad_()), targets)
     (loss * share).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=0.01)
     # roundings are off by at most 1/16 in e4m3 and 1/8 in e5m2; uniform between, a product's mean square is a third
     error = ((1 / 16**2 + 1 / 8**2) / 3) ** 0.5
-    for gradient, exact in [(x.grad, x64.grad), (weight.grad, weight64.grad)]:
+    for gradient, exact in [(x.grad, x64.grad), (layer.weight.grad, weight64.grad)]:
         assert gradient.dtype == torch.float32
         assert (gradient - exact).norm() / exact.norm() < error
     assert not x.grad[::5].any()
+
+
+@needs("float8")
+def test_a_float8_layer_adds_its_bias_and_takes_weights_of_zero():
+    layer = nn.Linear(32, 48)
+    nn.init.zeros_(layer.weight)
+    output = Float8Linear(layer)(torch.randn(2, 8, 32))
+    torch.testing.assert_close(output, layer.bias.expand(2, 8, 48).bfloat16())
+
+
+@needs("float8")
+def test_a_second_derivative_through_a_float8_layer_is_an_error_and_not_wrong():
+    x = torch.randn(16, 32, requires_grad=True)
+    loss = plain_loss(Float8Linear(nn.Linear(32, 48, bias=False))(x), torch.randint(48, (16,)))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.square().sum().backward()
 
 
 def plain_loss(logits, targets, **options):
@@ -111,15 +131,6 @@ def test_a_loss_in_chunks_has_the_forward_passs_autocast_in_its_backward_pass(tw
     expected = gradient_of(logits)
     monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
     torch.testing.assert_close(gradient_of(logits), expected)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_float8_computes_the_plain_loss_alone(name):
-    weight, zeros = torch.randn(48, 32) * 0.02, torch.zeros(48, 32)  # as a new output layer of one's own may be
-    refusal = pytest.raises(UserError, match="^--dtype fp8 .* loss_sum computes something else. Use --dtype bfloat16")
-    with contextlib.nullcontext() if name == "plain" else refusal:
-        for each in (weight, zeros) if name == "plain" else (weight,):
-            kernels.check_float8(lambda x, targets: (None, LOSSES[name](F.linear(x, each), targets)), each)  # noqa: B023
 
 
 def test_attention_on_a_cpu_takes_a_mask_of_numbers_in_the_models_dtype():

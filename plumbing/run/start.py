@@ -363,8 +363,6 @@ def try_out(
     if text is not None:
         texts.append(text)
     has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
-    if config.dtype == "fp8" and not found.compiled:
-        note("Without torch.compile, fp8 takes the memory of float32 logits, so that B may be smaller.")
     return found, has_cache
 
 

@@ -14,12 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from plumbing.cli.console import UserError
 from plumbing.system.devices import FUSED_ATTENTION, enabled_attention
-
-# A logit's gradient lies between -1 and 1, so a constant scale moves it into the range of float8, without a pass that
-# finds its largest value. The largest number in e5m2 (5 bits of exponent, 2 of mantissa) is 57,344
-GRADIENT_SCALE = 2.0**15
 
 
 class KVCache:
@@ -121,88 +116,3 @@ class InChunks(torch.autograd.Function):
                 loss = ctx.loss(chunk, ids)
             out.copy_(torch.autograd.grad(loss, chunk, grad_output)[0])
         return None, gradients, None, None
-
-
-@torch.no_grad()
-def check_float8(loss_sum: Callable[..., Any], weight: torch.Tensor) -> None:
-    """Raise UserError if loss_sum(x, targets) is not the plain loss of x @ weight.T, which is what float8 computes."""
-    device = weight.device
-    generator = torch.Generator(device).manual_seed(0)  # the training's random numbers stay as they are
-    x = torch.randn(32, weight.size(1), device=device, generator=generator)
-    x *= 10 / weight.std()  # so that a soft cap shows
-    targets = torch.randint(weight.size(0), (32,), device=device, generator=generator)
-    with torch.autocast(device.type, enabled=False):
-        expected = F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
-        is_plain = torch.allclose(loss_sum(x, targets)[1], expected, rtol=1e-4, equal_nan=True)
-    if not is_plain:
-        raise UserError(
-            "--dtype fp8 computes the output layer and the plain cross-entropy at once, but loss_sum computes "
-            "something else. Use --dtype bfloat16."
-        )
-
-
-def cross_entropy_in_float8(
-    loss_sum: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
-) -> Any:  # fmt: skip
-    """The sum of the cross-entropy losses of the logits x @ weight.T, whose products are computed in float8.
-
-    UserError if loss_sum(x, targets) is another loss; asked without torch.compile, as the first trial of a model is.
-    """
-    if not torch.compiler.is_compiling():
-        check_float8(loss_sum, weight)
-    return LinearCrossEntropy.apply(x, weight, targets, ignore_index)
-
-
-def to_float8(tensor):
-    """The tensor in e4m3 (4 bits of exponent, 3 of mantissa) and a scale that undoes it (Micikevicius et al. 2022)."""
-    scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (tensor / scale).to(torch.float8_e4m3fn), scale
-
-
-def losses_and_gradient(logits, targets, ignore_index):
-    """The losses (N,) of logits (N, V), in float32, and their gradient in e5m2, times GRADIENT_SCALE."""
-    logits, targets = logits.float(), targets[:, None]
-    is_target = targets != ignore_index
-    log_sum = logits.logsumexp(1, keepdim=True)
-    losses = torch.where(is_target, log_sum - logits.gather(1, targets.clamp(min=0)), 0.0)[:, 0]
-    one_hot = torch.arange(logits.size(1), device=logits.device) == targets
-    gradient = torch.where(is_target, (logits - log_sum).exp() - one_hot.float(), 0.0)
-    return losses, (gradient * GRADIENT_SCALE).to(torch.float8_e5m2)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropy losses of the logits x @ weight.T, in float32, with matmuls in float8.
-
-    x is (N, C), weight (V, C) and targets (N,); targets equal to ignore_index don't count. As in F.cross_entropy, the
-    softmax is over all V ids, padding included. float8 matmuls run at twice the rate of bfloat16, but N, C and V must
-    be multiples of 16, and Hopper multiplies only rows by rows, so the large gradient is also transposed, byte by byte.
-    The forward pass computes the logits' gradient, softmax - one_hot, together with the loss.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index):
-        if any(size % 16 for size in (*x.shape, *weight.shape)):
-            raise UserError(
-                f"--dtype fp8 needs multiples of 16, but the output layer multiplies {tuple(x.shape)} by "
-                f"{tuple(weight.shape)}: tokens of a micro-batch, channels, ids. Change these, or leave --dtype out."
-            )
-        x, x_scale = to_float8(x)
-        weight, weight_scale = to_float8(weight)
-        # F.scaled_mm, the public name, gives the same bits, but before torch 2.13 Inductor had no lowering for it
-        logits = torch._scaled_mm(
-            x, weight.T, x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        losses, gradient = losses_and_gradient(logits, targets, ignore_index)
-        ctx.save_for_backward(x, x_scale, weight, weight_scale, gradient)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, x_scale, weight, weight_scale, gradient = ctx.saved_tensors
-        # scale the small results, rather than the large gradient, by grad_output, this loss's weight in the step
-        scale = grad_output / GRADIENT_SCALE
-        # the hardware requires a row-major first operand and a column-major second one
-        weight, x = weight.T.contiguous().T, x.T.contiguous().T
-        grad_x = torch._scaled_mm(gradient, weight, scale, weight_scale, out_dtype=torch.bfloat16)
-        grad_weight = torch._scaled_mm(gradient.T.contiguous(), x, scale, x_scale, out_dtype=torch.float32)
-        return grad_x, grad_weight, None, None  # autograd converts them to the dtypes of x and weight
