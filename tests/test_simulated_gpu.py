@@ -128,7 +128,9 @@ def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
     Those and the weights are 16 bytes for each of 0.94M parameters, 15 MB, and a sequence takes about 5.5 MB: 256 ids
     with 16 numbers for each of 256 channels and 4 for each of 320 logits, 4 bytes each. 5% of the card are left alone.
     """
-    options = dict(n_layer=1, n_embd=256, block_size=256, sequence_length=256, batch_size=8, total_batch_size=16 * 256)
+    options = dict(
+        n_layer=1, n_embd=256, block_size=256, sequence_length=256, batch_size=8, total_batch_size=16 * 256
+    )
     for megabytes, B, halvings in ((100, 8, 0), (50, 4, 1), (38, 2, 2)):
         args = tiny_flags(folder, tmp_path / f"{B}", device="cuda", compile=True, max_steps=2, **options)
         status, said = gpu(train_uncompiled, args, gib=megabytes * 1e6 / 2**30)
