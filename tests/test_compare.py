@@ -76,7 +76,7 @@ def test_runs_of_a_group_differ_in_nothing_that_changes_what_they_learn(tmp_path
     assert compare.read_group(f"{tmp_path}/a-*").ends == {1: 4.0, 2: 4.1}
     write_run(tmp_path / "a-3", 4.2, 3, **changes)
     told = refused(compare.main, f"{tmp_path}/a-*")
-    assert f"a-3 and {tmp_path}/a-1 differ in {named}. Give each of them a pattern of its own." in told
+    assert f"a-3 and {tmp_path}/a-1 differ in {named}. Give each of them its own pattern." in told
 
 
 def test_code_that_was_changed_while_a_run_was_stopped_is_other_code(tmp_path):
@@ -147,7 +147,7 @@ def test_noise_a_run_that_diverged_one_seed_and_other_seeds_show_nothing(tmp_pat
     for last in ("nan", "inf"):
         (tmp_path / "b-2" / "log.txt").write_text(f"2 val {last}\n", encoding="utf-8")
         for both in ((a, b), (b, a)):
-            assert printed(capsys, *both)[-1].endswith("cannot be compared, as a run of them has diverged.")
+            assert printed(capsys, *both)[-1].endswith("cannot be compared, because one of their runs has diverged.")
     *_, one, none = printed(capsys, *(f"{tmp_path}/{name}" for name in ("a-1", "b-1", "b-3")))
     assert "with one seed. That shows nothing" in one
     assert f"b-3 and {tmp_path}/a-1 have no seed in common." in none

@@ -1,13 +1,15 @@
-"""Compare ideas by runs with several seeds: which one is better, by how much, and whether the seeds can tell.
+"""Compare ideas by runs with several seeds: which is better, by how much, and is that more than noise between seeds?
 
     python -m plumbing.run.compare "log/gelu-*" "log/relu2-*"
 
-Each pattern is a group: finished runs that differ in nothing but their seed, which is checked. The first group is what
-the others are compared with, seed by seed, by the last validation loss or by what --stream names.
+Each pattern names a group of finished runs that differ only in their seed, which is checked. The other groups are
+compared with the first one, seed by seed, by the last validation loss or by another --stream.
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -19,9 +21,9 @@ from plumbing.cli.console import UserError, plain
 
 @dataclasses.dataclass
 class Options:
-    # a pattern for each group of runs, in quotes
+    # one pattern for each group of runs, in quotes
     groups: Annotated[tuple[str, ...], "positional"] = ()
-    # what of log.txt to compare by: train, val_bpb, hella, val/NAME of several folders of data, or a number of your own
+    # the number in log.txt to compare: train, val_bpb, hella, val/NAME for one of several data folders, or your own
     stream: str = "val"
 
 
@@ -33,24 +35,24 @@ import numpy as np
 from plumbing.run.logs import Logged, find_runs
 from plumbing.run.options import RunOptions, names_of
 
-# settings that change no loss, or that another fact stands for
+# settings that do not change the loss, or that another fact covers
 IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from"}
-# which of two values is better, for the streams of which that is known
+# which of two values is better, in the streams where this is known
 BETTER = {"val": "lower", "val_bpb": "lower", "train": "lower", "hella": "higher"}
 MEASURED_ON = "what they are measured on"
-# the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one is used beyond, too
+# the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one also stands for more
 T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 @dataclasses.dataclass
 class Group:
-    """Finished runs that differ in nothing but their seed."""
+    """Finished runs that differ only in their seed."""
 
     name: str  # the pattern that matches them
-    stream: str  # what they are compared by
-    runs: dict[int, Logged]  # by their seeds
-    ends: dict[int, float]  # {seed: the stream's last value}
-    facts: dict[str, Any]  # what may change the stream's values
+    stream: str  # the number by which they are compared
+    runs: dict[int, Logged] = dataclasses.field(default_factory=dict)  # by seed
+    ends: dict[int, float] = dataclasses.field(default_factory=dict)  # {seed: the stream's last value}
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # everything that may change these values
 
     @property
     def mean(self) -> float:
@@ -60,96 +62,137 @@ class Group:
 # ----- Groups -------------------------------------------------------------------------------------------
 
 
+def kind_of(stream: str) -> str:
+    """val/code -> val"""
+    return stream.partition("/")[0]
+
+
+def last_value(run: Logged, stream: str) -> float:
+    _, values = run.streams[stream]
+    return float(values[-1])
+
+
 def facts_of(run: Logged, stream: str) -> dict[str, Any]:
-    """What may change a run's values of a stream: settings, code, data, and the run that it is a branch of."""
-    config, (kind, _, folder) = dict(run.config), stream.partition("/")
+    """Everything that may change a run's values of a stream: settings, code, data, and the run it branched from."""
+    config = dict(run.config)
     weights = config.get("data_weights") or []
-    # 0.7 0.3 and 7 3 are one order of the data
+    # shares of 0.7 and 0.3 give the same order of the data as shares of 7 and 3
     config["data_weights"] = [round(weight / sum(weights), 9) for weight in weights]
-    data, branched = run.fact("fingerprints", {"": [config["data"]] * 2}), run.fact("branched", {})
-    # several, if the run went on with changed code; a record's run.txt has the script's name alone
+    # {folder: fingerprints of its training and validation data}
+    data = run.fact("fingerprints", {"": [config["data"], config["data"]]})
+    # more than one version if the code was changed between two starts; a record's run.txt has the script's name alone
     code = [start["code"] for start in run.starts if "code" in start]
-    code = code or re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
+    if not code:
+        code = re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
+    facts = {name: value for name, value in config.items() if name not in IGNORED}
+    facts["code"] = " and ".join(dict.fromkeys(code))
+    facts["training data"] = [train for train, _ in data.values()]
+    facts[MEASURED_ON] = measured_on(config, data, stream)
+    branched = run.fact("branched", {})
+    for name in ("parent", "step"):
+        if name in branched:
+            facts[f"branch: {name}"] = branched[name]
+    return facts
+
+
+def measured_on(config: dict[str, Any], data: dict[str, Any], stream: str) -> Any:
+    """The tokens or examples from which a stream is measured; None for your own numbers, of which only you know."""
+    kind, _, folder = stream.partition("/")
     if kind == "hella":
-        measured_on = config["hellaswag_limit"]
-    elif kind not in BETTER:
-        measured_on = None  # which only its author knows
-    elif folder:
-        measured_on = [config["val_tokens"], data.get(folder)]
-    elif kind == "train" or len(data) > 1:  # a mean over several folders is by their shares or sizes
-        measured_on = [config["val_tokens"], config["data_weights"], data]
-    else:
-        measured_on = [config["val_tokens"], *(val for _, val in data.values())]
-    return {name: value for name, value in config.items() if name not in IGNORED} | {
-        "code": " and ".join(dict.fromkeys(code)),
-        "training data": [train for train, _ in data.values()],
-        MEASURED_ON: measured_on,
-        **{f"branch: {name}": branched[name] for name in ("parent", "step") if name in branched},
-    }
+        return config["hellaswag_limit"]
+    if kind not in BETTER:
+        return None
+    val_tokens = config["val_tokens"]
+    if folder:
+        return [val_tokens, data.get(folder)]
+    if kind == "train" or len(data) > 1:  # the mean of several folders depends on their shares or sizes
+        return [val_tokens, config["data_weights"], data]
+    return [val_tokens, *(val for _, val in data.values())]
 
 
-def examine(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
+def read_facts(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
     """(seed, facts) of a finished run; UserError says why it cannot be compared."""
     if stream not in run.streams:
         raise UserError(f"its log has no {stream}, but has {', '.join(run.streams) or 'nothing'}")
     try:
-        seed, max_steps = (operator.index(run.config[name]) for name in ("seed", "max_steps"))
+        seed = operator.index(run.config["seed"])
+        max_steps = operator.index(run.config["max_steps"])
         facts = facts_of(run, stream)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # people may have edited it
         raise UserError(f"its run.txt is missing or damaged ({error!r})") from None
-    step, kind = run.streams[stream][0][-1], stream.partition("/")[0]
-    if step < max_steps - (kind == "train" or kind not in BETTER):  # an evaluation follows the last step
-        raise UserError(f"its last {stream} is of step {step:,} of {max_steps:,}")
+    steps, _ = run.streams[stream]
+    kind = kind_of(stream)
+    is_of_a_step = kind == "train" or kind not in BETTER  # an evaluation comes after the last step
+    last_step = max_steps - 1 if is_of_a_step else max_steps
+    if steps[-1] < last_step:
+        raise UserError(f"its last {stream} is of step {steps[-1]:,} of {max_steps:,}")
     return seed, facts
 
 
 def read_group(pattern: str, stream: str = "val") -> Group:
-    """The finished runs that match a pattern; others are named. UserError if their seed is not all that differs."""
-    group = Group(plain(pattern), stream, runs={}, ends={}, facts={})
+    """The finished runs that match a pattern. Others are named and left out.
+
+    UserError if the runs differ in more than their seed.
+    """
+    group = Group(plain(pattern), stream)
     for run in find_runs(pattern):
         try:
-            seed, facts = examine(run, stream)
+            seed, facts = read_facts(run, stream)
         except UserError as error:
             print(f"{plain(run.folder)} is left out: {error}.")
             continue
-        if different := differences(group.facts or facts, facts):
-            both = f"{run.folder} and {next(iter(group.runs.values())).folder}"
-            raise UserError(f"{both} differ in {', '.join(different)}. Give each of them a pattern of its own.")
-        if other := group.runs.get(seed):
+        different = differences(group.facts or facts, facts)
+        if different:
+            first = next(iter(group.runs.values()))
+            raise UserError(
+                f"{run.folder} and {first.folder} differ in {', '.join(different)}. Give each of them its own pattern."
+            )
+        if seed in group.runs:
+            other = group.runs[seed]
             check_repeat(run, other, stream)
             print(f"{plain(run.folder)} repeats {plain(other.folder)}, seed included, and is not counted again.")
             continue
-        group.facts, group.runs[seed], group.ends[seed] = facts, run, float(run.streams[stream][1][-1])
+        group.facts = facts
+        group.runs[seed] = run
+        group.ends[seed] = last_value(run, stream)
     if not group.runs:
-        raise UserError(f'No finished run matches {pattern}. Give each group a pattern in quotes: "log/gelu-*".')
+        raise UserError(
+            f'No finished run matches {pattern} and has {stream}. Give each group a pattern in quotes: "log/gelu-*".'
+        )
     return group
 
 
 def check_repeat(run: Logged, other: Logged, stream: str) -> None:
-    """UserError unless two runs, of which the seed and all facts are the same, have the same losses."""
-    for name in [name for name in (stream, "train") if name in run.streams and name in other.streams]:
-        ends = [each.streams[name][1][-1] for each in (run, other)]
-        if not np.isclose(*ends, rtol=1e-4, equal_nan=True):  # a sum in another order changes the last digits
+    """UserError unless two runs with the same seed and the same facts have the same losses."""
+    for name in (stream, "train"):
+        if name not in run.streams or name not in other.streams:
+            continue
+        end = last_value(run, name)
+        others_end = last_value(other, name)
+        if not np.isclose(
+            end, others_end, rtol=1e-4, equal_nan=True
+        ):  # sums in another order change the last digits
             raise UserError(
-                f"{run.folder} and {other.folder} have the same settings, code and seed, but end at {ends[0]} and "
-                f"{ends[1]} ({name}). Something that is not recorded was different, such as a change in memory or the "
-                "machine: give each of them a pattern of its own."
+                f"{run.folder} and {other.folder} have the same settings, code and seed, but end at {end} and "
+                f"{others_end} ({name}). Something that is not recorded was different, such as the machine or a "
+                "function replaced in memory: give each of them its own pattern."
             )
 
 
 def read_tables(patterns: Sequence[str], stream: str = "val") -> list[list[Group]]:
-    """The groups of these patterns, as a list for each data set that they are measured on."""
+    """The groups of these patterns, in one list for each data set on which they are measured."""
     tables: dict[str, list[Group]] = {}
-    for group in [read_group(pattern, stream) for pattern in patterns]:
-        # bits per byte are comparable where the text is the same, which only the user knows
-        key = "" if stream.startswith("val_bpb") else json.dumps(group.facts[MEASURED_ON])
+    for pattern in patterns:
+        group = read_group(pattern, stream)
+        # bits per byte can be compared where the text is the same, which only the user knows
+        key = "" if kind_of(stream) == "val_bpb" else json.dumps(group.facts[MEASURED_ON])
         tables.setdefault(key, []).append(group)
     return [*tables.values()]
 
 
 def differences(*facts: dict[str, Any]) -> list[str]:
-    """The names of the facts that are not the same in all of these."""
-    names = dict.fromkeys(name for each in facts for name in each)
+    """The names of the facts that are not equal in all of these."""
+    names = dict.fromkeys(itertools.chain(*facts))
     return [name for name in names if any(each.get(name) != facts[0].get(name) for each in facts)]
 
 
@@ -157,48 +200,59 @@ def differences(*facts: dict[str, Any]) -> list[str]:
 
 
 def difference(base: Group, other: Group) -> tuple[float, float, int]:
-    """(mean, half of its 95% interval, seeds) of the ends of `other` less those of `base` with the same seed."""
-    more = np.array([other.ends[seed] - base.ends[seed] for seed in base.ends if seed in other.ends] or [np.nan])
-    n = sum(seed in other.ends for seed in base.ends)
-    half = T_975[min(n - 1, len(T_975)) - 1] * more.std(ddof=1) / n**0.5 if n > 1 else np.inf
-    return float(more.mean()), float(half), n
+    """(mean, half of its 95% interval, number of seeds) of `other` minus `base`, over the seeds that both have."""
+    seeds = [seed for seed in base.ends if seed in other.ends]
+    n = len(seeds)
+    if n == 0:
+        return math.nan, math.inf, 0
+    more = np.array([other.ends[seed] - base.ends[seed] for seed in seeds])
+    mean = float(more.mean())
+    if n == 1:
+        return mean, math.inf, 1
+    t = T_975[min(n - 1, len(T_975)) - 1]
+    return mean, float(t * more.std(ddof=1) / n**0.5), n
 
 
 def verdict(base: Group, other: Group) -> str:
-    """What the seeds show of `other`, compared with `base`, in a sentence."""
+    """One sentence on what the seeds show about `other`, compared with `base`."""
     if not np.isfinite([base.mean, other.mean]).all():
-        return f"{other.name} and {base.name} cannot be compared, as a run of them has diverged."
+        return f"{other.name} and {base.name} cannot be compared, because one of their runs has diverged."
     mean, half, n = difference(base, other)
     if n == 0:
         both = f"{other.name} and {base.name}"
         return f"{both} have no seed in common. Run both with the same seeds, and put each pattern in quotes."
-    text = f"{other.name} ends {abs(mean):.4f} {'above' if mean > 0 else 'below'} {base.name}"
+    side = "above" if mean > 0 else "below"
+    text = f"{other.name} ends {abs(mean):.4f} {side} {base.name}"
     if n == 1:
-        return f"{text} with one seed. That shows nothing, as another seed moves a loss, too: run three or more."
+        return f"{text} with one seed. That shows nothing, because another seed also moves a loss: run three or more."
     text += f" (95% interval {mean - half:+.4f} to {mean + half:+.4f}, {n} seeds)"
     if abs(mean) <= half:
         return f"{text}. Seeds alone may do that: neither is shown to be better."
-    found, better = "higher" if mean > 0 else "lower", BETTER.get(base.stream.partition("/")[0])
+    direction = "higher" if mean > 0 else "lower"
+    better = BETTER.get(kind_of(base.stream))
     if not better or base.facts[MEASURED_ON] != other.facts[MEASURED_ON]:
-        return f"{text}: {other.name} is {found}."
-    return f"{text}: {other.name} is {'better' if found == better else 'worse'}."
+        return f"{text}: {other.name} is {direction}."
+    return f"{text}: {other.name} is {'better' if direction == better else 'worse'}."
 
 
 def report(groups: Sequence[Group]) -> Iterator[str]:
     """What the groups of one table show, line by line."""
     different = differences(*(group.facts for group in groups))
     if MEASURED_ON in different:
-        yield "note: These are not measured on the same tokens. Only if their text is the same is lower also better."
+        yield "note: These are not measured on the same tokens. Lower is better only if their text is the same."
         different.remove(MEASURED_ON)
     yield f"last {groups[0].stream}: mean and standard deviation over the seeds, and what differs"
     width = max(len(group.name) for group in groups)
     for group in groups:
         ends = [*group.ends.values()]
-        spread = f"+-{np.std(ends, ddof=1):.4f}" if len(ends) > 1 and np.isfinite(ends).all() else ""
+        has_spread = len(ends) > 1 and np.isfinite(ends).all()
+        spread = f"+-{np.std(ends, ddof=1):.4f}" if has_spread else ""
         facts = [f"{name} {plain(group.facts[name], 60)}" for name in different if name in group.facts]
-        shown = ", ".join(facts) or ("nothing that is recorded" if len(groups) > 1 else "")
-        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {shown}".rstrip()
-    yield from (verdict(groups[0], group) for group in groups[1:])
+        if not facts and len(groups) > 1:
+            facts = ["nothing that is recorded"]
+        yield f"  {group.name:{width}}  {group.mean:.4f} {spread:8}  {len(ends)} x  {', '.join(facts)}".rstrip()
+    for group in groups[1:]:
+        yield verdict(groups[0], group)
 
 
 def main(args=None):
@@ -209,8 +263,9 @@ def main(args=None):
     print("\n\n".join("\n".join(report(groups)) for groups in tables))
     if len(tables) > 1:
         print(
-            "\nThese tables cannot be compared, as they are measured on other data, or on another number of tokens or "
-            "examples. Bits per byte (--stream val_bpb) can be, where the text is the same and only its tokens differ."
+            "\nThese tables cannot be compared with each other: they are measured on other data, or on another number "
+            "of tokens or examples. Bits per byte (--stream val_bpb) can be compared if the text is the same and only "
+            "the tokenizer differs."
         )
 
 
